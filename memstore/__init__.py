@@ -1,0 +1,1 @@
+"""memstore: every step's checkpoint in the memory of the training hosts, replicated to peers."""

@@ -1,0 +1,120 @@
+"""Every error memstore raises, as one tree. Imports nothing of ours.
+
+    MemstoreError(Exception)        message + keyword context kept as attributes
+    ├─ ConfigError                  a field, its value, the allowed range           (also a ValueError)
+    ├─ CapacityError                bytes asked, bytes there, what would free them
+    ├─ ClosedError                  you closed it
+    ├─ FencedError                  a newer attempt of the job has been opened (R20, R21)
+    ├─ JobBusyError                 another launch of the job is alive (R20)
+    ├─ UnsupportedState             an object in the state, by path and type        (also a TypeError)
+    ├─ WorldSizeError               the step was put by another world size (R27)
+    ├─ TransportError               the world broke it
+    │  ├─ PeerUnreachable           host, address
+    │  ├─ PeerTimeout               operation, waited_s, limit_s                    (also a TimeoutError)
+    │  ├─ ProtocolError             bad magic, version, length or order
+    │  └─ AuthenticationError       the other side does not know the store's secret
+    ├─ IntegrityError               bytes are not what was promised
+    │  ├─ DigestMismatch            shard, holder, expected, actual
+    │  └─ ManifestMismatch          what differs, first differing path
+    ├─ CommitError                  the level asked for cannot be reached any more (R15)
+    │  └─ StepConflict              a step going backwards along the lineage
+    ├─ RecoveryError                a get that cannot return a whole step (R23)
+    │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
+    └─ InternalError                an invariant of ours broke: carries the story
+
+Constructor: one positional message plus keyword context, so that default pickling works and
+every error survives a Ray actor boundary. Message shape: what happened, with which values,
+against which limit, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MemstoreError(Exception):
+    """Base of every memstore error; keyword context becomes attributes."""
+
+    def __init__(self, message: str = "", **context: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(context)
+
+
+class ConfigError(MemstoreError, ValueError):
+    """A configuration value, or two values that contradict each other."""
+
+
+class CapacityError(MemstoreError):
+    """The bytes asked for do not fit under a named limit; nothing was stored or lost."""
+
+
+class ClosedError(MemstoreError):
+    """The store, reader or ticket was closed by its owner."""
+
+
+class FencedError(MemstoreError):
+    """This process belongs to an attempt that a newer one has fenced (R21)."""
+
+
+class JobBusyError(MemstoreError):
+    """Another launch of the job is alive and active; names host, pid and step (R20)."""
+
+
+class UnsupportedState(MemstoreError, TypeError):
+    """An object in the state cannot be stored without pickle; names path and type."""
+
+
+class WorldSizeError(MemstoreError):
+    """The step was put by another world size; names both and the way on (R27)."""
+
+
+class TransportError(MemstoreError):
+    """A connection, a peer or a deadline failed."""
+
+
+class PeerUnreachable(TransportError):
+    """Nothing answers at a peer's address."""
+
+
+class PeerTimeout(TransportError, TimeoutError):
+    """A peer did not answer within the limit; names the operation and the setting to raise."""
+
+
+class ProtocolError(TransportError):
+    """Bytes that are not a valid frame, or a frame that may not come now."""
+
+
+class AuthenticationError(TransportError):
+    """The other side could not prove that it knows the store's secret."""
+
+
+class IntegrityError(MemstoreError):
+    """Bytes are not what was promised when they were put."""
+
+
+class DigestMismatch(IntegrityError):
+    """A digest differs from the one taken at put; names shard, holder, both digests."""
+
+
+class ManifestMismatch(IntegrityError):
+    """The state given to `into=` or a manifest does not match; names the first difference."""
+
+
+class CommitError(MemstoreError):
+    """A ticket's step cannot reach the level that was asked for any more (R15)."""
+
+
+class StepConflict(CommitError):
+    """A put whose step does not follow the lineage: steps must strictly increase."""
+
+
+class RecoveryError(MemstoreError):
+    """No whole step can be restored; lists, newest first, each step and what it lacks (R23)."""
+
+
+class GatherTimeout(RecoveryError, TimeoutError):
+    """Not every rank made the collective call in time; names the missing ranks."""
+
+
+class InternalError(MemstoreError):
+    """An invariant of memstore broke; `story` holds the events that led there. Please report it."""

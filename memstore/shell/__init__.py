@@ -1,0 +1,1 @@
+"""Thin I/O around the pure core: holds resources, decides nothing."""

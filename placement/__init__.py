@@ -1,0 +1,1 @@
+"""Where should the copies go? Pure."""

@@ -1,0 +1,52 @@
+"""Who shares fate with whom: hosts and the failure domains they sit in (R1, R18).
+
+Pure: no torch, ray, socket, clock, environment or file access. Read `groups.py` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine's memory, one unit of loss (R1).
+
+    `machine` is the boot id: an implicit failure domain. Two hosts on one machine count as
+    distinct only if both carry an explicit `host` label (`is_explicit`).
+    """
+
+    host_id: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    is_explicit: bool = False
+    capacity_bytes: int | None = None  # room for copies of other hosts' shards; None: no limit known
+
+    def domain(self, level: str) -> str:
+        """Return the failure domain at `level`: a label name such as "rack", or "host".
+
+        Unlabelled hosts at a label level share the one domain "" (R18). At level "host" the
+        domain is the host id if explicit, else the machine.
+        """
+        if level == "host":
+            return self.host_id if self.is_explicit or not self.machine else f"machine:{self.machine}"
+        return self.labels.get(level, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Hosts by id plus the label levels to spread over, coarsest first."""
+
+    hosts: Mapping[str, Host]
+    failure_domains: tuple[str, ...] = ("zone", "rack")
+
+    @classmethod
+    def of(cls, hosts: Iterable[Host], failure_domains: Iterable[str] = ("zone", "rack")) -> Topology:
+        """Build a topology from hosts; a host id given twice is a ValueError."""
+        table: dict[str, Host] = {}
+        for host in hosts:
+            if host.host_id in table:
+                raise ValueError(f"host {host.host_id!r} is listed twice in the topology")
+            table[host.host_id] = host
+        return cls(table, tuple(failure_domains))

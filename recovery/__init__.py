@@ -1,0 +1,1 @@
+"""What can be rebuilt from what survived, and how fastest? Pure."""

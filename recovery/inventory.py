@@ -1,0 +1,85 @@
+"""What survived: verified copies, commit facts and durable markers as plain values.
+
+Pure. Imports nothing but the standard library. Read `lineage.py`, then `planner.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardId:
+    """The bytes one rank gets back for one step."""
+
+    job: str
+    attempt: int
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepId:
+    """One step of one attempt; ordered by (attempt, step), never by the step alone (R22)."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """What a shard is: its digest names the bytes (R14)."""
+
+    digest: str  # hex xxh3-128 of the manifest
+    nbytes: int
+    chunk_bytes: int  # every chunk has this size but the last
+    chunks_count: int
+    world_size: int
+
+    def chunk_nbytes(self, index: int) -> int:
+        """Return the size of chunk `index` in bytes."""
+        return min(self.chunk_bytes, self.nbytes - index * self.chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One replica on one host. `missing` lists chunk indices that failed their digest or are absent."""
+
+    shard: ShardId
+    spec: ShardSpec
+    host: str
+    missing: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFact:
+    """The controller's journalled word that a step was committed (R16, R18)."""
+
+    step: StepId
+    world_size: int
+    digests: Mapping[int, str]  # rank -> shard digest
+    hosts: Mapping[int, tuple[str, ...]]  # rank -> hosts that had a copy
+    is_degraded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DurableMarker:
+    """A complete step on durable storage; the marker was written last (R31)."""
+
+    step: StepId
+    world_size: int
+    specs: Mapping[int, ShardSpec]  # rank -> shard
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A frozen snapshot of one job: what every answering host holds, plus facts and markers."""
+
+    job: str
+    copies: tuple[Copy, ...] = ()
+    commits: tuple[CommitFact, ...] = ()
+    markers: tuple[DurableMarker, ...] = ()
+    retired: Mapping[StepId, str] = field(default_factory=dict)  # step -> reason it may not be offered (R25)
+    abandoned: frozenset[StepId] = frozenset()  # skipped on some rank: never a candidate (R12)
+    silent_hosts: frozenset[str] = frozenset()  # known hosts that have not answered and are not known dead (R24)
