@@ -1,0 +1,443 @@
+"""One channel: frames arrive whole and in order, every wait ends, and failures are told apart (R4, R28)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from memstore import errors
+from memstore.core import wire
+from memstore.core.wire import Kind
+from memstore.shell import auth
+from memstore.shell.channel import Channel
+
+SECRET = bytes(range(32))
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        left = socket.create_connection(listening.getsockname())
+        right, _ = listening.accept()
+    return left, right
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def sockets(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected stream sockets, closed afterwards."""
+    pair = tcp_pair() if request.param == "tcp" else socket.socketpair()
+    yield pair
+    for sock in pair:
+        sock.close()
+
+
+@pytest.fixture
+def pair(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Channel, Channel]]:
+    """Two ends of one connection as channels."""
+    left, right = Channel(sockets[0]), Channel(sockets[1])
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture
+def aside() -> Iterator[Callable[..., Future[Any]]]:
+    """Run a function in another thread; all are waited for at the end."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def views(*sizes: int) -> list[memoryview]:
+    return [memoryview(os.urandom(size)) for size in sizes]
+
+
+def test_frames_arrive_as_sent_in_order(pair: tuple[Channel, Channel]) -> None:
+    """Kind, id, body and bulk come out as they went in, frame after frame."""
+    left, right = pair
+    bulk = views(5, 0, 70_000)
+    left.send(Kind.EVENT, 3, {"a": [1, b"x", None]}, deadline_s=5)
+    left.send(Kind.CHUNK, 4, None, bulk, deadline_s=5)
+    left.send(Kind.BYE, deadline_s=5)
+    assert right.recv(timeout_s=5) == (Kind.EVENT, 3, {"a": [1, b"x", None]}, 0)
+    assert right.recv(timeout_s=5) == (Kind.CHUNK, 4, {}, 70_005)
+    first, second = bytearray(5), bytearray(70_000)
+    right.recv_bulk_into(memoryview(first), timeout_s=5)
+    right.recv_bulk_into(memoryview(second), timeout_s=5)
+    assert (first, second) == (bulk[0], bulk[2])
+    assert right.recv(timeout_s=5).kind is Kind.BYE
+
+
+def test_bulk_larger_than_every_buffer_arrives_through_partial_sends(
+    sockets: tuple[socket.socket, socket.socket], aside: Callable[..., Future[Any]]
+) -> None:
+    """With the smallest send buffer and more views than one sendmsg takes, every byte arrives in its place."""
+    left, right = Channel(sockets[0]), Channel(sockets[1])
+    with left, right:
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        bulk = views(*[331] * 2500, 1 << 20)
+        sent = aside(left.send, Kind.CHUNK, 1, {"n": 1}, bulk, deadline_s=20)
+        frame = right.recv(timeout_s=20)
+        got = bytearray(frame.bulk_bytes)
+        right.recv_bulk_into(memoryview(got), timeout_s=20)
+        sent.result(20)
+        assert got == b"".join(bulk)
+
+
+def test_views_of_other_formats_are_sent_as_their_bytes(pair: tuple[Channel, Channel]) -> None:
+    """A view of floats counts and travels in bytes."""
+    left, right = pair
+    left.send(Kind.CHUNK, 1, None, [memoryview(struct.pack("4d", 1, 2, 3, 4)).cast("d")], deadline_s=5)
+    got = memoryview(bytearray(32)).cast("d")
+    assert right.recv(timeout_s=5).bulk_bytes == 32
+    right.recv_bulk_into(got, timeout_s=5)
+    assert got.tolist() == [1, 2, 3, 4]
+
+
+def test_bulk_must_be_taken_before_the_next_frame_and_never_more_than_there_is(pair: tuple[Channel, Channel]) -> None:
+    """A receiver that forgets the bulk is told; skip_bulk drops the rest."""
+    left, right = pair
+    left.send(Kind.CHUNK, 1, None, views(1000), deadline_s=5)
+    left.send(Kind.EVENT, 2, deadline_s=5)
+    right.recv(timeout_s=5)
+    with pytest.raises(errors.InternalError, match="1,000 bulk bytes"):
+        right.recv(timeout_s=5)
+    with pytest.raises(errors.InternalError, match="1,001 bulk bytes wanted"):
+        right.recv_bulk_into(memoryview(bytearray(1001)), timeout_s=5)
+    right.recv_bulk_into(memoryview(bytearray(10)), timeout_s=5)
+    right.skip_bulk(timeout_s=5)
+    assert right.recv(timeout_s=5).request_id == 2
+
+
+def test_a_timeout_between_frames_leaves_the_channel_usable(pair: tuple[Channel, Channel]) -> None:
+    """PeerTimeout carries operation, waited_s and limit_s, and the next frame still arrives."""
+    left, right = pair
+    with pytest.raises(errors.PeerTimeout, match=r"receive a frame took .* limit is 0\.02 s") as caught:
+        right.recv(timeout_s=0.02)
+    assert caught.value.operation == "receive a frame"  # type: ignore[attr-defined]
+    assert caught.value.waited_s >= caught.value.limit_s == 0.02  # type: ignore[attr-defined]
+    left.send(Kind.EVENT, 1, deadline_s=5)
+    assert right.recv(timeout_s=5).request_id == 1
+
+
+@pytest.mark.parametrize("cut", [1, 31, 32, 35])
+def test_a_timeout_inside_a_frame_ends_the_channel(sockets: tuple[socket.socket, socket.socket], cut: int) -> None:
+    """Half a header or half a body within the limit is a timeout, and no later byte is taken for a header."""
+    body = wire.pack_body({"a": 12345})
+    with Channel(sockets[1]) as right:
+        sockets[0].sendall((wire.pack_header(Kind.EVENT, 1, body) + body)[:cut])
+        with pytest.raises(errors.PeerTimeout):
+            right.recv(timeout_s=0.03)
+        assert right.is_closed
+        with pytest.raises(errors.PeerUnreachable):
+            right.recv(timeout_s=5)
+
+
+def test_a_send_into_a_full_connection_times_out(pair: tuple[Channel, Channel]) -> None:
+    """A peer that reads nothing costs its sender the deadline and not more (fault F4)."""
+    left, _ = pair
+    bulk = views(wire.BULK_BYTES_MAX)
+    began = time.monotonic()
+    with pytest.raises(errors.PeerTimeout, match="send CHUNK"):
+        left.send(Kind.CHUNK, 1, None, bulk, deadline_s=0.2)
+    assert time.monotonic() - began < 3
+    assert left.is_closed
+
+
+def test_a_sender_waits_for_another_sender_only_until_its_deadline(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    """A heartbeat behind a stuck bulk send fails in time."""
+    left, right = pair
+    stuck = aside(left.send, Kind.CHUNK, 1, None, views(wire.BULK_BYTES_MAX), deadline_s=20)
+    right.recv(timeout_s=5)
+    with pytest.raises(errors.PeerTimeout, match="send EVENT"):
+        left.send(Kind.EVENT, 2, deadline_s=0.05)
+    right.skip_bulk(timeout_s=20)
+    stuck.result(20)
+    left.send(Kind.EVENT, 3, deadline_s=5)
+    assert right.recv(timeout_s=5).request_id == 3
+
+
+def test_end_of_stream_between_frames_is_told_from_one_inside(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """eof is True only where a peer may close: between frames."""
+    left, right = sockets
+    with Channel(right) as channel:
+        left.sendall(wire.pack_header(Kind.EVENT, 1))
+        left.close()
+        channel.recv(timeout_s=5)
+        with pytest.raises(errors.PeerUnreachable, match="closed the connection") as caught:
+            channel.recv(timeout_s=5)
+        assert caught.value.eof is True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cut", [1, 32, 33])
+def test_end_of_stream_inside_a_frame_is_not_eof(sockets: tuple[socket.socket, socket.socket], cut: int) -> None:
+    """A torn frame is a lost peer, not an orderly end (fault F19)."""
+    left, right = sockets
+    body = wire.pack_body({"a": 12345})
+    with Channel(right) as channel:
+        left.sendall((wire.pack_header(Kind.EVENT, 1, body) + body)[:cut])
+        left.close()
+        with pytest.raises(errors.PeerUnreachable, match="middle of a frame") as caught:
+            channel.recv(timeout_s=5)
+        assert caught.value.eof is False  # type: ignore[attr-defined]
+
+
+def test_a_reset_is_unreachable_for_both_directions() -> None:
+    """RST from the peer is PeerUnreachable, receiving or sending."""
+    left, right = tcp_pair()
+    with Channel(right) as channel:
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        left.close()
+        with pytest.raises(errors.PeerUnreachable) as caught:
+            channel.recv(timeout_s=5)
+        assert caught.value.eof is False  # type: ignore[attr-defined]
+        with pytest.raises(errors.PeerUnreachable):
+            channel.send(Kind.EVENT, 1, deadline_s=5)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_close_wakes_a_receiver(pair: tuple[Channel, Channel], timeout_s: float | None) -> None:
+    """A thread that waits for a frame ends when another thread closes the channel."""
+    left, _ = pair
+    caught: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            left.recv(timeout_s=timeout_s)
+        except errors.PeerUnreachable as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    while not left._recv_lock.locked():
+        thread.join(0.001)
+    left.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "closed" in str(caught[0])
+    assert left._sock.fileno() == -1
+
+
+def test_garbage_and_oversized_frames_end_the_channel_before_anything_is_allocated(
+    sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length beyond its limit is refused from the header alone (I20)."""
+    asked: list[int] = []
+
+    class Watched(bytearray):
+        def __init__(self, size: int) -> None:
+            asked.append(size)
+            super().__init__(size)
+
+    with Channel(sockets[1]) as right:
+        monkeypatch.setattr("memstore.shell.channel.bytearray", Watched, raising=False)
+        sockets[0].sendall(struct.pack("<4sBBHQIQI", wire.MAGIC, 1, 10, 0, 1, 2**32 - 1, 2**63, 0))
+        with pytest.raises(errors.ProtocolError, match="limit"):
+            right.recv(timeout_s=5)
+        assert right.is_closed
+        assert asked == []
+
+
+def test_a_flipped_bit_in_a_body_ends_the_channel(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """A corrupted step number never reaches the caller (fault F21)."""
+    body = wire.pack_body({"step": 100})
+    frame = bytearray(wire.pack_header(Kind.CALL, 1, body) + body)
+    frame[-1] ^= 1
+    with Channel(sockets[1]) as right:
+        sockets[0].sendall(frame)
+        with pytest.raises(errors.ProtocolError, match="crc"):
+            right.recv(timeout_s=5)
+        assert right.is_closed
+
+
+def test_request_returns_the_reply_and_raises_the_peers_error(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    """ERROR comes back as the class the peer raised."""
+    left, right = pair
+
+    def serve() -> None:
+        call = right.recv(timeout_s=5)
+        right.send(Kind.REPLY, call.request_id, {"n": call.body["n"] + 1}, views(3), deadline_s=5)
+        call = right.recv(timeout_s=5)
+        refusal = errors.CapacityError("no room", bytes_asked=5)
+        right.send(Kind.ERROR, call.request_id, wire.error_body(refusal), deadline_s=5)
+
+    served = aside(serve)
+    reply = left.request({"n": 1}, timeout_s=5)
+    assert (reply.body, reply.bulk_bytes) == ({"n": 2}, 3)
+    left.skip_bulk(timeout_s=5)
+    with pytest.raises(errors.CapacityError, match="no room") as caught:
+        left.request({"n": 1}, timeout_s=5)
+    assert caught.value.bytes_asked == 5  # type: ignore[attr-defined]
+    served.result(5)
+
+
+def test_a_late_reply_is_dropped_and_a_strange_one_ends_the_channel(pair: tuple[Channel, Channel]) -> None:
+    """The answer to a call that timed out is never taken for the answer to the next one."""
+    left, right = pair
+    with pytest.raises(errors.PeerTimeout):
+        left.request({"n": 1}, timeout_s=0.01)
+    right.send(Kind.REPLY, 1, {"late": True}, views(9), deadline_s=5)
+    right.send(Kind.REPLY, 2, {"late": False}, deadline_s=5)
+    assert left.request({"n": 2}, timeout_s=5).body == {"late": False}
+    right.send(Kind.REPLY, 77, {}, deadline_s=5)
+    with pytest.raises(errors.ProtocolError, match="REPLY 77"):
+        left.request({"n": 3}, timeout_s=5)
+    assert left.is_closed
+
+
+def test_both_directions_run_at_once(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]) -> None:
+    """Two ends that send more than the buffers hold at the same moment do not lock each other up."""
+    left, right = pair
+    bulk = views(16 << 20)
+    sends = [aside(end.send, Kind.CHUNK, 1, None, bulk, deadline_s=20) for end in pair]
+
+    def take(end: Channel) -> bytearray:
+        got = bytearray(end.recv(timeout_s=20).bulk_bytes)
+        end.recv_bulk_into(memoryview(got), timeout_s=20)
+        return got
+
+    takes = [aside(take, end) for end in (left, right)]
+    assert all(taken.result(20) == bulk[0] for taken in takes)
+    assert [send.result(20) for send in sends] == [None, None]
+
+
+def shake(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], **theirs: Any) -> tuple[Any, Any]:
+    """Run both sides of a handshake and return result or error of client and server."""
+    server = {"secret": SECRET, "store": "default", "identity": {"role": "holder"}, "timeout_s": 5.0}
+    client = {**server, "identity": {"role": "rank"}, **theirs}
+    outcomes = [
+        aside(auth.authenticate_client, pair[0], **client),
+        aside(auth.authenticate_server, pair[1], **server),
+    ]
+    return tuple(outcome.exception(10) or outcome.result() for outcome in outcomes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_handshake_exchanges_proven_identities(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], secret: bytes | None
+) -> None:
+    """Both ends learn who the other is, and frames beyond the handshake pass from then on."""
+    identity = {"role": "x"}
+    client = aside(auth.authenticate_client, pair[0], secret, store="s", identity=identity, timeout_s=5)
+    server = aside(auth.authenticate_server, pair[1], secret, store="s", identity={"role": "y"}, timeout_s=5)
+    assert (client.result(5), server.result(5)) == ({"role": "y"}, {"role": "x"})
+    assert pair[0].identity == {"role": "y"}
+    pair[0].send(Kind.CHUNK, 1, {"a": bytes(9000)}, deadline_s=5)
+    assert pair[1].recv(timeout_s=5).kind is Kind.CHUNK
+
+
+@pytest.mark.parametrize("theirs", [{"secret": bytes(32)}, {"secret": None}, {"store": "other"}])
+def test_wrong_secret_or_store_fails_on_both_ends_without_naming_the_secret(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], theirs: dict[str, Any]
+) -> None:
+    """Neither end gets an identity; both channels are closed; the message names the peer."""
+    outcomes = shake(pair, aside, **theirs)
+    for channel, outcome in zip(pair, outcomes, strict=True):
+        assert type(outcome) is errors.AuthenticationError
+        assert channel.peer in str(outcome)
+        assert SECRET.hex() not in str(outcome)
+        assert channel.is_closed
+        assert channel.identity == {}
+
+
+def hello(channel: Channel) -> dict[str, Any]:
+    """As a stranger, send HELLO and return the server's nonce and proof."""
+    channel.send(Kind.HELLO, 0, {"nonce": os.urandom(32)}, deadline_s=5)
+    return channel.recv(timeout_s=5).body
+
+
+def test_a_servers_own_proof_sent_back_proves_nothing(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    """Reflection: echoing the server's MAC as the client's is refused (fault F33)."""
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
+    first = hello(pair[0])
+    pair[0].send(Kind.AUTH2, 0, {"identity": wire.pack_body({}), "mac": first["mac"]}, deadline_s=5)
+    assert type(server.exception(5)) is errors.AuthenticationError
+
+
+def test_a_client_refuses_its_own_nonce_and_a_proof_borrowed_from_a_server(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    """A mirror in place of a server is refused before the client has said who it is."""
+    client = aside(auth.authenticate_client, pair[0], SECRET, store="s", identity={"role": "secret"}, timeout_s=5)
+    nonce = pair[1].recv(timeout_s=5).body["nonce"]
+    pair[1].send(Kind.AUTH1, 0, {"nonce": nonce, "mac": bytes(32)}, deadline_s=5)
+    assert type(client.exception(5)) is errors.AuthenticationError
+    assert pair[1].recv(timeout_s=5).body == {"error": "AuthenticationError", "message": "refused"}
+
+
+def test_a_recorded_handshake_does_not_work_again(aside: Callable[..., Future[Any]]) -> None:
+    """Replay: the client's frames of a good handshake are refused by the next one (fault F33)."""
+    recorded: list[tuple[Kind, dict[str, Any]]] = []
+
+    class Recording(Channel):
+        def send(self, kind: Kind, request_id: int = 0, body: Any = None, bulk: Any = (), *, deadline_s: float) -> None:
+            recorded.append((kind, dict(body)))
+            super().send(kind, request_id, body, bulk, deadline_s=deadline_s)
+
+    left, right = tcp_pair()
+    with Recording(left) as client, Channel(right) as server:
+        assert shake((client, server), aside) == ({"role": "holder"}, {"role": "rank"})
+    assert [kind for kind, _ in recorded] == [Kind.HELLO, Kind.AUTH2]
+    left, right = tcp_pair()
+    with Channel(left) as stranger, Channel(right) as server:
+        again = aside(auth.authenticate_server, server, SECRET, store="default", identity={}, timeout_s=5)
+        for kind, body in recorded:
+            stranger.send(kind, 0, body, deadline_s=5)
+        assert type(again.exception(5)) is errors.AuthenticationError
+
+
+def test_an_identity_changed_on_the_way_is_refused(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof covers the identity: another role under the same proof fails."""
+    send = Channel.send
+
+    def tamper(self: Channel, kind: Kind, request_id: int, body: Any, *, deadline_s: float) -> None:
+        if kind is Kind.AUTH2:
+            body = {**body, "identity": wire.pack_body({"role": "controller"})}
+        send(self, kind, request_id, body, deadline_s=deadline_s)
+
+    monkeypatch.setattr(Channel, "send", tamper)
+    client, server = shake(pair, aside)
+    assert type(client) is type(server) is errors.AuthenticationError
+
+
+@pytest.mark.parametrize("body", [{}, {"nonce": 5}, {"nonce": b"short"}, {"mac": b"x"}])
+def test_malformed_handshakes_are_refused(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], body: dict[str, Any]
+) -> None:
+    """Missing or mistyped fields are an AuthenticationError, nothing else."""
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
+    pair[0].send(Kind.HELLO, 0, body, deadline_s=5)
+    assert type(server.exception(5)) is errors.AuthenticationError
+
+
+def test_a_handshake_has_one_deadline_for_all_its_frames(pair: tuple[Channel, Channel]) -> None:
+    """A silent peer is a PeerTimeout, and the channel is closed."""
+    with pytest.raises(errors.PeerTimeout):
+        auth.authenticate_client(pair[0], SECRET, store="s", identity={}, timeout_s=0.05)
+    assert pair[0].is_closed
+
+
+@pytest.mark.parametrize("wrong", [{"secret": b"short"}, {"identity": {"a": bytes(3000)}}])
+def test_a_short_secret_or_a_long_identity_is_a_config_error(
+    pair: tuple[Channel, Channel], wrong: dict[str, Any]
+) -> None:
+    """Caught before a byte is sent."""
+    with pytest.raises(errors.ConfigError, match="bytes"):
+        auth.authenticate_client(pair[0], **{"secret": SECRET, "store": "s", "identity": {}, "timeout_s": 1.0, **wrong})
