@@ -1,1 +1,28 @@
-"""Where should the copies go? Pure."""
+"""Where should the copies go: topology, replica groups, moves and odds. Pure."""
+
+from __future__ import annotations
+
+from placement.domains import SpreadLevel, is_finer, spread_level
+from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
+from placement.odds import corollary_bound, survival_odds, survival_odds_counted
+from placement.rebalance import Move, Rebalanced, rebalance
+from placement.topology import Host, Topology
+
+__all__ = [
+    "Host",
+    "Move",
+    "Placement",
+    "Rebalanced",
+    "ReplicaGroup",
+    "SpreadLevel",
+    "Strategy",
+    "Topology",
+    "Unmet",
+    "corollary_bound",
+    "is_finer",
+    "place",
+    "rebalance",
+    "spread_level",
+    "survival_odds",
+    "survival_odds_counted",
+]

@@ -1,0 +1,236 @@
+"""Where do this host's copies go: replica groups after Gemini, spread over failure domains.
+
+Gemini's groups are consecutive hosts; here hosts are dealt so that a group never lies in one
+rack where that can be avoided (R18), capacity is respected, and what could not be had is listed.
+Pure: no torch, ray, socket, clock, environment or file access. Read `rebalance.py` next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from placement.domains import levels_of, name_some, spread_level
+from placement.layout import arrange
+from placement.seats import Seats
+from placement.topology import Topology
+
+Strategy = Literal["mixed", "group", "ring"]
+STRATEGIES: tuple[Strategy, ...] = ("mixed", "group", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Hosts that hold one another's shards: all of them ("group") or the next ones ("ring")."""
+
+    kind: Literal["group", "ring"]
+    members: tuple[str, ...]  # in ring order
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """One separation or one copy that could not be had.
+
+    `target` is "" where no host had room for the copy; then `domain` is "" too. Otherwise
+    `target` holds a copy, in a `domain` that the owner or an earlier target is in already.
+    """
+
+    owner: str
+    target: str
+    level: str
+    domain: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who holds whose copies. Every host owns one shard set and always keeps its own copy."""
+
+    targets: Mapping[str, tuple[str, ...]]  # owner -> other hosts that must hold its copies
+    groups: tuple[ReplicaGroup, ...]  # the parts of `targets` that are whole groups or rings
+    level: str
+    replicas: int  # copies, own included, that every owner has
+    replicas_asked: int
+    unmet: tuple[Unmet, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def domains_of(self, owner: str, topology: Topology) -> frozenset[str]:
+        """Return the distinct domains at `level` that the owner and its targets cover."""
+        return frozenset(topology.hosts[host].domain(self.level) for host in (owner, *self.targets[owner]))
+
+
+def place(
+    topology: Topology, *, replicas: int, strategy: Strategy = "mixed", demand_bytes: Mapping[str, int] | None = None
+) -> Placement:
+    """Choose `replicas - 1` targets for every host, in distinct failure domains.
+
+    With N hosts and m = min(replicas, N): hosts form N // m groups of m; a remainder joins the
+    last group, and those hosts form a ring in which each sends to the next m - 1. "group" keeps
+    that ring at Gemini's m + (N mod m) hosts even where a larger one would separate better;
+    "mixed" takes the larger ring then; "ring" is one ring of all. N not divisible by m is never
+    an error. If every domain has at most N / m hosts, all owners are separated and every host
+    has m - 1 guests ("group" with a remainder excepted). Otherwise single pairs are redirected
+    outside their group; no host then takes more than its fair share plus one (`Seats`).
+
+    Args:
+        topology: Hosts, their labels and their room.
+        replicas: Copies per shard, the owner's own included. With fewer hosts than that, as
+            many as there are: `Placement.replicas` and a warning say so.
+        strategy: "mixed", "group" or "ring".
+        demand_bytes: What one copy of an owner's shards takes on a target, against
+            `Host.capacity_bytes`; an owner not named takes nothing. None: capacity is not looked at.
+
+    Returns:
+        The same value for the same input, whatever the order of the mappings. Separations and
+        copies that could not be had are in `unmet`.
+
+    Raises:
+        ValueError: no hosts, `replicas` below 1, a negative demand, or an unknown strategy.
+
+    Complexity: O(N log N + N m); pairs that are redirected cost about log N each, and making
+        room by moving others is bounded by `seats.DISPLACEMENT_STEPS_MAX`.
+    Source: Gemini (SOSP 2023), mixed placement; separation, capacity and redirection are ours.
+    """
+    copies = check_request(topology, replicas, strategy, demand_bytes)
+    spread = spread_level(topology, replicas)
+    blocks, ring = arrange(hosts_by_domain(topology, spread.level), copies, strategy)
+    groups = [ReplicaGroup("group", members) for members in blocks]
+    groups += [ReplicaGroup("ring", ring)] if ring else []
+    wished = {
+        owner: tuple(members[(at + step) % len(members)] for step in range(1, copies))
+        for members in (group.members for group in groups)
+        for at, owner in enumerate(members)
+    }
+    targets = {owner: wished[owner] for owner in sorted(wished)}
+    if demand_bytes is not None or any(_repeats(targets, topology, spread.level)):
+        seats = Seats(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
+        targets = seated(seats, targets)
+    return describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings)
+
+
+def check_request(
+    topology: Topology, replicas: int, strategy: str, demand_bytes: Mapping[str, int] | None = None
+) -> int:
+    """Refuse what makes no sense with a ValueError; return how many copies can be had."""
+    if not topology.hosts:
+        raise ValueError("the topology has no hosts, at least 1 is needed to place copies")
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}, must be at least 1 (it counts the owner's own copy)")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(STRATEGIES)}")
+    negative = [host for host, nbytes in (demand_bytes or {}).items() if nbytes < 0]
+    if negative:
+        raise ValueError(f"demand_bytes is negative for {len(negative)} hosts: {name_some(negative)}")
+    return min(replicas, len(topology.hosts))
+
+
+def hosts_by_domain(topology: Topology, level: str) -> list[list[str]]:
+    """Return hosts per domain at `level`; neighbours share coarser domains, members finer ones."""
+    levels = levels_of(topology.failure_domains)
+    at = levels.index(level)
+    found: dict[str, list[tuple[list[str], str]]] = defaultdict(list)
+    for host_id, host in topology.hosts.items():
+        path = [host.domain(each) for each in levels]
+        found[path[at]].append((path, host_id))
+    domains = sorted((sorted(members) for members in found.values()), key=lambda members: members[0])
+    return [[host_id for _, host_id in members] for members in domains]
+
+
+def seated(seats: Seats, wished: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Seat all wished pairs that can stay, then fill what is missing; return targets by owner."""
+    spare = {owner: [t for t in wished.get(owner, ()) if not seats.keep(owner, t)] for owner in seats.order()}
+    for owner in seats.order():
+        seats.fill(owner, spare[owner])
+    return {owner: tuple(targets) for owner, targets in seats.targets.items()}
+
+
+def describe(
+    topology: Topology, targets: Mapping[str, tuple[str, ...]], *, replicas: int, level: str, warnings: tuple[str, ...]
+) -> Placement:
+    """Return the Placement for given targets: its groups, what is unmet, what to warn of."""
+    asked = min(replicas, len(topology.hosts))
+    short = [
+        Unmet(owner, "", level, "", f"{len(held)} of {asked - 1} copies placed: no other host has room for {owner}")
+        for owner, held in targets.items()
+        if len(held) < asked - 1
+    ]
+    achieved = 1 + min(len(held) for held in targets.values())
+    if len(topology.hosts) < replicas:
+        warnings += (f"{replicas} replicas asked, but there are {len(topology.hosts)} hosts: each shard gets {asked}",)
+    if short:
+        warnings += (
+            f"{len(short)} of {len(targets)} hosts get fewer than {asked} replicas for lack of room: "
+            f"{name_some([each.owner for each in short])}; raise capacity or lower replicas",
+        )
+    return Placement(
+        targets=targets,
+        groups=groups_of(targets),
+        level=level,
+        replicas=achieved,
+        replicas_asked=replicas,
+        unmet=(*_repeats(targets, topology, level), *short),
+        warnings=warnings,
+    )
+
+
+def components_of(targets: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return the sets of hosts that share copies, directly or through others; each sorted."""
+    parent = {host: host for host in targets}
+
+    def root(host: str) -> str:
+        while parent[host] != host:
+            parent[host] = parent[parent[host]]
+            host = parent[host]
+        return host
+
+    for owner, held in targets.items():
+        for target in held:
+            parent[root(target)] = root(owner)
+    found: dict[str, list[str]] = defaultdict(list)
+    for host in sorted(parent):
+        found[root(host)].append(host)
+    return sorted(found.values())
+
+
+def group_of(members: Sequence[str], targets: Mapping[str, Sequence[str]]) -> ReplicaGroup | None:
+    """Return the group or ring that a component is, or None if it is neither."""
+    whole = set(members)
+    if all(len(targets[host]) == len(members) - 1 and whole == {host, *targets[host]} for host in members):
+        return ReplicaGroup("group", tuple(members))
+    width = len(targets[members[0]])
+    if width == 0 or any(len(targets[host]) != width for host in members):
+        return None
+    circle = [members[0]]
+    while len(circle) < len(members):
+        circle.append(targets[circle[-1]][0])
+    if set(circle) != whole:
+        return None
+    follows = circle + circle[:width]
+    if any(tuple(follows[at + 1 : at + 1 + width]) != tuple(targets[host]) for at, host in enumerate(circle)):
+        return None
+    return ReplicaGroup("ring", tuple(circle))
+
+
+def groups_of(targets: Mapping[str, Sequence[str]]) -> tuple[ReplicaGroup, ...]:
+    """Return the whole groups and rings among the targets; hosts in other shapes are in none."""
+    found = (group_of(members, targets) for members in components_of(targets))
+    return tuple(group for group in found if group is not None)
+
+
+def _repeats(targets: Mapping[str, tuple[str, ...]], topology: Topology, level: str) -> list[Unmet]:
+    """Return one Unmet for every target in a domain that its owner already covers."""
+    domain = {host: topology.hosts[host].domain(level) for host in targets}
+    found = []
+    for owner, held in targets.items():
+        if len({domain[owner], *(domain[host] for host in held)}) == len(held) + 1:
+            continue
+        covered = {domain[owner]: owner}
+        for target in held:
+            first = covered.setdefault(domain[target], target)
+            if first != target:
+                name = repr(domain[target]) if domain[target] else "unlabelled"
+                why = f"{target} shares {level} {name} with {first}; no seat is left in another {level}"
+                found.append(Unmet(owner, target, level, domain[target], why))
+    return found

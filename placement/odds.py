@@ -1,0 +1,172 @@
+"""What are the odds that k hosts lost at once destroy some shard: exact, and Gemini's bound (d.2).
+
+Losses are independent and uniform here: every set of k hosts is equally likely. A rack going
+dark is not in this model; that is what separation over failure domains is for.
+Pure: no torch, ray, socket, clock, environment or file access. Read README.md for the maths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+from placement.groups import Placement, components_of, group_of
+
+IRREGULAR_HOSTS_MAX = 24  # hosts in one component that is neither group nor ring: 2**24 sets at worst
+COUNTED_SETS_MAX = 5_000_000  # loss sets survival_odds_counted is willing to walk through
+
+
+def survival_odds(placement: Placement, lost_count: int) -> Fraction:
+    """Return the chance that every shard keeps a copy when `lost_count` random hosts are lost.
+
+    Hosts that share no copies survive independently of one another, so the numbers of harmless
+    sets multiply like polynomials: sum over j of (harmless sets of j hosts) x**j, per component.
+    Groups and rings have closed forms; components of other shapes (after `rebalance`, or pairs
+    redirected for lack of room) are counted, if small.
+
+    Args:
+        placement: `targets` is what counts; `groups` is not consulted.
+        lost_count: Hosts lost together, 0 <= lost_count <= number of hosts.
+
+    Returns:
+        An exact fraction in [0, 1]; 1 while lost_count < the least number of copies.
+
+    Raises:
+        ValueError: lost_count is out of range, or an irregular component has more than
+            IRREGULAR_HOSTS_MAX hosts.
+
+    Complexity: O(k) big-number operations for each of the groups of one size, O(k**2) for each
+        further size, ring or irregular component.
+    Source: inclusion-exclusion over groups as restated from Gemini (SOSP 2023); the ring count
+        is the cycle lemma on gaps between survivors; the product is ours.
+    """
+    hosts_count = _check(placement, lost_count)
+    total = [1] + [0] * lost_count
+    group_sizes: Counter[int] = Counter()
+    for members in components_of(placement.targets):
+        shape = group_of(members, placement.targets)
+        if shape is not None and shape.kind == "group":
+            group_sizes[len(members)] += 1
+        elif shape is not None:
+            total = _product(total, _ring_series(len(members), len(placement.targets[members[0]]) + 1, lost_count))
+        else:
+            total = _product(total, _irregular_series(members, placement.targets, lost_count))
+    for size, count in sorted(group_sizes.items()):
+        total = _product(total, _groups_series(size, count, lost_count))
+    return Fraction(total[lost_count], comb(hosts_count, lost_count))
+
+
+def survival_odds_counted(placement: Placement, lost_count: int) -> Fraction:
+    """Return the same chance by looking at every set of `lost_count` hosts; for tests.
+
+    Raises:
+        ValueError: lost_count is out of range, or there are more than COUNTED_SETS_MAX sets.
+    """
+    hosts_count = _check(placement, lost_count)
+    sets_count = comb(hosts_count, lost_count)
+    if sets_count > COUNTED_SETS_MAX:
+        raise ValueError(
+            f"{hosts_count} hosts have {sets_count} sets of {lost_count}, more than {COUNTED_SETS_MAX}; "
+            "use survival_odds"
+        )
+    fatal = [frozenset((owner, *held)) for owner, held in placement.targets.items()]
+    harmless = sum(
+        not any(copies.issubset(lost) for copies in fatal)
+        for lost in map(frozenset, combinations(placement.targets, lost_count))
+    )
+    return Fraction(harmless, sets_count)
+
+
+def corollary_bound(hosts_count: int, replicas: int, lost_count: int) -> Fraction:
+    """Return Gemini's lower bound max(0, 1 - (N/m) C(N-m, k-m) / C(N, k)) on survival.
+
+    It is a union bound for group placement: exact while k < 2m, and 1 while k < m.
+
+    Raises:
+        ValueError: `replicas` does not divide `hosts_count`, or a number is out of range.
+
+    Source: Gemini (SOSP 2023), corollary on the recovery probability.
+    """
+    if not 1 <= replicas <= hosts_count or not 0 <= lost_count <= hosts_count:
+        raise ValueError(f"N={hosts_count}, m={replicas}, k={lost_count}: needs 1 <= m <= N and 0 <= k <= N")
+    if hosts_count % replicas:
+        raise ValueError(f"the bound is for groups only: N={hosts_count} is not divisible by m={replicas}")
+    if lost_count < replicas:
+        return Fraction(1)
+    fatal = hosts_count // replicas * comb(hosts_count - replicas, lost_count - replicas)
+    return max(Fraction(0), 1 - Fraction(fatal, comb(hosts_count, lost_count)))
+
+
+def _check(placement: Placement, lost_count: int) -> int:
+    hosts_count = len(placement.targets)
+    if not 0 <= lost_count <= hosts_count:
+        raise ValueError(f"lost_count is {lost_count}, must be between 0 and the {hosts_count} hosts placed")
+    return hosts_count
+
+
+def _groups_series(size: int, count: int, degree: int) -> list[int]:
+    """Return the coefficients of ((1+x)**size - x**size)**count: no group is lost whole."""
+    return [
+        sum(
+            (-1) ** whole * comb(count, whole) * comb(size * (count - whole), lost - size * whole)
+            for whole in range(min(count, lost // size) + 1)
+        )
+        for lost in range(degree + 1)
+    ]
+
+
+def _ring_series(hosts_count: int, replicas: int, degree: int) -> list[int]:
+    """Return, per number lost, the sets without `replicas` lost hosts in a row on the circle.
+
+    Cut the circle at a survivor: the n - k survivors leave n - k gaps of at most m - 1 lost
+    hosts that sum to k. Each circular arrangement is met once per survivor it may be cut at,
+    and there are n rotations, hence the factor n / (n - k).
+    """
+    series = []
+    for lost in range(degree + 1):
+        kept = hosts_count - lost
+        if kept <= 0:
+            series.append(0)
+            continue
+        fillings = sum(
+            (-1) ** over * comb(kept, over) * comb(lost - over * replicas + kept - 1, kept - 1)
+            for over in range(min(kept, lost // replicas) + 1)
+        )
+        series.append(hosts_count * fillings // kept)
+    return series
+
+
+def _irregular_series(members: Sequence[str], targets: Mapping[str, Sequence[str]], degree: int) -> list[int]:
+    if len(members) > IRREGULAR_HOSTS_MAX:
+        raise ValueError(
+            f"{len(members)} hosts share copies in a shape that is neither group nor ring; exact odds are counted "
+            f"up to {IRREGULAR_HOSTS_MAX} such hosts; place anew, or sample the odds"
+        )
+    index = {host: at for at, host in enumerate(members)}
+    fatal = {sum(1 << index[host] for host in (owner, *targets[owner])) for owner in members}
+    series = _harmless(frozenset(fatal), len(members))
+    return (series + [0] * (degree + 1))[: degree + 1]
+
+
+def _harmless(fatal: Collection[int], free_count: int) -> list[int]:
+    """Count, per size, the subsets of `free_count` hosts that contain no fatal set (bit masks).
+
+    Decide the host that most fatal sets name: kept, its sets are harmless; lost, they shrink.
+    """
+    if not fatal:
+        return [comb(free_count, size) for size in range(free_count + 1)]
+    if 0 in fatal:
+        return [0] * (free_count + 1)
+    named = Counter(bit for mask in fatal for bit in range(mask.bit_length()) if mask >> bit & 1)
+    pivot = 1 << min(named, key=lambda bit: (-named[bit], bit))
+    kept = _harmless(frozenset(mask for mask in fatal if not mask & pivot), free_count - 1)
+    lost = _harmless(frozenset(mask & ~pivot for mask in fatal), free_count - 1)
+    return [a + b for a, b in zip([*kept, 0], [0, *lost], strict=True)]
+
+
+def _product(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Multiply two series of one length, dropping higher terms."""
+    return [sum(left[i] * right[degree - i] for i in range(degree + 1)) for degree in range(len(left))]
