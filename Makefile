@@ -1,0 +1,26 @@
+# Needs only Python >= 3.10 and make: the first target that wants .venv creates it.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: venv test demo lint types bench drill
+venv: $(STAMP)
+# torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,dev]'
+	touch $@
+test: $(STAMP)
+	$(BIN)/python -m pytest
+demo: $(STAMP)
+	$(BIN)/memstore demo
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+types: $(STAMP)
+	$(BIN)/mypy
+bench: $(STAMP)
+	set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done
+drill: $(STAMP)
+	$(BIN)/memstore drill kill-host --embedded
