@@ -168,7 +168,8 @@ def test_refusing_a_body_of_tiny_objects_costs_bounded_memory() -> None:
     """A stranger's 4 KiB of nested or many containers never cost more than 1 MiB (I20)."""
     many = b"\x81\xa1a\xdc\x0f\xf0" + b"\x90" * 4080
     deep = b"\x81\xa1a" + b"\xdc\x00\x40" * 900
-    for data in (many, deep):
+    claim = b"\x81\xa1a\xdd\x01\x00\x00\x00"
+    for data in (many, deep, claim):
         tracemalloc.start()
         try:
             with pytest.raises(errors.ProtocolError):

@@ -175,8 +175,6 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         channel = Channel(sock)
-        # Nothing is believed, and hardly anything allocated, before the handshake.
-        channel.authenticated = False
         thread = threading.Thread(target=self._serve, args=(channel,), name=f"memstore {channel.peer}", daemon=True)
         with self._room:
             if len(self._strangers) >= self._unauthenticated_max:
@@ -208,7 +206,6 @@ class Listener:
             except errors.MemstoreError as error:
                 self._refuse(channel.peer, error)
                 return
-            channel.authenticated = True
             channel.identity = identity
             with self._room:
                 self._forget(channel)
