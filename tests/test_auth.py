@@ -174,3 +174,14 @@ def test_a_short_secret_or_a_long_identity_is_a_config_error(
     """Caught before a byte is sent."""
     with pytest.raises(errors.ConfigError, match="bytes"):
         auth.authenticate_client(pair[0], **{"secret": SECRET, "store": "s", "identity": {}, "timeout_s": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CALL])
+def test_a_stranger_meets_the_strict_limits_on_any_channel(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], kind: Kind
+) -> None:
+    """From the first byte of the handshake on, a long body or an early CALL is refused from its header."""
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
+    pair[0].send(kind, 0, {"nonce": bytes(32), "more": bytes(5000 if kind is Kind.HELLO else 0)}, deadline_s=5)
+    assert type(server.exception(5)) is errors.ProtocolError
+    assert pair[1].is_closed

@@ -161,6 +161,15 @@ def test_connections_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatc
         second.close()
 
 
+def test_a_finished_connection_frees_its_socket_at_once() -> None:
+    """Not when the collector comes by: a holder may keep a reference to a channel that has ended."""
+    kept: list[Channel] = []
+    with serve(on_channel=lambda channel, identity: kept.append(channel)) as server:
+        connect(server).close()
+        until(lambda: kept != [] and server.connections == 0, "connection served")
+        assert kept[0]._sock.fileno() == -1
+
+
 def test_an_error_in_the_callback_costs_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     """A bug in a handler closes that channel, is logged, and the listener goes on."""
 
@@ -241,6 +250,7 @@ def test_close_ends_live_connections_and_waiting_threads() -> None:
     server.close()
     assert time.monotonic() - began < 3
     assert server.connections == 0
+    assert server._sock.fileno() == -1
     with channel, stranger, pytest.raises(errors.PeerUnreachable):
         channel.recv(timeout_s=5)
     with pytest.raises(errors.PeerUnreachable):

@@ -164,6 +164,12 @@ def test_body_too_large_is_refused_on_both_ends() -> None:
         wire.unpack_body(wire.pack_body({"a": bytes(5000)}), authenticated=False)
 
 
+def test_a_length_beyond_the_bytes_there_are_is_refused_as_a_length() -> None:
+    """An array may not announce more elements than the body has bytes."""
+    with pytest.raises(errors.ProtocolError, match="max_array_len"):
+        wire.unpack_body(b"\x81\xa1a\xdd\x00\x00\x00\xff")
+
+
 def test_refusing_a_body_of_tiny_objects_costs_bounded_memory() -> None:
     """A stranger's 4 KiB of nested or many containers never cost more than 1 MiB (I20)."""
     many = b"\x81\xa1a\xdc\x0f\xf0" + b"\x90" * 4080

@@ -141,7 +141,7 @@ def unpack_body(data: bytes | bytearray | memoryview, *, authenticated: bool = T
     if size > bytes_max:
         _refuse(f"a body of {size:,} bytes exceeds the limit of {bytes_max:,}")
     count = _ItemCount(items_max)
-    # msgpack allocates an array when it reads the array's length, so a length must not exceed the bytes that follow.
+    # msgpack allocates (older ones all of it) when it reads a length, so a length must not exceed the bytes there are.
     length_max = min(items_max, size)
     try:
         body = msgpack.unpackb(
