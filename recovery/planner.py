@@ -1,0 +1,174 @@
+"""Which step is restored, from where, and why not a newer one? The planner's verdict with its reasons (R22-R27).
+
+Pure: moves no byte and raises only for a caller's contradiction. Read `schedule.py` and `simulate.py` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from recovery.candidates import Evidence, Rejected, Whole, evidence_by_step, judge, name_some
+from recovery.inventory import Inventory, ShardSpec, StepId
+from recovery.lineage import Span, in_lineage
+from recovery.transfers import DURABLE, LOCAL, PEER, Transfer, transfers_for
+
+NONE, WAIT, MIXED = "none", "wait", "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """What to restore and how. `verdict` is "local", "peer", "mixed", "durable", "none" or "wait".
+
+    "local": every chunk is on its rank's host. "peer": all in RAM, some on other hosts. "durable": nothing in RAM.
+    "mixed": both. "none": nothing to restore; None for the caller only if not `has_history`, else a RecoveryError
+    from `rejected` (R23). "wait": ask again when the hosts in `wait_for` answered or are known dead (R24).
+    """
+
+    verdict: str
+    why: str
+    has_history: bool
+    step: StepId | None = None
+    world_size: int | None = None  # the step's own; differs from the one asked for: WorldSizeError (R27), no transfers
+    digests: Mapping[int, str] = field(default_factory=dict)  # rank -> shard digest
+    specs: Mapping[int, ShardSpec] = field(default_factory=dict)  # rank -> shard
+    transfers: tuple[Transfer, ...] = ()  # by rank, then chunk
+    rejected: tuple[Rejected, ...] = ()  # every candidate newer than `step`, newest first
+    ranks_moved: tuple[int, ...] = ()  # no complete copy on the rank's host, though another host has one
+    bytes_local: int = 0
+    bytes_peer: int = 0
+    bytes_durable: int = 0
+    wait_for: frozenset[str] = frozenset()
+
+
+def plan(
+    inventory: Inventory,
+    spans: tuple[Span, ...],
+    *,
+    world_size: int,
+    rank_hosts: Mapping[int, str],
+    only_step: StepId | None = None,
+    not_steps: Collection[StepId] = (),
+) -> RecoveryPlan:
+    """Return the plan that restores the newest whole step of the lineage (R24).
+
+    Args:
+        inventory: Verified copies, facts and markers of one job.
+        spans: Its lineage, from `lineage.lineage`.
+        world_size: Ranks that ask. A step of another size is still chosen, for the caller to refuse (R27).
+        rank_hosts: Present host of every rank below `world_size`.
+        only_step: Consider this step alone, `get(step=S)`.
+        not_steps: Steps whose staging failed in this get (R23).
+
+    Raises:
+        ValueError: `rank_hosts` lacks a rank below `world_size`.
+
+    Complexity: linear in copies plus the transfers that are not local; see `balance.share`.
+    """
+    homeless = [rank for rank in range(world_size) if rank not in rank_hosts]
+    if homeless:
+        raise ValueError(f"rank_hosts lacks {len(homeless)} of {world_size} ranks, first {homeless[:10]}")
+    table = evidence_by_step(inventory)
+    known = set(table).union(inventory.retired, inventory.abandoned)
+    if not known:
+        silent = f"; {name_some(inventory.silent_hosts)} did not answer" if inventory.silent_hosts else ""
+        return RecoveryPlan(NONE, f"no history: no copy, fact or marker knows job {inventory.job!r}{silent}", False)
+    if only_step is not None:
+        candidates = [only_step]
+    else:
+        candidates = sorted((step for step in known if in_lineage(spans, step)), reverse=True)
+    rejected: list[Rejected] = []
+    for step in candidates:
+        barred = _barred(inventory, spans, step, not_steps)
+        if barred is None:
+            evidence = table.get(step) or Evidence(step)
+            verdict = judge(evidence) if step in table else Rejected(step, "no copy, fact or marker of it is known")
+            if isinstance(verdict, Whole):
+                return _chosen(verdict, world_size, rank_hosts, tuple(rejected))
+            rejected.append(verdict)
+            late = _late_hosts(evidence, verdict, inventory.silent_hosts)
+            if late:
+                why = f"{_name(step)} is {verdict.reason}; waiting for {name_some(late)}"
+                return RecoveryPlan(WAIT, why, True, rejected=tuple(rejected), wait_for=late)
+        else:
+            rejected.append(Rejected(step, barred))
+    why = "there is history, but " + (
+        f"no whole step among {len(rejected)}; newest: {_name(rejected[0].step)}, {rejected[0].reason}"
+        if rejected
+        else "no step of it belongs to the lineage"
+    )
+    return RecoveryPlan(NONE, why, True, rejected=tuple(rejected))
+
+
+def _barred(inventory: Inventory, spans: tuple[Span, ...], step: StepId, not_steps: Collection[StepId]) -> str | None:
+    if not in_lineage(spans, step):
+        newest = f" of attempt {spans[0].attempt}" if spans else ""
+        return f"not in the lineage{newest} (R22)"
+    if step in inventory.retired:
+        return f"retired: {inventory.retired[step]}"
+    if step in inventory.abandoned:
+        return "abandoned: some rank skipped it (R12)"
+    if step in not_steps:
+        return "staging it failed earlier in this get"
+    return None
+
+
+def _late_hosts(evidence: Evidence, verdict: Rejected, silent_hosts: frozenset[str]) -> frozenset[str]:
+    """Return the silent hosts that the step's commit fact names: they may still make it whole (R24).
+
+    R24 speaks of the newest commit fact; the same reason holds for each committed step on the way down from it.
+    """
+    if not silent_hosts or not verdict.ranks_count:
+        return frozenset()
+    named = {host for commit in evidence.commits for hosts in commit.hosts.values() for host in hosts}
+    return silent_hosts & named
+
+
+def _chosen(
+    whole: Whole, world_size: int, rank_hosts: Mapping[int, str], rejected: tuple[Rejected, ...]
+) -> RecoveryPlan:
+    transfers: tuple[Transfer, ...] = ()
+    moved: tuple[int, ...] = ()
+    nbytes = {LOCAL: 0, PEER: 0, DURABLE: 0}
+    if whole.world_size == world_size:
+        transfers, moved = transfers_for(whole, rank_hosts)
+        for transfer in transfers:
+            nbytes[transfer.tier] += transfer.nbytes
+        tiers = {transfer.tier for transfer in transfers}
+        note = f"{nbytes[LOCAL]} bytes local, {nbytes[PEER]} from peers, {nbytes[DURABLE]} durable"
+    else:
+        # Nobody can be given a shard of another world size; the verdict tells where the bytes are, as a reader asks.
+        elsewhere = dict.fromkeys(range(whole.world_size), "")
+        tiers = {transfer.tier for transfer in transfers_for(whole, elsewhere)[0]}
+        note = f"put by {whole.world_size} ranks, asked for by {world_size}: nothing is staged (R27)"
+    ordinal = "newest whole step" if rejected else "newest step"
+    fact = "committed" if whole.is_committed else "uncommitted but whole"
+    why = f"{_name(whole.step)}: {ordinal} of the lineage, {fact}; {note}"
+    if rejected:
+        why += f"; not used: {_name(rejected[0].step)}, {rejected[0].reason}"
+        why += f", and {len(rejected) - 1} more" if len(rejected) > 1 else ""
+    return RecoveryPlan(
+        verdict=_verdict(tiers),
+        why=why,
+        has_history=True,
+        step=whole.step,
+        world_size=whole.world_size,
+        digests={rank: spec.digest for rank, spec in whole.specs.items()},
+        specs=whole.specs,
+        transfers=transfers,
+        rejected=rejected,
+        ranks_moved=moved,
+        bytes_local=nbytes[LOCAL],
+        bytes_peer=nbytes[PEER],
+        bytes_durable=nbytes[DURABLE],
+    )
+
+
+def _verdict(tiers: set[str]) -> str:
+    if DURABLE in tiers:
+        return MIXED if len(tiers) > 1 else DURABLE
+    return PEER if PEER in tiers else LOCAL
+
+
+def _name(step: StepId) -> str:
+    return f"attempt {step.attempt} step {step.step}"

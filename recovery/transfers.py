@@ -1,0 +1,150 @@
+"""Which chunks travel from where to where, so that every rank's host has its whole shard? (R24, R27)
+
+Pure. Imports `balance`, `candidates` and `inventory`. Read `planner.py` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+
+from recovery.balance import share
+from recovery.candidates import Whole
+from recovery.inventory import Copy, ShardSpec
+
+LOCAL, PEER, DURABLE = "local", "peer", "durable"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One contiguous run of chunks of one rank's shard, and where it comes from.
+
+    Local runs are listed too, so that whoever stages verifies them (R23). A shard without chunks is listed once with
+    `chunks_count` 0: its manifest still has to come from somewhere.
+    """
+
+    rank: int
+    target_host: str
+    source: str | None  # a host; None: durable storage
+    tier: str  # "local", "peer" or "durable"
+    first_chunk: int
+    chunks_count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    rank: int
+    target_host: str
+    first_chunk: int
+    chunks_count: int
+
+
+def transfers_for(whole: Whole, rank_hosts: Mapping[int, str]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+    """Return the transfers that stage `whole` on its ranks' hosts, by rank and chunk, and the ranks that moved.
+
+    Each chunk comes from the rank's own host if it is there, else from a peer, else from durable storage (R24). Of
+    all ways to choose the peers, the one taken has the least maximum of chunks sent by one host (`balance.share`),
+    every chunk counting as one. A rank has moved if its host lacks a complete copy and another host has one (R27).
+
+    Complexity: linear in ranks, copies and missing chunks; a rank whose host holds a complete copy costs one object.
+    """
+    ready: list[Transfer] = []
+    moved: list[int] = []
+    waiting: dict[tuple[str, ...], list[_Run]] = {}
+    for rank, spec in whole.specs.items():
+        target = rank_hosts[rank]
+        copies = whole.copies[rank]
+        if any(copy.host == target and not copy.missing for copy in copies):
+            ready.append(Transfer(rank, target, target, LOCAL, 0, spec.chunks_count, spec.nbytes))
+            continue
+        if any(not copy.missing for copy in copies):
+            moved.append(rank)
+        for first, count, hosts in _segments(spec, copies):
+            run = _Run(rank, target, first, count)
+            if target in hosts:
+                ready.append(_transfer(run, spec, target, LOCAL))
+            elif not hosts:
+                ready.append(_transfer(run, spec, None, DURABLE))
+            elif not count:
+                ready.append(_transfer(run, spec, hosts[0], PEER))
+            else:
+                waiting.setdefault(hosts, []).append(run)
+    ready.extend(_from_peers(waiting, whole.specs))
+    ready.sort(key=lambda transfer: (transfer.rank, transfer.first_chunk))
+    return tuple(_merged(ready)), tuple(moved)
+
+
+def _segments(spec: ShardSpec, copies: Sequence[Copy]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """Yield (first chunk, count, sorted hosts) for each run of chunks that the same hosts hold."""
+    everyone = tuple(sorted({copy.host for copy in copies}))
+    gaps = sorted({chunk for copy in copies for chunk in copy.missing if 0 <= chunk < spec.chunks_count})
+    if not gaps:
+        yield 0, spec.chunks_count, everyone
+        return
+    pieces: list[tuple[int, int, tuple[str, ...]]] = []  # begin, end, holders
+    position = 0  # first chunk that no piece covers yet
+    for chunk in gaps:
+        if position < chunk:
+            pieces.append((position, chunk, everyone))
+        pieces.append((chunk, chunk + 1, tuple(sorted({copy.host for copy in copies if chunk not in copy.missing}))))
+        position = chunk + 1
+    if position < spec.chunks_count:
+        pieces.append((position, spec.chunks_count, everyone))
+    for holders, alike in groupby(pieces, key=itemgetter(2)):
+        run = list(alike)
+        yield run[0][0], run[-1][1] - run[0][0], holders
+
+
+def _from_peers(waiting: Mapping[tuple[str, ...], Sequence[_Run]], specs: Mapping[int, ShardSpec]) -> list[Transfer]:
+    demands = [(hosts, sum(run.chunks_count for run in runs)) for hosts, runs in waiting.items()]
+    transfers: list[Transfer] = []
+    for (hosts, runs), (_, total), shares in zip(waiting.items(), demands, share(demands), strict=True):
+        left = [shares.get(host, 0) for host in hosts]
+        for run in runs:
+            first = run.first_chunk
+            for position, count in enumerate(_portions(left, total, run.chunks_count)):
+                if count:
+                    part = _Run(run.rank, run.target_host, first, count)
+                    transfers.append(_transfer(part, specs[run.rank], hosts[position], PEER))
+                    first += count
+                    left[position] -= count
+            total -= run.chunks_count
+    return transfers
+
+
+def _portions(left: Sequence[int], total: int, count: int) -> list[int]:
+    """Return `count` split in proportion to `left` (which sums to `total` >= count), never above it.
+
+    Every shard then has several sources rather than each source its own shards.
+    """
+    portions = [count * room // total for room in left]
+    rest = count - sum(portions)
+    by_remainder = sorted(range(len(left)), key=lambda i: (-(count * left[i] % total), i))
+    for position in by_remainder[:rest]:  # a remainder above zero means room for one more
+        portions[position] += 1
+    return portions
+
+
+def _transfer(run: _Run, spec: ShardSpec, source: str | None, tier: str) -> Transfer:
+    begin = run.first_chunk * spec.chunk_bytes
+    end = min(spec.nbytes, begin + run.chunks_count * spec.chunk_bytes)
+    return Transfer(run.rank, run.target_host, source, tier, run.first_chunk, run.chunks_count, end - begin)
+
+
+def _merged(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+    """Yield the transfers, in order, with neighbours from one source joined into one run."""
+    last: Transfer | None = None
+    for item in transfers:
+        if last is not None and (last.rank, last.source) == (item.rank, item.source):
+            # One rank's runs tile its shard without a gap, so the two are neighbours.
+            count, nbytes = last.chunks_count + item.chunks_count, last.nbytes + item.nbytes
+            last = replace(last, chunks_count=count, nbytes=nbytes)
+            continue
+        if last is not None:
+            yield last
+        last = item
+    if last is not None:
+        yield last

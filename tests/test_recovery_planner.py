@@ -1,0 +1,347 @@
+"""Which step the planner chooses, and what it says about those it does not (R22 to R27)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recovery import (
+    CommitFact,
+    Copy,
+    DurableMarker,
+    Inventory,
+    ShardId,
+    ShardSpec,
+    Span,
+    StepId,
+    plan,
+)
+
+JOB = "job"
+SPANS = (Span(1, None),)
+HOSTS = {0: "a", 1: "b"}
+
+
+def spec(digest: str, *, chunks: int = 4, world_size: int = 2) -> ShardSpec:
+    return ShardSpec(digest, max(0, chunks * 10 - 5), 10, chunks, world_size)
+
+
+def copy(step: int, rank: int, host: str, digest: str = "", *, attempt: int = 1, missing=(), **kw) -> Copy:
+    shard = ShardId(JOB, attempt, step, rank)
+    return Copy(shard, spec(digest or f"d{step}-{rank}", **kw), host, frozenset(missing))
+
+
+def whole_step(step: int, attempt: int = 1) -> list[Copy]:
+    return [copy(step, rank, host, attempt=attempt) for rank, host in HOSTS.items()]
+
+
+def commit(step: int, hosts=None, *, attempt: int = 1, digests=None, world_size: int = 2) -> CommitFact:
+    named = hosts or {0: ("a",), 1: ("b",)}
+    return CommitFact(StepId(attempt, step), world_size, digests or {r: f"d{step}-{r}" for r in named}, named)
+
+
+def marker(step: int, *, world_size: int = 2, prefix: str = "d") -> DurableMarker:
+    specs = {rank: spec(f"{prefix}{step}-{rank}", world_size=world_size) for rank in range(world_size)}
+    return DurableMarker(StepId(1, step), world_size, specs)
+
+
+def restore(copies=(), commits=(), markers=(), *, spans=SPANS, world_size=2, hosts=None, plan_args=None, **inventory):
+    found = Inventory(JOB, tuple(copies), tuple(commits), tuple(markers), **inventory)
+    return plan(found, spans, world_size=world_size, rank_hosts=hosts or HOSTS, **(plan_args or {}))
+
+
+def test_an_unknown_job_has_no_history() -> None:
+    """No copy, fact or marker: nothing stored, and other jobs' copies do not count (R23)."""
+    stray = Copy(ShardId("other", 1, 3, 0), spec("x"), "a")
+    found = restore([stray])
+    assert (found.verdict, found.has_history, found.step) == ("none", False, None)
+    assert "no history" in found.why
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"copies": [copy(3, 0, "a")]},
+        {"commits": [commit(3)]},
+        {"retired": {StepId(1, 3): "digest failed"}},
+        {"abandoned": frozenset({StepId(1, 3)})},
+        {"copies": [copy(3, 0, "a", attempt=9)]},
+    ],
+)
+def test_any_trace_of_the_job_is_history(known) -> None:
+    """A job with history and nothing whole is told from a new job (R23)."""
+    found = restore(**known)
+    assert (found.verdict, found.has_history, found.step) == ("none", True, None)
+    assert "there is history" in found.why
+
+
+def test_newest_whole_step_wins_and_newer_ones_are_explained() -> None:
+    """Every newer candidate is listed newest first with its reason (R24)."""
+    copies = [*whole_step(5), *whole_step(6), copy(7, 0, "a"), *whole_step(8), *whole_step(9)]
+    found = restore(
+        copies,
+        [commit(5), commit(6)],
+        retired={StepId(1, 9): "crashed three times"},
+        abandoned=frozenset({StepId(1, 8)}),
+        plan_args={"not_steps": {StepId(1, 6)}},
+    )
+    assert found.step == StepId(1, 5)
+    assert [rejected.step.step for rejected in found.rejected] == [9, 8, 7, 6]
+    reasons = [rejected.reason for rejected in found.rejected]
+    assert "crashed three times" in reasons[0]
+    assert "abandoned" in reasons[1]
+    assert "never committed" in reasons[2]
+    assert "staging" in reasons[3]
+    assert found.rejected[2].ranks == (1,)
+    assert found.digests == {0: "d5-0", 1: "d5-1"}
+    assert found.verdict == "local"
+
+
+def test_an_uncommitted_whole_step_is_newer_than_the_last_commit() -> None:
+    """A step may be whole before its commit was recorded, and then it is restored (R24)."""
+    found = restore([*whole_step(5), *whole_step(6)], [commit(5)])
+    assert found.step == StepId(1, 6)
+    assert "uncommitted" in found.why
+
+
+def test_newest_goes_by_attempt_then_step_within_the_lineage() -> None:
+    """Step 100 of a fenced branch loses to step 60 of the lineage, and never shows (R22)."""
+    copies = [*whole_step(60, 2), *whole_step(100, 1), *whole_step(50, 1)]
+    found = restore(copies, spans=(Span(2, None), Span(1, 50)))
+    assert (found.step, found.rejected) == (StepId(2, 60), ())
+    without = restore(copies[2:], spans=(Span(2, None), Span(1, 50)))
+    assert without.step == StepId(1, 50)
+    only = restore(copies, spans=(Span(2, None), Span(1, 50)), plan_args={"only_step": StepId(1, 100)})
+    assert only.verdict == "none"
+    assert "lineage" in only.rejected[0].reason
+
+
+def test_only_step_looks_at_that_step_alone() -> None:
+    """get(step=S) never falls back to another step (R22)."""
+    copies = [*whole_step(5), copy(6, 0, "a")]
+    assert restore(copies, plan_args={"only_step": StepId(1, 5)}).step == StepId(1, 5)
+    for missing in (6, 7):
+        found = restore(copies, plan_args={"only_step": StepId(1, missing)})
+        assert (found.step, [r.step for r in found.rejected]) == (None, [StepId(1, missing)])
+
+
+def test_partial_copies_unite_across_hosts_and_durable_fills_the_rest() -> None:
+    """A shard of which no host has all is put together from several, durable only for what RAM lacks (R24)."""
+    copies = [copy(5, 0, "a", missing={1, 2}), copy(5, 0, "c", missing={0, 2}), copy(5, 1, "b")]
+    assert restore(copies, [commit(5)]).step is None
+    found = restore(copies, [commit(5)], [marker(5)])
+    rank0 = [(t.tier, t.source, t.first_chunk, t.chunks_count, t.nbytes) for t in found.transfers if t.rank == 0]
+    assert rank0 == [
+        ("local", "a", 0, 1, 10),
+        ("peer", "c", 1, 1, 10),
+        ("durable", None, 2, 1, 10),
+        ("local", "a", 3, 1, 5),
+    ]
+    assert found.verdict == "mixed"
+    assert (found.bytes_local, found.bytes_peer, found.bytes_durable) == (50, 10, 10)
+    united = restore([copy(5, 0, "a", missing={1}), copy(5, 0, "c", missing={0, 9}), copy(5, 1, "b")], [commit(5)])
+    assert united.verdict == "peer"
+    assert united.ranks_moved == ()
+
+
+def test_a_chunk_that_no_copy_has_makes_the_step_fall_back() -> None:
+    """The reason counts the chunks that are nowhere and names the hosts of the commit fact (R23)."""
+    copies = [*whole_step(4), copy(5, 0, "a", missing={1, 2}), copy(5, 0, "c", missing={2}), copy(5, 1, "b")]
+    found = restore(copies, [commit(4), commit(5, {0: ("a", "c"), 1: ("b", "d")})])
+    assert found.step == StepId(1, 4)
+    assert "0: 1 of 4 chunks" in found.rejected[0].reason
+    assert found.rejected[0].hosts == ("a", "c")
+
+
+def test_the_reason_lists_ten_ranks_and_counts_all() -> None:
+    """A reason stays readable at any scale; the count tells the rest."""
+    hosts = {rank: f"h{rank:02}" for rank in range(40)}
+    fact = commit(5, {rank: (host,) for rank, host in hosts.items()}, world_size=40)
+    found = restore([], [fact], world_size=40, hosts=hosts)
+    rejected = found.rejected[0]
+    assert (rejected.ranks, rejected.ranks_count, len(rejected.hosts)) == (tuple(range(10)), 40, 40)
+    assert "40 of 40" in rejected.reason
+    assert "30 more" in rejected.reason
+
+
+def test_copies_with_other_digests_than_the_commit_do_not_count() -> None:
+    """The commit fact names the bytes; a whole copy of other bytes is another shard (R14)."""
+    copies = [copy(5, 0, "a", "evil"), copy(5, 0, "c"), copy(5, 1, "b")]
+    found = restore(copies, [commit(5)])
+    assert found.digests[0] == "d5-0"
+    assert found.ranks_moved == (0,)
+    assert restore([copies[0], copies[2]], [commit(5)]).step is None
+    assert restore([copies[0], copies[2]], [commit(5)], [marker(5, prefix="x")]).step is None
+    assert restore([copies[0], copies[2]], [commit(5)], [marker(5)]).digests[0] == "d5-0"
+
+
+def test_two_whole_digests_without_a_commit_are_ambiguous() -> None:
+    """Never a guess: two whole shards of one rank and no fact to choose by are refused (R24)."""
+    twins = [copy(5, 0, "a", "x"), copy(5, 0, "c", "y"), copy(5, 1, "b")]
+    found = restore([*whole_step(4), *twins])
+    assert found.step == StepId(1, 4)
+    assert "ambiguous" in found.rejected[0].reason
+    one_torn = [twins[0], replace(twins[1], missing=frozenset({0})), twins[2]]
+    assert restore(one_torn).digests[0] == "x"
+    assert restore(twins, markers=[DurableMarker(StepId(1, 5), 2, {0: spec("y"), 1: spec("d5-1")})]).digests[0] == "y"
+
+
+def test_contradicting_facts_are_ambiguous() -> None:
+    """Two commit facts, markers or layouts of one step that differ are never chosen between."""
+    facts = [commit(5), commit(5, digests={0: "other", 1: "d5-1"})]
+    assert "two commit facts" in restore(whole_step(5), facts).rejected[0].reason
+    assert restore(whole_step(5), [commit(5), commit(5)]).step == StepId(1, 5)
+    assert "ambiguous" in restore([], [], [marker(5), marker(5, prefix="x")]).rejected[0].reason
+    layouts = [copy(5, 0, "a"), copy(5, 0, "c", chunks=3), copy(5, 1, "b")]
+    assert "ambiguous" in restore(layouts, [commit(5)]).rejected[0].reason
+    both = [*whole_step(5), copy(5, 0, "c", "solo", world_size=1)]
+    assert "world sizes" in restore(both).rejected[0].reason
+    assert restore([copy(5, 0, "c", "solo", world_size=3), *whole_step(5)]).world_size == 2
+
+
+def test_a_broken_newest_commit_waits_for_its_silent_hosts() -> None:
+    """Nothing older than the newest commit is chosen while a host it names may still answer (R24)."""
+    copies = [*whole_step(4), copy(5, 0, "a")]
+    facts = [commit(4), commit(5, {0: ("a", "c"), 1: ("b", "d")})]
+    found = restore(copies, facts, silent_hosts=frozenset({"d", "z"}))
+    assert (found.verdict, found.step, found.wait_for) == ("wait", None, {"d"})
+    assert found.has_history
+    assert restore(copies, facts, silent_hosts=frozenset({"z"})).step == StepId(1, 4)
+    whole = [*copies, copy(5, 1, "b")]
+    assert restore(whole, facts, silent_hosts=frozenset({"d"})).step == StepId(1, 5)
+    assert restore(copies, facts, [marker(5)], silent_hosts=frozenset({"d"})).step == StepId(1, 5)
+
+
+def test_waiting_needs_a_commit_that_may_be_offered() -> None:
+    """Uncommitted, retired and once failed steps are not waited for; older commits are, as the newest is."""
+    copies = [*whole_step(3), copy(4, 0, "a"), copy(5, 0, "a")]
+    silent = {"silent_hosts": frozenset({"b"})}
+    assert restore(copies, [commit(3)], **silent).step == StepId(1, 3)
+    assert restore(copies, [commit(3), commit(5)], retired={StepId(1, 5): "bad"}, **silent).step == StepId(1, 3)
+    failed = {"not_steps": (StepId(1, 5),)}
+    assert restore(copies, [commit(3), commit(5)], plan_args=failed, **silent).step == StepId(1, 3)
+    lost = commit(5, {0: ("x",), 1: ("y",)})
+    found = restore(copies, [commit(3), commit(4), lost], **silent)
+    assert (found.verdict, [r.step.step for r in found.rejected]) == ("wait", [5, 4])
+
+
+def test_nothing_whole_anywhere_lists_everything() -> None:
+    """A job with history and no whole step yields every step, newest first (R23)."""
+    found = restore([copy(5, 0, "a"), copy(6, 1, "b")], [commit(5)])
+    assert (found.verdict, [r.step.step for r in found.rejected]) == ("none", [6, 5])
+
+
+def test_another_world_size_is_chosen_for_the_caller_to_refuse() -> None:
+    """The newest step is not skipped for its world size; the plan carries it and stages nothing (R27)."""
+    copies = [*whole_step(4), *(copy(5, rank, "a", world_size=3) for rank in range(3))]
+    found = restore(copies, [commit(4)])
+    assert (found.step, found.world_size, found.transfers) == (StepId(1, 5), 3, ())
+    assert found.verdict == "peer"
+    assert sorted(found.digests) == [0, 1, 2]
+    assert "3 ranks" in found.why
+
+
+def test_a_rank_that_moved_is_served_from_where_its_copy_lies() -> None:
+    """Ownership moves, copies stay: both ranks swapped hosts and fetch from each other (R27)."""
+    found = restore(whole_step(5), [commit(5)], hosts={0: "b", 1: "a"})
+    assert found.ranks_moved == (0, 1)
+    assert [(t.source, t.target_host) for t in found.transfers] == [("a", "b"), ("b", "a")]
+    assert found.verdict == "peer"
+
+
+def test_a_shard_without_chunks_is_still_listed_once() -> None:
+    """An empty shard has a manifest that must come from some tier."""
+    copies = [copy(5, 0, "a", chunks=0), copy(5, 1, "c", chunks=0)]
+    found = restore(copies, [commit(5)])
+    assert [(t.tier, t.source, t.chunks_count, t.nbytes) for t in found.transfers] == [
+        ("local", "a", 0, 0),
+        ("peer", "c", 0, 0),
+    ]
+    empty = DurableMarker(StepId(1, 5), 1, {0: spec("e", chunks=0, world_size=1)})
+    only = restore(markers=[empty], world_size=1)
+    assert [(t.tier, t.source) for t in only.transfers] == [("durable", None)]
+
+
+def test_a_rank_without_a_host_is_refused() -> None:
+    """The caller says where every rank is; forgetting one is its mistake, named."""
+    with pytest.raises(ValueError, match=r"lacks 1 of 2 ranks, first \[1\]"):
+        restore(whole_step(5), hosts={0: "a"})
+
+
+@st.composite
+def worlds(draw):
+    """Draw an inventory of three steps with random holes, facts, markers and digests."""
+    copies, commits, markers = [], [], []
+    for step in (1, 2, 3):
+        for rank in (0, 1):
+            for host in "abcd":
+                if draw(st.booleans()):
+                    holes = draw(st.sets(st.integers(0, 3), max_size=3))
+                    digest = draw(st.sampled_from(["", "", "", "odd"]))
+                    copies.append(copy(step, rank, host, digest, missing=holes))
+        if draw(st.booleans()):
+            commits.append(commit(step))
+        if draw(st.integers(0, 3)) == 0:
+            markers.append(marker(step))
+    return copies, commits, markers
+
+
+def oracle_whole(step: int, copies, commits, markers) -> bool:
+    """Say from the rules alone, chunk by chunk, whether the step may be restored."""
+    stored = any(m.step.step == step for m in markers)
+    has_truth = stored or any(c.step.step == step for c in commits)
+    for rank in (0, 1):
+        true = f"d{step}-{rank}"
+        digests = {true} if has_truth else {true, "odd"}
+        whole = [
+            digest
+            for digest in digests
+            if (stored and digest == true)
+            or all(
+                any(
+                    (c.shard.step, c.shard.rank, c.spec.digest) == (step, rank, digest) and chunk not in c.missing
+                    for c in copies
+                )
+                for chunk in range(4)
+            )
+        ]
+        if len(whole) != 1:
+            return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.integers(0, 2**32))
+def test_random_inventories_agree_with_the_oracle_in_any_order(world, seed: int) -> None:
+    """The newest step that is whole chunk by chunk wins, whatever the order in which copies are listed."""
+    copies, commits, markers = world
+    found = restore(copies, commits, markers)
+    whole = [step for step in (3, 2, 1) if oracle_whole(step, copies, commits, markers)]
+    assert (found.step.step if found.step else None) == (whole[0] if whole else None)
+    shuffled = list(copies)
+    random.Random(seed).shuffle(shuffled)
+    assert restore(shuffled, commits, markers) == found
+    if found.step is None:
+        return
+    for rank in (0, 1):
+        runs = [t for t in found.transfers if t.rank == rank]
+        assert sum(t.chunks_count for t in runs) == 4
+        position = 0
+        for run in runs:
+            assert run.first_chunk == position
+            position += run.chunks_count
+            for chunk in range(run.first_chunk, position):
+                having = {
+                    c.host
+                    for c in copies
+                    if (c.shard.step, c.shard.rank) == (found.step.step, rank)
+                    and c.spec.digest == found.digests[rank]
+                    and chunk not in c.missing
+                }
+                tier = "local" if HOSTS[rank] in having else "peer" if having else "durable"
+                assert run.tier == tier
+                assert run.source in (having or {None})
