@@ -83,7 +83,7 @@ class Seats:
                 self._seat(owner, host)
                 self._kept.add((owner, host))
                 return True
-        best = self._pool(rung).best(taken, partial(self._is_better, owner, ""))
+        best = self._pool(rung).best(taken, partial(self._is_better, owner, ()))
         if best is not None:
             self._seat(owner, best)
             return True
@@ -109,8 +109,8 @@ class Seats:
         queue = deque([owner])
         while queue and self._steps_left > 0:
             mover = queue.popleft()
-            lost = came[mover][1] if mover in came else ""
-            taken = self._taken(mover, 0, but=lost)
+            lost = [host for _, host in _chain(came, mover)]  # each takes one newcomer already
+            taken = self._taken(mover, 0, but=lost[0] if lost else "")
             found = pool.best(taken, partial(self._is_better, mover, lost))
             if found is not None:
                 self._shift(owner, came, mover, found)
@@ -127,8 +127,7 @@ class Seats:
         return False
 
     def _shift(self, owner: str, came: Mapping[str, tuple[str, str]], mover: str, host: str) -> None:
-        while mover != owner:
-            heir, left = came[mover]
+        for heir, left in list(_chain(came, mover)):
             self._unseat(mover, left)
             self._seat(mover, host)
             mover, host = heir, left
@@ -142,8 +141,8 @@ class Seats:
         free = self._free[host]
         return free is None or free >= nbytes
 
-    def _is_better(self, owner: str, lost: str, host: str) -> bool:
-        return host != lost and self._has_room(host, self.demand[owner])
+    def _is_better(self, owner: str, lost: Sequence[str], host: str) -> bool:
+        return host not in lost and self._has_room(host, self.demand[owner])
 
     def _is_open(self, host: str) -> bool:
         return len(self.guests[host]) < self.guests_max
@@ -173,6 +172,13 @@ class Seats:
         if rung not in self._pools:
             self._pools[rung] = _Pool(self._domains[rung], {host: self._load(host) for host in self.guests})
         return self._pools[rung]
+
+
+def _chain(came: Mapping[str, tuple[str, str]], mover: str) -> Iterable[tuple[str, str]]:
+    """Follow who takes over whose seat, from `mover` back to the owner that started."""
+    while mover in came:
+        yield came[mover]
+        mover = came[mover][0]
 
 
 class _Pool:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement import Host, Placement, Topology, place
@@ -90,6 +90,22 @@ def test_a_rack_with_most_hosts_is_separated_as_far_as_spare_seats_go() -> None:
     assert "no seat is left" in unmet.why
 
 
+@pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 2, 1, 1), (4, 4, 2, 1), (5, 3, 2, 1)])
+def test_guests_are_moved_on_where_that_separates_an_owner(sizes: tuple[int, ...]) -> None:
+    """Too big a rack for groups of 3: taking free seats only would leave an owner unseparated."""
+    topology = _racks(*sizes)
+    assert place(topology, replicas=3).unmet == ()
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=5))
+@settings(deadline=None, max_examples=100)
+def test_two_copies_clash_only_where_all_seats_outside_are_taken(sizes: list[int]) -> None:
+    """m=2: a rack of s of N hosts has 2 (N - s) seats outside; only the rest is unmet."""
+    biggest, hosts_count = max(sizes), sum(sizes)
+    unmet = place(_racks(*sizes), replicas=2).unmet
+    assert len(unmet) == max(0, biggest - 2 * (hosts_count - biggest))
+
+
 def test_hosts_on_one_machine_are_never_counted_as_apart() -> None:
     """R1: two virtual hosts without explicit labels share a machine; the partner is elsewhere."""
     topology = Topology.of([Host(f"h{at}", {}, f"m{at // 2}") for at in range(4)])
@@ -123,6 +139,7 @@ def test_too_few_hosts_is_a_visible_shortfall(strategy: str) -> None:
 
 
 @given(sizes=RACKS, replicas=st.integers(1, 3), seed=st.integers(0, 10**6))
+@example(sizes=[1, 4, 7, 4, 7, 7], replicas=3, seed=9866)  # a host gave one guest's bytes to two newcomers
 @settings(deadline=None, max_examples=150)
 def test_capacity_is_never_exceeded_and_no_copy_is_dropped_silently(sizes: list[int], replicas: int, seed: int) -> None:
     """Guests' bytes fit every host; each missing copy is in unmet and lowers `replicas`."""

@@ -120,6 +120,18 @@ def test_a_joining_host_only_adds_its_own_targets() -> None:
     assert [(move.owner, move.why) for move in result.moves] == [("new", "new joined")] * 2
 
 
+def test_room_is_made_by_moving_one_guest_rather_than_starting_afresh() -> None:
+    """Two hosts join a rack, one leaves it; 3 moves do, a fresh placement would take 4."""
+    before = [_host("h0", 2), _host("h1", 2), _host("h2", 1), _host("h3", 2), _host("h4", 0)]
+    old = place(Topology.of(before, ("rack",)), replicas=2)
+    topology = Topology.of(
+        [*(host for host in before if host.host_id != "h1"), _host("n0", 2), _host("n1", 2)], ("rack",)
+    )
+    result = rebalance(old, topology, replicas=2)
+    assert result.placement.unmet == ()
+    assert len(result.moves) == _fewest_moves(old, topology, 2, "rack") == 3
+
+
 def test_a_host_that_shrank_gives_up_what_no_longer_fits() -> None:
     """Capacity is looked at again; the move names the host the copy leaves."""
     hosts = [_host(f"h{at}", at, capacity_bytes=20) for at in range(4)]
