@@ -1,0 +1,155 @@
+"""What is in a shard: the layout of its state and the digest of every chunk (R14).
+
+Pure. A manifest is encoded deterministically; the digest of those bytes is the shard's digest, the
+name that seals, facts and transfers use. Chunk sizes are not written down: they follow from
+`nbytes` and `chunk_bytes`, so a manifest whose sizes contradict each other cannot be expressed.
+
+Wire form, one msgpack array: [format, job, attempt, step, rank, world_size, nbytes, chunk_bytes,
+layout, all chunk digests joined].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import xxhash
+
+from memstore.core.names import check_job_name
+from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
+from recovery.inventory import ShardId, ShardSpec
+
+FORMAT = 1
+DIGEST_BYTES = 16  # xxh3-128
+CHUNK_BYTES_MAX = 1 << 30
+LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers
+MANIFEST_BYTES_MAX = 2 * LAYOUT_BYTES_MAX  # a layout and the digests of a 16 TiB shard in 4 MiB chunks
+_INT_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """At most `chunk_bytes` of a shard, named by its content digest (16 bytes)."""
+
+    digest: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One shard: its layout (see `layout.py`) and its chunks in stream order."""
+
+    shard: ShardId
+    world_size: int
+    layout: bytes
+    nbytes: int
+    chunk_bytes: int
+    chunks: tuple[Chunk, ...]
+    format: int = FORMAT
+
+
+def chunk_digest(view: bytes | bytearray | memoryview) -> bytes:
+    """Return the 16-byte xxh3-128 of a chunk. It finds faults, not forgers (R14)."""
+    return xxhash.xxh3_128_digest(view)
+
+
+def shard_digest(data: bytes) -> str:
+    """Return the shard's digest: hex xxh3-128 of its encoded manifest (R14)."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def chunk_sizes(nbytes: int, chunk_bytes: int) -> list[int]:
+    """Return the size of every chunk of a stream: all `chunk_bytes` but the last."""
+    return [min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes)]
+
+
+def spec_of(manifest: Manifest, digest: str) -> ShardSpec:
+    """Return what planners need to know of a shard; `digest` is `shard_digest` of its manifest."""
+    return ShardSpec(digest, manifest.nbytes, manifest.chunk_bytes, len(manifest.chunks), manifest.world_size)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes; equal manifests give equal bytes.
+
+    Raises:
+        ManifestMismatch: the manifest contradicts itself or passes a limit, so that nobody could decode it.
+    """
+    _check(manifest)
+    is_count_right = len(manifest.chunks) == -(-manifest.nbytes // manifest.chunk_bytes)
+    sizes = chunk_sizes(manifest.nbytes, manifest.chunk_bytes) if is_count_right else []
+    if not is_count_right or [chunk.nbytes for chunk in manifest.chunks] != sizes:
+        raise ManifestMismatch(
+            f"manifest of {manifest.shard}: {len(manifest.chunks)} chunks of "
+            f"{sum(chunk.nbytes for chunk in manifest.chunks)} bytes do not cut {manifest.nbytes} bytes into chunks of "
+            f"{manifest.chunk_bytes}; every chunk but the last must be full"
+        )
+    shard = manifest.shard
+    row = [manifest.format, shard.job, shard.attempt, shard.step, shard.rank, manifest.world_size, manifest.nbytes]
+    row += [manifest.chunk_bytes, manifest.layout, b"".join(chunk.digest for chunk in manifest.chunks)]
+    data: bytes = msgpack.packb(row, use_bin_type=True)
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise ManifestMismatch(
+            f"manifest of {shard} takes {len(data)} bytes, the limit is {MANIFEST_BYTES_MAX}; use larger chunks"
+        )
+    return data
+
+
+def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
+    """Return the manifest in `data`, which may come from anywhere.
+
+    Raises:
+        ProtocolError: `data` is not a manifest, or passes a limit.
+        ManifestMismatch: it is one, of another format or with numbers that contradict each other.
+    """
+    row = _unpack(data)
+    types = (int, str, int, int, int, int, int, int, bytes, bytes)
+    if len(row) != len(types) or any(type(item) is not kind for item, kind in zip(row, types, strict=True)):
+        raise ProtocolError(f"a manifest has {len(types)} fields of fixed types; these {len(data)} bytes have others")
+    form, job, attempt, step, rank, world_size, nbytes, chunk_bytes, layout, digests = row
+    if not (0 <= nbytes < _INT_LIMIT and 0 < chunk_bytes <= CHUNK_BYTES_MAX):
+        raise ManifestMismatch(f"manifest has nbytes={nbytes}, chunk_bytes={chunk_bytes} (at most {CHUNK_BYTES_MAX})")
+    count = -(-nbytes // chunk_bytes)
+    if len(digests) != count * DIGEST_BYTES:
+        raise ManifestMismatch(
+            f"manifest of {nbytes} bytes in chunks of {chunk_bytes} needs {count} digests and has "
+            f"{len(digests) / DIGEST_BYTES:g}"
+        )
+    pieces = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+    chunks = tuple(Chunk(digest, size) for digest, size in zip(pieces, chunk_sizes(nbytes, chunk_bytes), strict=True))
+    manifest = Manifest(ShardId(job, attempt, step, rank), world_size, layout, nbytes, chunk_bytes, chunks, format=form)
+    _check(manifest)
+    return manifest
+
+
+def _unpack(data: bytes | bytearray | memoryview) -> list[Any]:
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise ProtocolError(f"a manifest of {len(data)} bytes is over the limit of {MANIFEST_BYTES_MAX}")
+    try:
+        row = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises half a dozen unrelated types for bad bytes
+        raise ProtocolError(f"{len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
+    if not isinstance(row, list):
+        raise ProtocolError(f"{len(data)} bytes are not a manifest: the outermost value is a {type(row).__name__}")
+    return row
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ManifestMismatch unless every field is in range and every digest has the right length."""
+    shard = manifest.shard
+    if manifest.format != FORMAT:
+        raise ManifestMismatch(f"manifest has format {manifest.format}; this memstore reads format {FORMAT}")
+    try:
+        check_job_name(shard.job)
+    except ConfigError as error:
+        raise ManifestMismatch(f"manifest: {error}") from None
+    if not (0 <= shard.attempt < _INT_LIMIT and 0 <= shard.step < _INT_LIMIT):
+        raise ManifestMismatch(f"manifest has attempt {shard.attempt} and step {shard.step}; both are 0 or more")
+    if not 0 <= shard.rank < manifest.world_size < _INT_LIMIT:
+        raise ManifestMismatch(f"manifest has rank {shard.rank} in a world of {manifest.world_size}")
+    if not (0 <= manifest.nbytes < _INT_LIMIT and 0 < manifest.chunk_bytes <= CHUNK_BYTES_MAX):
+        raise ManifestMismatch(f"manifest has nbytes={manifest.nbytes}, chunk_bytes={manifest.chunk_bytes}")
+    if len(manifest.layout) > LAYOUT_BYTES_MAX:
+        raise ManifestMismatch(f"manifest has a layout of {len(manifest.layout)} bytes over {LAYOUT_BYTES_MAX}")
+    if any(len(chunk.digest) != DIGEST_BYTES for chunk in manifest.chunks):
+        raise ManifestMismatch(f"manifest of {shard} has a chunk digest that is not {DIGEST_BYTES} bytes long")
