@@ -1,0 +1,146 @@
+"""One clean environment for every test, and a check after each that it left nothing behind.
+
+What counts as left: a child process, a listening socket of this process, a thread that is ours or would keep the
+process alive, a store's folder under /dev/shm. Fixtures of a wider scope are set up before the check begins, so a
+cluster that a module shares is not held against its tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
+# starting and not in others; a cluster half with and half without it does not form.
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # else Ray warns about a change to come, and warnings are errors
+    OMP_NUM_THREADS="1",  # sums in one order on every machine
+)
+# What a launcher or a shell may have left; a test that wants one of them sets it.
+_FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
+for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS")]:
+    del os.environ[_name]
+
+SHM_DIR = Path("/dev/shm")
+SETTLE_S = 5.0  # a killed process or a closed listener takes a moment to be gone
+_KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # one per process, until it ends
+
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    # The same examples in every run; a busy machine is no reason to fail one.
+    settings.register_profile("memstore", derandomize=True, deadline=None)
+    settings.load_profile("memstore")
+
+
+def live_children() -> set[str]:
+    """Return "pid command" of this process's children that still run."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in (task / "children").read_text().split():
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if state not in "ZX" and not any(name in command for name in _KEPT_BY_PYTHON):
+                    found.add(f"process {pid} {command.strip()[:120]}")
+    return found
+
+
+def listening_sockets() -> set[str]:
+    """Return the TCP and Unix sockets of this process that listen."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    if not inodes:
+        return set()
+    found = set()
+    for table, state_at, state, inode_at in (("tcp", 3, "0A", 9), ("tcp6", 3, "0A", 9), ("unix", 3, "00010000", 6)):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[state_at] == state and fields[inode_at] in inodes:
+                found.add(f"{table} listener {fields[1] if table != 'unix' else ' '.join(fields[7:])}")
+    return found
+
+
+def store_folders() -> set[str]:
+    """Return the stores (and whatever else is called memstore) under /dev/shm."""
+    return {str(path) for top in SHM_DIR.glob("memstore-*") for path in (top.iterdir() if top.is_dir() else [top])}
+
+
+def busy_threads() -> set[str]:
+    """Return threads that are ours by name or keep the process alive."""
+    return {
+        f"thread {t.name}"
+        for t in threading.enumerate()
+        if t is not threading.main_thread() and (t.name.startswith("memstore") or not t.daemon)
+    }
+
+
+def is_used_by_others(path: str, family_pid: int) -> bool:
+    """Return whether a process that does not descend from `family_pid` has a file of `path` open: another run's."""
+    parents = {}
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents and ancestor != family_pid:
+            ancestor = parents[ancestor]
+        with contextlib.suppress(OSError):
+            if ancestor != family_pid and any(
+                os.readlink(link).startswith(path + "/") for link in Path(f"/proc/{pid}/fd").iterdir()
+            ):
+                return True
+    return False
+
+
+_CHECKS: tuple[Callable[[], set[str]], ...] = (live_children, listening_sockets, store_folders, busy_threads)
+
+
+def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
+    """Return what is there now and was not before, once it had `settle_s` to go away."""
+    deadline = time.monotonic() + settle_s
+    while True:
+        left = set().union(*(check() for check in _CHECKS)) - before
+        if not left or time.monotonic() > deadline:
+            return {
+                what for what in left if not (what.startswith(str(SHM_DIR)) and is_used_by_others(what, os.getpid()))
+            }
+        time.sleep(0.02)  # between two looks; the deadline above bounds the wait
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, listeners, threads or stores; give the environment back as it was."""
+    environment = dict(os.environ)
+    before = set().union(*(check() for check in _CHECKS))
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    left = left_behind(before)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaves_nothing_behind() -> Iterator[None]:
+    """The same for the whole run, when fixtures of every scope have ended."""
+    before = set().union(*(check() for check in _CHECKS))
+    yield
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        pytest.fail("Ray is still initialised at the end of the run: a fixture does not shut it down", pytrace=False)
+    left = left_behind(before)
+    if left:
+        pytest.fail("the run left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
