@@ -1,0 +1,207 @@
+"""The holder's arena: one file of chunk-sized slots, made or adopted, grown in extents (R6, R9).
+
+The file is as long as the limit from the start and sparse, so that it is mapped once. Room is
+claimed by `grow`: allocated (a full file system says ENOSPC here, where it is an error, and not
+later, where it would be a SIGBUS), pre-faulted, and only then written down as claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memstore.errors import CapacityError, ConfigError
+from memstore.shell.arena_folder import check_folder, open_file
+from memstore.shell.arena_lock import ArenaLock
+from memstore.shell.arena_mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping
+from memstore.shell.slot_headers import SLOTS_NAME, SlotHeaders
+
+CHUNK_NBYTES_MAX = 1 << 30
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class Arena:
+    """One host's slots. The caller holds the folder's ArenaLock (R2) for as long as this is open."""
+
+    def __init__(self, folder: Path, fd: int, headers: SlotHeaders, limit_slots: int) -> None:
+        self.folder = folder
+        self.headers = headers
+        self.chunk_bytes = headers.chunk_bytes
+        self.limit_slots = limit_slots
+        self.freed: dict[int, str] = {}  # slots whose record could not be true on adoption, and why
+        self._fd = fd
+        self.mapping = ArenaMapping(folder, fd, open_file(folder, SLOTS_NAME, os.O_RDONLY))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], *, limit_bytes: int, chunk_bytes: int) -> Arena:
+        """Create the arena, or adopt the one a predecessor left.
+
+        A limit above the predecessor's lengthens the file; one below it keeps what is claimed.
+        Records that cannot be true are freed and listed in `freed`; digests are the caller's to check.
+
+        Raises:
+            ConfigError: A bad size, or the arena was made with another chunk size.
+            CapacityError: No room for the slot table or for what was claimed.
+            IntegrityError: The slot table is damaged.
+        """
+        path = check_folder(folder)
+        if chunk_bytes % mmap.PAGESIZE or not 0 < chunk_bytes <= CHUNK_NBYTES_MAX:
+            raise ConfigError(
+                f"chunk_bytes={chunk_bytes} must be a multiple of {mmap.PAGESIZE}, at most {CHUNK_NBYTES_MAX}"
+            )
+        limit_slots = limit_bytes // chunk_bytes
+        if limit_slots < 1:
+            raise ConfigError(f"arena_bytes={limit_bytes} has no room for one chunk of chunk_bytes={chunk_bytes}")
+        fd = open_file(path, ARENA_NAME, os.O_RDWR | os.O_CREAT)
+        headers: SlotHeaders | None = None
+        try:
+            headers = SlotHeaders.open(path, chunk_bytes=chunk_bytes, capacity=limit_slots)
+            freed = headers.free_impossible(slots_with_bytes=os.fstat(fd).st_size // chunk_bytes)
+            limit_slots = max(limit_slots, headers.slots_count)
+            if os.fstat(fd).st_size < limit_slots * chunk_bytes:
+                os.ftruncate(fd, limit_slots * chunk_bytes)
+            _settle(path, fd, headers.slots_count * chunk_bytes)
+            arena = cls(path, fd, headers, limit_slots)
+        except BaseException:
+            if headers is not None:
+                headers.close()
+            os.close(fd)
+            raise
+        arena.freed = freed
+        return arena
+
+    @staticmethod
+    def destroy(folder: str | os.PathLike[str], *, lock: ArenaLock | None = None) -> None:
+        """Remove the arena with all it holds and its folder; other hosts' folders stay (`down --discard`).
+
+        Processes that still map it keep their pages until they unmap. None there is fine.
+
+        Raises:
+            ConfigError: `lock` was not given and a live holder has it, or the folder is not safe to touch.
+        """
+        if not os.path.lexists(folder):
+            return
+        path = check_folder(folder)
+        held = lock or ArenaLock.take(path, timeout_s=1.0)
+        for name in (SLOTS_NAME, ARENA_NAME):  # the table first: bytes without a table are nothing, the reverse a lie
+            (path / name).unlink(missing_ok=True)
+        shutil.rmtree(path)
+        held.release()
+        for parent in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # not empty: another host or store is there
+                parent.rmdir()
+
+    @property
+    def slots_count(self) -> int:
+        """Slots claimed, so usable."""
+        return self.headers.slots_count
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Bytes of memory behind the claimed slots."""
+        return self.slots_count * self.chunk_bytes
+
+    def grow(self, slots_count: int, should_stop: Callable[[], bool] | None = None) -> int:
+        """Claim slots until there are `slots_count` in all, in steps of 64 MiB without the GIL.
+
+        Each step is allocated and pre-faulted; the new slots count only when all of them are there.
+        If they cannot all be there, or `should_stop` says so, what this call had claimed is given
+        back by punching a hole, and earlier slots stay as they were. Returns the slots there are.
+        One call at a time; meant for a background thread.
+
+        Raises:
+            CapacityError: Beyond the limit, or the file system or memory is full.
+        """
+        before = self.slots_count
+        if slots_count <= before:
+            return before
+        if slots_count > self.limit_slots:
+            raise CapacityError(
+                f"arena {self.folder} may have {self.limit_slots} slots ({self.limit_slots * self.chunk_bytes} bytes),"
+                f" asked for {slots_count} ({slots_count * self.chunk_bytes} bytes); raise arena_bytes",
+                needed_bytes=slots_count * self.chunk_bytes,
+                limit_bytes=self.limit_slots * self.chunk_bytes,
+            )
+        start, end = before * self.chunk_bytes, slots_count * self.chunk_bytes
+        is_whole = False
+        try:
+            for at in range(start, end, STEP_NBYTES):
+                if should_stop and should_stop():
+                    return before
+                nbytes = min(STEP_NBYTES, end - at)
+                _allocate(self.folder, self._fd, at, nbytes, wanted=(start, end))
+                self.mapping.populate(at, nbytes)
+            is_whole = True
+        finally:
+            if not is_whole:
+                _punch_hole(self._fd, start, end - start)
+        self.headers.slots_count = slots_count
+        return slots_count
+
+    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
+        """Return a writable view of a slot, or of its first `nbytes`; see ArenaMapping.view."""
+        return self.mapping.view(slot, nbytes)
+
+    def prefault(self, slots: Sequence[int], should_stop: Callable[[], bool] | None = None) -> int:
+        """Enter the pages of an adopted arena's slots; see ArenaMapping.prefault."""
+        return self.mapping.prefault(slots, should_stop)
+
+    def close(self) -> None:
+        """Unmap and close; the files stay for the next holder. Idempotent."""
+        self.mapping.close()
+        self.headers.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _settle(folder: Path, fd: int, claimed_bytes: int) -> None:
+    """Make memory and table agree on adoption.
+
+    What a predecessor had allocated beyond its last word, when it died in `grow`, is given back; a
+    file that lost pages gets them again (as zeros, which the digests will tell), or else they
+    would be a SIGBUS.
+    """
+    length = os.fstat(fd).st_size
+    if length > claimed_bytes:
+        _punch_hole(fd, claimed_bytes, length - claimed_bytes)
+    if os.fstat(fd).st_blocks * 512 < claimed_bytes:
+        _allocate(folder, fd, 0, claimed_bytes, wanted=(0, claimed_bytes))
+
+
+def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, wanted: tuple[int, int]) -> None:
+    """posix_fallocate a range; it releases the GIL."""
+    try:
+        os.posix_fallocate(fd, at, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        room = os.fstatvfs(fd)
+        free_bytes, total_bytes = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+        start, end = wanted
+        raise CapacityError(
+            f"arena {folder} has {start} bytes and cannot grow by {end - start}: {error.strerror} at byte {at};"
+            f" its file system has {free_bytes} of {total_bytes} bytes free with {at - start} of the growth claimed"
+            " (given back now); do one of: enlarge it (mount -o remount,size=..., docker --shm-size, a larger emptyDir)"
+            " · set arena_dir to a larger memory file system · lower arena_bytes, replicas or keep_steps",
+            needed_bytes=end - start,
+            free_bytes=free_bytes + at - start,
+            total_bytes=total_bytes,
+        ) from error
+
+
+def _punch_hole(fd: int, at: int, nbytes: int) -> None:
+    """Give pages back without changing the file's length, which everybody has mapped."""
+    if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, at, nbytes) != 0:
+        reason = ctypes.get_errno()
+        raise OSError(reason, f"cannot give back {nbytes} bytes of the arena at {at}: {os.strerror(reason)}")

@@ -1,0 +1,177 @@
+"""The private folder that holds one host's arena: made, checked and opened safely (R5).
+
+    <arena_dir>/memstore-<uid>/<store>/<host>/
+        lock         exclusive flock, and who holds it       arena_lock.py
+        slots        header table of the arena               slot_headers.py
+        arena        the bytes                               arena.py
+        manifests/   what is in each shard                   manifest_folder.py
+        journal      facts                                   journal.py
+        secret       the store's secret
+        holder.sock  the holder's Unix socket
+
+Every level we make is 0700 and ours. `/dev/shm` is writable by everyone, so anybody may have put a
+link or a folder of that name there first: each level is checked, top down, before it is used. Once
+a level is ours and closed, nobody else can change what lies below it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from memstore.errors import ConfigError
+
+SECRET_NBYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def arena_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> Path:
+    """Return the folder of one host of one store; touches nothing.
+
+    Raises:
+        ConfigError: A name that could leave the folder or is longer than 128 characters.
+    """
+    for what, name in (("store", store), ("host", host)):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{what} name {name!r} cannot be a folder name: use 1 to 128 letters, digits, '.', '_' or '-',"
+                " the first a letter or digit"
+            )
+    return Path(os.path.realpath(arena_dir)) / f"memstore-{os.geteuid()}" / store / host
+
+
+def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> Path:
+    """Create what is missing of a host's folder, check every level, return it.
+
+    Raises:
+        ConfigError: `arena_dir` is absent or unsafe, or a level is a link, not ours or open to others.
+    """
+    folder = arena_folder(arena_dir, store=store, host=host)
+    levels = (folder.parent.parent, folder.parent, folder)
+    for _ in range(100):  # a `destroy` in another process may remove an empty parent between two mkdirs
+        try:
+            _check_root(folder.parent.parent.parent)
+            for level in levels:
+                if not os.path.lexists(level):
+                    Path(level).mkdir(mode=0o700, exist_ok=True)
+                _check_level(level)
+            return folder
+        except FileNotFoundError:
+            continue
+    raise ConfigError(f"cannot create {folder}: its parents keep being removed by another process; stop it first")
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return `folder` if every level of it is a real folder, ours and closed to others.
+
+    Raises:
+        ConfigError: Names the level and what is wrong with it.
+    """
+    path = Path(folder)
+    if not path.is_absolute() or path.parent.parent.name != f"memstore-{os.geteuid()}":
+        raise ConfigError(
+            f"{path} is not an arena folder of user {os.geteuid()}: want .../memstore-<uid>/<store>/<host>"
+        )
+    try:
+        _check_root(path.parent.parent.parent)
+        for level in (path.parent.parent, path.parent, path):
+            _check_level(level)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no arena folder {path}: {error.filename} is missing; run `memstore up`") from None
+    return path
+
+
+def open_file(folder: Path, name: str, flags: int) -> int:
+    """Open (or, with O_CREAT, create 0600) a file of the folder without following links; return the fd.
+
+    Raises:
+        ConfigError: It is a link, not a regular file, not ours, or open to others.
+        FileNotFoundError: It is not there and O_CREAT was not given.
+    """
+    path = folder / name
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open {path}: {error.strerror}; it must be a regular file of ours, mode 0600"
+        ) from error
+    problem = _problem(os.fstat(fd), wants_folder=False)
+    if problem:
+        os.close(fd)
+        raise ConfigError(f"refusing {path}: it {problem}; remove it if you know where it comes from")
+    return fd
+
+
+def read_secret(folder: Path) -> bytes | None:
+    """Return the store's secret kept in the folder, None if there is none (R4).
+
+    Raises:
+        ConfigError: The file is not 32 bytes long, or not ours alone.
+    """
+    try:
+        fd = open_file(folder, "secret", os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        secret = os.read(fd, SECRET_NBYTES + 1)
+    finally:
+        os.close(fd)
+    if len(secret) != SECRET_NBYTES:
+        raise ConfigError(
+            f"{folder / 'secret'} has {len(secret)} bytes, want {SECRET_NBYTES}; remove it to get a new one"
+        )
+    return secret
+
+
+def write_secret(folder: Path, secret: bytes) -> None:
+    """Keep the store's secret, 32 bytes, mode 0600, so that it survives the controller (R4)."""
+    if len(secret) != SECRET_NBYTES:
+        raise ConfigError(f"a store secret has {SECRET_NBYTES} bytes, got {len(secret)}")
+    temporary = f".secret-{os.getpid()}"
+    fd = open_file(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, secret)
+    finally:
+        os.close(fd)
+    os.rename(folder / temporary, folder / "secret")
+
+
+def _check_root(root: Path) -> None:
+    """Refuse an arena_dir where a stranger could swap our folder for another."""
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"arena_dir {root} is not a folder")
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"arena_dir {root} belongs to user {status.st_uid}; want one of root's or user {os.geteuid()}'s"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"arena_dir {root} has mode {stat.S_IMODE(status.st_mode):04o}: others could replace the store's folder;"
+            " set the sticky bit (chmod +t) or take a folder of your own"
+        )
+
+
+def _check_level(level: Path) -> None:
+    problem = _problem(os.lstat(level), wants_folder=True)
+    if problem:
+        raise ConfigError(
+            f"refusing {level}: it {problem}; remove it if you know where it comes from, or set arena_dir"
+        )
+
+
+def _problem(status: os.stat_result, *, wants_folder: bool) -> str | None:
+    """Say what makes a path unsafe to use, None if nothing does."""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    if wants_folder != stat.S_ISDIR(status.st_mode) or not (wants_folder or stat.S_ISREG(status.st_mode)):
+        return "is not a folder" if wants_folder else "is not a regular file"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & 0o077:
+        return f"has mode {stat.S_IMODE(status.st_mode):04o}, open to others; want {'0700' if wants_folder else '0600'}"
+    return None

@@ -1,0 +1,113 @@
+"""Manifests as small files beside the arena: a shard is held when its manifest is here (R7, R14).
+
+Written under a temporary name, then renamed, so a manifest is there whole or not at all. No fsync:
+the folder is on tmpfs like the arena, and outlives processes, not machines.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from memstore.errors import CapacityError, ConfigError
+from memstore.shell.arena_folder import open_file
+from recovery.inventory import ShardId
+
+MANIFESTS_NAME = "manifests"
+MANIFEST_NBYTES_MAX = 256 << 20  # a manifest of a million tensors has about 100 MB
+_NAME = re.compile(r"[0-9a-f]{40}")
+_TEMPORARY = ".new-"
+
+
+class ManifestFolder:
+    """The `manifests/` folder of one arena; one writer, which holds the arena's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skipped: dict[str, str] = {}  # file name -> why the last `load_all` did not read it
+
+    @classmethod
+    def open(cls, folder: Path) -> ManifestFolder:
+        """Create the folder inside an arena folder if it is absent, or adopt it."""
+        path = folder / MANIFESTS_NAME
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink():
+            raise ConfigError(f"refusing {path}: it is a symbolic link; remove it")
+        return cls(path)
+
+    @staticmethod
+    def name_of(shard: ShardId, digest: str) -> str:
+        """Return the file name for a shard's manifest: safe whatever the job is called.
+
+        Copies of one shard with different digests are different shards and get different names (R14).
+        """
+        key = repr((shard.job, shard.attempt, shard.step, shard.rank, digest))
+        return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
+
+    def save(self, name: str, data: bytes) -> None:
+        """Store a manifest under a name from `name_of`, replacing one of that name.
+
+        Raises:
+            CapacityError: It is too large, or the file system is full; nothing changed.
+        """
+        target = self._file(name)
+        if len(data) > MANIFEST_NBYTES_MAX:
+            raise CapacityError(
+                f"manifest of {len(data)} bytes exceeds the limit of {MANIFEST_NBYTES_MAX}: put fewer, larger tensors",
+                needed_bytes=len(data),
+            )
+        temporary = self.path / (_TEMPORARY + name)
+        fd = open_file(self.path, temporary.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            temporary.rename(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise
+            raise CapacityError(
+                f"no room for a manifest of {len(data)} bytes in {self.path}: the file system is full; free room there",
+                needed_bytes=len(data),
+            ) from error
+
+    def load_all(self) -> Iterator[tuple[str, bytes]]:
+        """Yield every manifest as (name, bytes), in name order; remove what a dead writer left half done.
+
+        A file that is no manifest of ours, or is too large, is not read: `skipped` says why.
+        """
+        self.skipped = {}
+        for name in sorted(os.listdir(self.path)):
+            if name.startswith(_TEMPORARY):
+                (self.path / name).unlink(missing_ok=True)
+                continue
+            try:
+                data = self._read(name)
+            except FileNotFoundError:
+                continue
+            except ConfigError as error:
+                self.skipped[name] = str(error)
+                continue
+            yield name, data
+
+    def remove(self, name: str) -> None:
+        """Remove a manifest; none of that name is fine. The caller frees the slots afterwards (R7)."""
+        self._file(name).unlink(missing_ok=True)
+
+    def _read(self, name: str) -> bytes:
+        self._file(name)
+        fd = open_file(self.path, name, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            nbytes = os.fstat(fd).st_size
+            if nbytes > MANIFEST_NBYTES_MAX:
+                raise ConfigError(f"{self.path / name} has {nbytes} bytes, limit {MANIFEST_NBYTES_MAX}")
+            return file.read(nbytes)
+
+    def _file(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is not a manifest name: want 40 hex digits, from ManifestFolder.name_of")
+        return self.path / name
