@@ -156,7 +156,7 @@ def test_decision_is_always_sound(
     in_progress: StepId | None,
     abandoned: int,
 ) -> None:
-    """Only the newest committed step starts, never one at or behind what is durable or under way; nothing is lost idly."""
+    """Only the newest committed step starts, never one at or behind what is durable or under way."""
     got = next_durable(
         now,
         last_started_s=last_started_s,

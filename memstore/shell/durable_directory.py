@@ -47,7 +47,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class DirectoryTier(DurableTier):
-    """Durable parts and markers in a folder that every host sees, or for one host a local one."""
+    """Durable parts and markers in a folder that every host of the job sees at the same path."""
 
     def __init__(self, root: str | Path) -> None:
         """Name the folder; nothing is touched until `probe` or the first call. A relative path is a ConfigError."""
@@ -96,6 +96,13 @@ class DirectoryTier(DurableTier):
         """Write the marker of a step whose parts are all there; see `DurableTier.write_marker`."""
         record = encode_marker(job, marker, lineage)
         with self._step(job, marker.step) as (folder, path):
+            found = set(os.listdir(folder))
+            missing = [rank for rank in sorted(marker.specs) if _part_name(rank) not in found]
+            if missing:
+                raise IntegrityError(
+                    f"{path} as seen from this host lacks {len(missing)} of {marker.world_size} parts, "
+                    f"first ranks {missing[:10]}: no marker was written; every host must see the same folder there"
+                )
             for rank, spec in sorted(marker.specs.items()):
                 with opened_part(folder, _part_name(rank), path) as (_, header):
                     if (header.digest, header.payload_nbytes) != (spec.digest, spec.nbytes):

@@ -1,0 +1,1 @@
+"""The test kit: what tests of memstore and of its users build on."""
