@@ -16,7 +16,6 @@ allocates or reads by it: tensors lie inside their extents, extents inside the s
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,14 +31,15 @@ from memstore.errors import ProtocolError
 FORMAT = 1
 
 
-class Flag(enum.IntFlag):
-    """What else must be known to rebuild a tensor."""
+class Flag:
+    """What else must be known to rebuild a tensor: bits of a plain int, which put adds up for every tensor."""
 
     ARRAY = 1  # numpy
     PARAMETER = 2
     REQUIRES_GRAD = 4
     CONJ = 8
     NEG = 16
+    VIEWS = CONJ | NEG
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_row_major: bool
-    flags: Flag
+    flags: int
     device: str | None
 
 
@@ -168,7 +168,7 @@ def _range(item: Any) -> tuple[int, int]:
 
 def _tensor(item: Any, extents: Sequence[tuple[int, int]]) -> TensorSpec:
     extent, offset, dtype, dims, steps, bits, device = checked_list(item, 7, "tensor")
-    flags = Flag(checked_count(bits, "tensor flags") & 31)
+    flags = checked_count(bits, "tensor flags") & 31
     if flags != bits:
         raise ValueError(f"tensor flags {bits} are unknown")
     if device is not None and (type(device) is not str or len(device) > 32):
@@ -192,7 +192,7 @@ def _tensor(item: Any, extents: Sequence[tuple[int, int]]) -> TensorSpec:
     return spec
 
 
-def _check_strides(strides: Sequence[int], itemsize: int, flags: Flag) -> None:
+def _check_strides(strides: Sequence[int], itemsize: int, flags: int) -> None:
     if not flags & Flag.ARRAY and any(stride < 0 or stride % itemsize for stride in strides):
         raise ValueError(f"a tensor has strides {list(strides)} that are negative or no multiple of {itemsize} bytes")
 

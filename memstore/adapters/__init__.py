@@ -1,0 +1,1 @@
+"""Ways in for frameworks: each adapter is thin and sits on the public Store."""

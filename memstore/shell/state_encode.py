@@ -1,0 +1,119 @@
+"""Pack a state: plan first, refusing what cannot be stored, then one copy straight into slots.
+
+The stream is deterministic, so that equal states on two ranks give equal chunks: extents of 64 KiB
+and more in state order, aligned to 64 bytes; then small ones; then byte strings. Gaps are zeroed.
+Both steps run on the training thread, between two optimizer steps: nothing may change the state
+between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memstore.core.layout import encode_layout
+from memstore.core.manifest import LAYOUT_BYTES_MAX
+from memstore.errors import UnsupportedState
+from memstore.shell.slot_stream import SlotStream, address_of
+from memstore.shell.state_walk import StateWalk
+from memstore.shell.tensor_bytes import Component, Leaf, Source, components, dense_bytes
+
+LARGE_BYTES = 64 << 10
+LARGE_ALIGNMENT_BYTES = 64  # a cache line
+SMALL_ALIGNMENT_BYTES = 16  # the largest element
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Where every byte of a state will stand: `placed` holds (stream offset, source) in stream order."""
+
+    layout: bytes
+    nbytes: int
+    placed: tuple[tuple[int, Source], ...]
+
+
+def plan_state(state: object) -> StatePlan:
+    """Lay out a state without copying it; calls state_dict() on Stateful objects.
+
+    The plan refers to the state's memory: copy it before the state changes.
+
+    Raises:
+        UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
+    """
+    walk = StateWalk(state)
+    try:
+        groups = components(walk.leaves)
+    except ValueError as error:
+        raise UnsupportedState(f"the state cannot be stored: {error}. Nothing was copied.") from None
+    order = sorted(range(len(groups)), key=lambda index: groups[index].source.nbytes < LARGE_BYTES)
+    placed: list[tuple[int, Source]] = []
+    extents, end = [], 0
+    tensors = [_empty_row(leaf) for leaf in walk.leaves]
+    for number, index in enumerate(order):
+        source = groups[index].source
+        end = _aligned(end, LARGE_ALIGNMENT_BYTES if source.nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES)
+        extents.append((end, source.nbytes))
+        placed.append((end, source))
+        end += source.nbytes
+        _fill_rows(tensors, walk.leaves, groups[index], number)
+    blobs = []
+    for blob in walk.blobs:
+        blobs.append((end, len(blob)))
+        placed.append((end, Source(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
+        end += len(blob)
+    layout = encode_layout(end, extents, tensors, blobs, walk.tree)
+    if len(layout) > LAYOUT_BYTES_MAX:
+        raise UnsupportedState(
+            f"the state's plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+            "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+        )
+    return StatePlan(layout, end, tuple(placed))
+
+
+def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> None:
+    """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
+
+    Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
+
+    Raises:
+        ValueError: the views are too few, too small or read-only.
+    """
+    if any(view.readonly for view in views):
+        raise ValueError("a slot's view is read-only")
+    stream = SlotStream(views, chunk_bytes, plan.nbytes)
+    devices: set[torch.device] = set()
+    end = 0
+    for offset, source in plan.placed:
+        if offset > end:
+            stream.zero(end, offset - end)
+        if source.address is not None:
+            stream.write(offset, source.address, source.nbytes)
+        else:
+            flat = dense_bytes(source.owner)
+            if flat.is_cpu:
+                stream.write(offset, flat.data_ptr(), source.nbytes)
+            else:
+                stream.write_device(offset, flat)
+                devices.add(flat.device)
+        end = offset + source.nbytes
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _empty_row(leaf: Leaf) -> list[Any]:
+    # Only the kind of device: ranks on cuda:0 and cuda:1 give equal layouts.
+    return [None, 0, leaf.dtype, leaf.shape, None, leaf.flags, leaf.device.partition(":")[0] or None]
+
+
+def _fill_rows(tensors: list[list[Any]], leaves: Sequence[Leaf], group: Component, extent: int) -> None:
+    for index, (offset, strides, flags) in zip(group.leaves, group.rows, strict=True):
+        row = tensors[index]
+        row[0], row[1], row[4], row[5] = extent, offset, strides, flags

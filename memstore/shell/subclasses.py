@@ -1,0 +1,88 @@
+"""Tensor subclasses that can be stored by their parts: DTensor and traceable wrapper subclasses.
+
+A DTensor is its local tensor plus a description of mesh and placements; a wrapper subclass
+(`__tensor_flatten__`) is its inner tensors plus the flatten context. Both come back only into a
+target that matches, or, for a DTensor without a place yet, onto a mesh that the target already uses.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+DTensorDescription = list[Any]  # [mesh ranks, mesh shape, dim names | None, placements, shape, strides]
+
+
+def is_dtensor(value: object) -> bool:
+    """Tell whether `value` is a DTensor, without importing torch.distributed for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_wrapper(value: object) -> bool:
+    """Tell whether `value` is a tensor made of inner tensors that it can name."""
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, sharing its memory."""
+    with torch.no_grad():
+        local: torch.Tensor = value.to_local()
+    return local
+
+
+def describe_dtensor(value: Any) -> DTensorDescription:
+    """Return mesh, placements and global geometry as plain values, or raise ValueError."""
+    placements = [describe_placement(item) for item in value.placements]
+    return [*describe_mesh(value.device_mesh), placements, list(value.shape), list(value.stride())]
+
+
+def describe_mesh(mesh: Any) -> list[Any]:
+    """Return [ranks, shape, dim names | None]; the device type is left out, a restore may move it."""
+    names = mesh.mesh_dim_names
+    return [mesh.mesh.flatten().tolist(), list(mesh.mesh.shape), None if names is None else list(names)]
+
+
+def describe_placement(placement: Any) -> list[Any]:
+    """Return one placement as plain values, or raise ValueError."""
+    kind = type(placement).__name__
+    if kind == "Shard":
+        return ["Shard", placement.dim]
+    if kind == "_StridedShard":
+        return ["_StridedShard", placement.dim, placement.split_factor]
+    if kind == "Replicate":
+        return ["Replicate"]
+    if kind == "Partial":
+        return ["Partial", str(placement.reduce_op)]
+    raise ValueError(f"DTensor placement {placement} cannot be stored")
+
+
+def placement_of(described: Any) -> Any:
+    """Return the placement that a description names, or raise ValueError."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
+
+    kinds: dict[str, Any] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+    kinds["_StridedShard"] = getattr(placement_types, "_StridedShard", None)
+    kind = kinds.get(described[0]) if isinstance(described, list) and described else None
+    if kind is None:
+        raise ValueError(f"DTensor placement {str(described)[:80]} is unknown")
+    if described[0] == "_StridedShard":
+        return kind(described[1], split_factor=described[2])
+    return kind(*described[1:])
+
+
+def build_dtensor(local: torch.Tensor, description: DTensorDescription, mesh: Any) -> Any:
+    """Return a DTensor around `local` on a mesh that matches the description."""
+    from torch.distributed.tensor import DTensor
+
+    placements = [placement_of(item) for item in description[3]]
+    shape, strides = torch.Size(description[4]), tuple(description[5])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def flatten_wrapper(value: Any) -> tuple[dict[str, Any], Any]:
+    """Return a wrapper subclass's inner tensors by attribute, and its flatten context."""
+    names, context = value.__tensor_flatten__()
+    return {name: getattr(value, name) for name in names}, context
