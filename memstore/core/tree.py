@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from memstore.core.dtypes import array_itemsize
 
 INT_LIMIT = 1 << 62
-NESTING_MAX = 200  # containers inside containers; msgpack's own decoder ends at 511 arrays, a level takes two
+NESTING_MAX = 100  # containers inside containers; a level takes up to five of Python's 1000 stack frames
 _INLINE_BYTES_MAX = 1 << 20
 
 

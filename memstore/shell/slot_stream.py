@@ -43,6 +43,10 @@ class SlotStream:
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` host bytes at `address` into the stream at `offset`."""
+        slot, start = divmod(offset, self._chunk_bytes)
+        if start + nbytes <= self._chunk_bytes and nbytes < PARALLEL_COPY_BYTES:  # most tensors: spare them the loop
+            ctypes.memmove(self._addresses[slot] + start, address, nbytes)
+            return
         for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
             copy_bytes(self._addresses[slot] + start, address + done, size)
 

@@ -105,33 +105,36 @@ class StateWalk:
         if isinstance(value, np.dtype):
             return [Tag.ARRAY_DTYPE, self._described(value, value)]
         if is_stateful(value):
-            return self._inside(value, lambda: self._node(value.state_dict()))
+            self._enter(value)
+            node = self._node(value.state_dict())
+            self._open.discard(id(value))
+            return node
         if registry.is_registered(kind):
             fields = kind._fields if registry.is_namedtuple(kind) else list(kind.__dataclass_fields__)
             tag = Tag.NAMEDTUPLE if registry.is_namedtuple(kind) else Tag.DATACLASS
-            return self._inside(value, lambda: self._record(tag, value, fields))
+            return self._record(tag, value, fields)
         raise _Refused(
             "its type cannot be stored without pickle; convert it, give it state_dict() and load_state_dict(), "
             "or pass an enum, dataclass or named tuple to memstore.register()",
             value,
         )
 
-    def _inside(self, value: object, encode: Callable[[], Any]) -> Any:
-        """Encode a container, refusing one that holds itself and nesting that no decoder would take."""
+    def _enter(self, value: object) -> None:
+        """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
+
+        Whoever enters discards the id when it is done; a refusal ends the whole walk.
+        """
         if id(value) in self._open:
             raise _Refused("it contains itself", value)
         if len(self._open) >= NESTING_MAX:
             raise _Refused(f"it is nested deeper than {NESTING_MAX} containers", value)
         self._open.add(id(value))
-        try:
-            return encode()
-        finally:
-            self._open.discard(id(value))
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        return [Tag.DICT, None, self._inside(value, lambda: self._pairs(value))]
+        return [Tag.DICT, None, self._pairs(value)]
 
     def _pairs(self, value: dict[Any, Any]) -> list[Any]:
+        self._enter(value)
         out: list[Any] = []
         key: Any = None
         try:
@@ -140,6 +143,7 @@ class StateWalk:
         except _Refused as refused:
             refused.path.append(f"[{_shown(key)}]")
             raise
+        self._open.discard(id(value))
         return out
 
     def _key(self, key: Any) -> Any:
@@ -152,9 +156,7 @@ class StateWalk:
         return node
 
     def _sequence(self, tag: Tag, value: Iterable[Any]) -> Any:
-        return [tag, None, self._inside(value, lambda: self._items(value))]
-
-    def _items(self, value: Iterable[Any]) -> list[Any]:
+        self._enter(value)
         out: list[Any] = []
         try:
             for item in value:
@@ -162,7 +164,8 @@ class StateWalk:
         except _Refused as refused:
             refused.path.append(f"[{len(out)}]")
             raise
-        return out
+        self._open.discard(id(value))
+        return [tag, None, out]
 
     def _set(self, tag: Tag, value: Iterable[Any]) -> Any:
         try:
@@ -174,19 +177,17 @@ class StateWalk:
         return [tag, None, sorted(nodes, key=msgpack.packb)]
 
     def _ordered(self, value: collections.OrderedDict[Any, Any]) -> Any:
-        def encode() -> list[Any]:
-            return [self._node(getattr(value, "_metadata", None)), *self._pairs(value)]
-
-        return [Tag.ORDERED, None, self._inside(value, encode)]
+        return [Tag.ORDERED, None, [self._node(getattr(value, "_metadata", None)), *self._pairs(value)]]
 
     def _defaultdict(self, value: collections.defaultdict[Any, Any]) -> Any:
         factory = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and FACTORIES.get(name) is not factory:
             raise _Refused(f"its default_factory {factory!r} is not one of {', '.join(FACTORIES)}", value)
-        return [Tag.DEFAULT, name, self._inside(value, lambda: self._pairs(value))]
+        return [Tag.DEFAULT, name, self._pairs(value)]
 
     def _record(self, tag: Tag, value: Any, fields: Iterable[str]) -> Any:
+        self._enter(value)
         names, nodes = list(fields), []
         for name in names:
             try:
@@ -194,6 +195,7 @@ class StateWalk:
             except _Refused as refused:
                 refused.path.append(f".{name}")
                 raise
+        self._open.discard(id(value))
         return [tag, [registry.class_name(type(value)), names], nodes]
 
     def _enum(self, value: enum.Enum) -> Any:

@@ -131,7 +131,8 @@ def _dtype_of(description: Any) -> np.dtype[Any]:
     names, offsets, formats = zip(*description[2], strict=True)
     described: Any = {"names": names, "offsets": offsets, "itemsize": description[1]}
     described["formats"] = [_dtype_of(item) for item in formats]
-    return np.dtype(described)
+    struct: np.dtype[Any] = np.dtype(described)
+    return struct
 
 
 def components(leaves: Sequence[Leaf]) -> list[Component]:
