@@ -11,6 +11,7 @@
     ├─ TransportError               the world broke it
     │  ├─ PeerUnreachable           host, address
     │  ├─ PeerTimeout               operation, waited_s, limit_s                    (also a TimeoutError)
+    │  ├─ PeerRefused               a peer has no room or fences us; is_final: waiting cannot help
     │  ├─ ProtocolError             bad magic, version, length or order
     │  └─ AuthenticationError       the other side does not know the store's secret
     ├─ IntegrityError               bytes are not what was promised
@@ -78,6 +79,10 @@ class PeerUnreachable(TransportError):
 
 class PeerTimeout(TransportError, TimeoutError):
     """A peer did not answer within the limit; names the operation and the setting to raise."""
+
+
+class PeerRefused(TransportError):
+    """A peer will not take a copy; `is_final` tells whether waiting can help."""
 
 
 class ProtocolError(TransportError):

@@ -175,6 +175,11 @@ class Channel:
                 stack.callback(lock.release)
             self._sock.close()
 
+    def forget(self) -> None:
+        """Free the descriptor without ending the connection: for a forked child, whose parent goes on using it (R8)."""
+        self._closed.set()
+        self._sock.close()
+
     def abort(self) -> None:
         """End the channel at once without freeing the socket: its owner's waits fail, and the owner closes it."""
         self._end()

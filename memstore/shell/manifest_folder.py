@@ -94,6 +94,10 @@ class ManifestFolder:
                 continue
             yield name, data
 
+    def load(self, name: str) -> bytes:
+        """Return one manifest; FileNotFoundError if there is none of that name."""
+        return self._read(name)
+
     def remove(self, name: str) -> None:
         """Remove a manifest; none of that name is fine. The caller frees the slots afterwards (R7)."""
         self._file(name).unlink(missing_ok=True)

@@ -1,0 +1,193 @@
+"""connect and reader: how a process finds its host's holder and joins a job (R4, R20, DESIGN 5)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memstore.config import Config, check_name
+from memstore.errors import MemstoreError, PeerUnreachable
+from memstore.shell.arena_folder import arena_folder
+from memstore.shell.arena_lock import process_start_time
+from memstore.shell.host_id import current_node_labels, rank_host
+from memstore.shell.launch import detect_launch
+from memstore.shell.rank_link import RankLink
+from memstore.store import Checkpoint, StepInfo, Store, open_shard, step_infos
+
+ASK_S = 30.0
+
+
+def store_root(config: Config) -> Path:
+    """Return the folder that holds one folder per host of this store on this machine (R5)."""
+    return Path(config.arena_dir) / f"memstore-{os.getuid()}" / config.store
+
+
+def holder_folder(config: Config, *, address: str | None = None, may_start: bool = True) -> Path:
+    """Return the arena folder of this process's host, starting the store through Ray if none is there (R4)."""
+    root = store_root(config)
+    try:
+        host = rank_host(os.environ, root, current_node_labels())
+        folder = arena_folder(config.arena_dir, store=config.store, host=host)
+        if (folder / "holder.sock").exists() or not may_start:
+            return folder
+    except MemstoreError:
+        if not may_start:
+            raise
+    from memstore.cluster import start
+
+    start(config, address=address)
+    host = rank_host(os.environ, root, current_node_labels())
+    return arena_folder(config.arena_dir, store=config.store, host=host)
+
+
+def connect(
+    job: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    attempt: str | None = None,
+    address: str | None = None,
+    config: Config | None = None,
+    fresh: bool = False,
+    takeover: bool = False,
+) -> Store:
+    """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
+
+    Args:
+        job: Name of the training run; the same after every restart.
+        rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
+        attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
+        address: Ray cluster to start the store in if it is absent.
+        config: Job fields for this job, store fields to find or start the store.
+        fresh: Start over: the job's older steps are not restored, and dropped after the first commit.
+        takeover: Fence a launch of the job that is still alive.
+
+    Raises:
+        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
+    """
+    config = config or Config()
+    check_name("job", job)
+    launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
+    folder = holder_folder(config, address=address)
+    start = process_start_time(os.getpid()) or 0
+    nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
+    link = RankLink(folder, nonce=nonce, job=job, rank=launch.rank)
+    try:
+        check_store_fields(config, link.welcome["store"])
+        joined = link.call(
+            "join",
+            {
+                "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
+                "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
+                "fresh": fresh, "takeover": takeover,
+            },
+            config.connect_timeout_s + ASK_S,
+        )  # fmt: skip
+        return Store(link, launch, config, joined, job=job)
+    except BaseException:
+        link.close()
+        raise
+
+
+def check_store_fields(config: Config, running: dict[str, Any]) -> None:
+    """Raise ConfigError if the caller set a store field to something else than the running store has (R5)."""
+    from memstore.errors import ConfigError
+
+    default, mine = Config().store_fields(), config.store_fields()
+    differing = [
+        f"{name}={mine[name]!r} (running: {running[name]!r})"
+        for name in mine
+        if mine[name] != default[name] and mine[name] != running.get(name) and name not in ("arena_bytes", "port")
+    ]
+    if differing:
+        raise ConfigError(
+            f"store {config.store!r} runs with other settings: {', '.join(differing)}. Use the running ones, another "
+            "store name, or stop it first (memstore down)"
+        )
+
+
+class Tool:
+    """A link that joins nothing: for readers and the command line. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "holder.sock").exists():
+            raise PeerUnreachable(f"no holder runs at {folder}: start the store with `memstore up`")
+        start = process_start_time(os.getpid()) or 0
+        self.link = RankLink(folder, nonce=f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}", is_tool=True)
+
+    def __enter__(self) -> Tool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """Ask the controller; its error is raised here."""
+        return self.link.call(verb, body or {}, timeout_s)
+
+    def close(self) -> None:
+        """End the link."""
+        self.link.close()
+
+
+class Reader:
+    """Reads a job's steps without joining it: no barrier, no fence (DESIGN 5)."""
+
+    def __init__(self, job: str, tool: Tool) -> None:
+        self.job = check_name("job", job)
+        self._tool = tool
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def steps(self) -> list[StepInfo]:
+        """Every step the store knows of the job, newest first."""
+        return step_infos(self._tool.ask("steps", {"job": self.job}))
+
+    def latest_step(self) -> int | None:
+        """The newest committed step of the lineage."""
+        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
+
+    def get(self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0) -> Checkpoint:
+        """Return one rank's shard; it is pinned while it is read (R7, R27)."""
+        answer = self._tool.ask("read", {"job": self.job, "step": step, "rank": rank}, timeout_s)
+        return open_shard(self._tool.link, answer, into)
+
+    def close(self) -> None:
+        """End the reader's link."""
+        self._tool.close()
+
+
+def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
+    """Open a reader of a job; starts nothing."""
+    config = config or Config()
+    return Reader(job, Tool(holder_folder(config, address=address, may_start=False)))
+
+
+@contextlib.contextmanager
+def any_tool(config: Config) -> Any:
+    """Yield a Tool on any holder of this machine, for questions that are not about one host."""
+    root = store_root(config)
+    folders = sorted(p for p in root.iterdir()) if root.is_dir() else []
+    problems = []
+    for folder in folders:
+        try:
+            tool = Tool(folder)
+        except MemstoreError as exc:
+            problems.append(f"{folder.name}: {exc}")
+            continue
+        with tool:
+            yield tool
+        return
+    detail = "; ".join(problems) or f"there is no arena under {root}"
+    raise PeerUnreachable(f"no holder of store {config.store!r} answers on this machine: {detail}. Run `memstore up`")

@@ -1,0 +1,173 @@
+"""One frozen Config, validated once. Imports only errors; reads no environment.
+
+Store fields are fixed by whoever starts the store; a different value later is a ConfigError that
+names both (R5). Job fields belong to the job that connects with them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from memstore.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB * KIB}
+
+#: Fields that every process of one store must share; the rest belong to a job.
+STORE_FIELDS = (
+    "store",
+    "arena_dir",
+    "arena_bytes",
+    "chunk_bytes",
+    "failure_domains",
+    "interface",
+    "port",
+    "streams",
+    "heartbeat_s",
+    "suspect_after_s",
+    "repair_after_s",
+    "repair_bytes_per_s",
+    "scrub_bytes_per_s",
+    "recovery_grace_s",
+    "orphan_ttl_s",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every knob, in two groups. Durations are seconds, sizes bytes (or text such as "8GiB")."""
+
+    # -- store fields -------------------------------------------------------------------------
+    store: str = "default"
+    arena_dir: str = "/dev/shm"
+    arena_bytes: int | str = "auto"  # ceiling per host, grown as jobs reserve (R9)
+    chunk_bytes: int = 4 * MIB  # small enough to balance, large enough that a frame costs nothing
+    failure_domains: tuple[str, ...] = ("zone", "rack")  # coarsest first, as far as labels exist (R18)
+    interface: str | None = None  # name or CIDR of the network that carries replicas
+    port: int = 0  # 0: any free port
+    streams: int = 4  # connections per pair of hosts that carry bulk bytes
+    heartbeat_s: float = 0.5
+    suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
+    repair_after_s: float = 5.0  # silence after which a host counts as dead (R28)
+    repair_bytes_per_s: int = 2 * GIB  # bound on rebuilding copies, per source host (R29)
+    scrub_bytes_per_s: int = 64 * MIB  # bound on re-digesting sealed slots (R30)
+    recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
+    orphan_ttl_s: float = 86_400.0  # an adopted arena nobody connects to is dropped after this (R5)
+
+    # -- job fields ---------------------------------------------------------------------------
+    replicas: int = 2  # copies of each shard, the owner's own included
+    min_copies: int = 1  # a commit needs at least this many (R18)
+    keep_steps: int = 1  # committed steps kept in RAM
+    stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
+    placement: str = "mixed"  # "mixed" | "group" | "ring"
+    durable: str | None = None  # directory of the durable tier; None: RAM only, with one warning
+    durable_every: str | int = "30min"  # text: time between durable steps; int: steps between them
+    durable_keep: int = 3
+    job_ttl_s: float = 86_400.0
+    connect_timeout_s: float = 120.0
+    max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
+    crash_window_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.failure_domains, list):
+            object.__setattr__(self, "failure_domains", tuple(self.failure_domains))
+        check_name("store", self.store)
+        if self.arena_bytes != "auto":
+            object.__setattr__(self, "arena_bytes", bytes_from_text("arena_bytes", self.arena_bytes))
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(
+                    f"{name}={value!r} is out of range: it must be a number from {low:g} to {high:g}",
+                    field=name,
+                    value=value,
+                )
+        if self.chunk_bytes % 4096:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
+        if self.min_copies > self.replicas:
+            raise ConfigError(
+                f"min_copies={self.min_copies} exceeds replicas={self.replicas}: lower min_copies or raise replicas",
+                field="min_copies",
+            )
+        if self.placement not in ("mixed", "group", "ring"):
+            raise ConfigError(f"placement={self.placement!r} is unknown: use mixed, group or ring", field="placement")
+        if not self.heartbeat_s < self.suspect_after_s < self.repair_after_s:
+            raise ConfigError(
+                f"heartbeat_s={self.heartbeat_s} < suspect_after_s={self.suspect_after_s} < "
+                f"repair_after_s={self.repair_after_s} must hold",
+                field="suspect_after_s",
+            )
+
+    def store_fields(self) -> dict[str, Any]:
+        """Return the fields that belong to the store, as plain values."""
+        values = asdict(self)
+        return {name: _plain(values[name]) for name in STORE_FIELDS}
+
+    def job_fields(self) -> dict[str, Any]:
+        """Return the fields that belong to one job, as plain values."""
+        values = asdict(self)
+        return {f.name: _plain(values[f.name]) for f in fields(self) if f.name not in STORE_FIELDS}
+
+    def with_fields(self, values: dict[str, Any]) -> Config:
+        """Return a copy with `values` replaced; an unknown name is a ConfigError."""
+        known = {f.name for f in fields(self)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown config field {name!r}: it is one of {', '.join(sorted(known))}", field=name)
+        return replace(self, **values)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("chunk_bytes", 4096, 64 * MIB),
+    ("port", 0, 65_535),
+    ("streams", 1, 64),
+    ("heartbeat_s", 0.01, 60),
+    ("suspect_after_s", 0.05, 600),
+    ("repair_after_s", 0.1, 3600),
+    ("repair_bytes_per_s", MIB, 1 << 50),
+    ("scrub_bytes_per_s", 0, 1 << 50),
+    ("recovery_grace_s", 0, 86_400),
+    ("orphan_ttl_s", 0, 1e9),
+    ("replicas", 1, 16),
+    ("min_copies", 1, 16),
+    ("keep_steps", 1, 1000),
+    ("stall_budget_s", 0, 3600),
+    ("durable_keep", 1, 10_000),
+    ("job_ttl_s", 0, 1e9),
+    ("connect_timeout_s", 0.1, 86_400),
+    ("max_restores", 1, 1000),
+    ("crash_window_s", 0, 1e9),
+)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_name(what: str, name: object) -> str:
+    """Return `name` if it may name a store, job or host; else raise ConfigError.
+
+    Names become file names, so: a letter or digit, then up to 63 letters, digits, '.', '_' or '-'.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} name {name!r} is not allowed: use 1 to 64 letters, digits, '.', '_' or '-', "
+            "the first a letter or digit",
+            field=what,
+            value=name,
+        )
+    return name
+
+
+def bytes_from_text(what: str, value: object) -> int:
+    """Return a size in bytes from an int or text such as "8GiB"; ConfigError if it is neither."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f'{what}={value!r} is not a size: use bytes, or text such as "8GiB"', field=what, value=value)
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()[:1]])

@@ -1,0 +1,179 @@
+"""Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
+
+    idle --due--> writing (every host its parts) --all parts reported--> marking --> done: idle
+                     |  ^--------- next is due: abandoned and counted ---------'
+                     '--a part failed--> idle, with the reason in status; tried again when next due
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from memstore.core.durable_schedule import next_durable, retire
+from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
+from memstore.core.job import Attempt, Job
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.lineage import in_lineage
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+
+@dataclass(slots=True)
+class Write:
+    """One step on its way to durable storage."""
+
+    step: StepId
+    since_s: float
+    waits: dict[int, str]  # rank -> host that writes its part
+    specs: dict[int, ShardSpec]
+    phase: Literal["writing", "marking"] = "writing"
+
+
+@dataclass(slots=True)
+class DurableState:
+    """Durable progress of one job."""
+
+    active: Write | None = None
+    last_started_s: float | None = None
+    last_started_step: StepId | None = None
+    abandoned_in_a_row: int = 0
+    abandoned_count: int = 0
+    failures_count: int = 0
+    problem: str = ""
+    last_done_s: float | None = None
+
+
+class DurableOrders:
+    """Durable writes of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.states: dict[str, DurableState] = {}
+
+    def state(self, job: str) -> DurableState:
+        """Return the durable progress of a job, made on first use."""
+        return self.states.setdefault(job, DurableState())
+
+    def consider(self, now: float, job: Job) -> None:
+        """Start the next write if it is due (R31)."""
+        attempt = job.newest
+        if attempt is None or not attempt.config.get("durable"):
+            return
+        state = self.state(job.name)
+        spans = job.spans(attempt.ordinal)
+        committed = [s for s in job.commits if s.attempt == attempt.ordinal and self._is_whole(job, s)]
+        decision = next_durable(
+            now,
+            last_started_s=state.last_started_s,
+            last_durable_step=max((s for s in job.markers if in_lineage(spans, s)), default=None),
+            committed=committed,
+            every=attempt.config["durable_every"],
+            in_progress=state.active.step if state.active is not None else None,
+            last_started_step=state.last_started_step,
+            abandoned_in_a_row=state.abandoned_in_a_row,
+        )
+        if decision.start is None:
+            return
+        if decision.abandon is not None:
+            self._abandon(job, state, decision.why)
+        self._start(now, job, attempt, state, decision.start)
+
+    def _is_whole(self, job: Job, step: StepId) -> bool:
+        ranks = job.copies.get(step, {})
+        return len(ranks) == job.commits[step].world_size and all(self._writers(job, step, r) for r in ranks)
+
+    def _writers(self, job: Job, step: StepId, rank: int) -> list[str]:
+        hosts = job.copies[step].get(rank, {})
+        return sorted(h for h, c in hosts.items() if not c.missing and self.catalog.hosts.is_answering(h))
+
+    def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
+        write = Write(step, now, {}, {})
+        parts: dict[str, list[list[Any]]] = {}
+        for rank, hosts in job.copies[step].items():
+            owner = self.catalog.owner_host(job, attempt, rank)
+            able = self._writers(job, step, rank)
+            writer = owner if owner in able else able[0]
+            write.waits[rank], write.specs[rank] = writer, hosts[writer].spec
+            shard = ShardId(job.name, step.attempt, step.step, rank)
+            parts.setdefault(writer, []).append([shard_to_wire(shard), hosts[writer].spec.digest])
+        state.active, state.last_started_s, state.last_started_step = write, now, step
+        for host, items in sorted(parts.items()):
+            self._tell(job, attempt, host, "parts", step, {"parts": items})
+
+    def _tell(self, job: Job, attempt: Attempt, host: str, what: str, step: StepId, extra: Body) -> None:
+        body = {"job": job.name, "durable": attempt.config["durable"], "what": what, "step": [step.attempt, step.step]}
+        self.catalog.tell(host, "persist", {**body, **extra})
+
+    def _abandon(self, job: Job, state: DurableState, why: str) -> None:
+        if state.active is not None and job.newest is not None:
+            for host in sorted(set(state.active.waits.values())):
+                self._tell(job, job.newest, host, "stop", state.active.step, {})
+        state.active = None
+        state.abandoned_in_a_row += 1
+        state.abandoned_count += 1
+        state.problem = why
+
+    def persisted(self, now: float, host_id: str, body: Body) -> None:
+        """A host wrote a part or the marker, or could not."""
+        job = self.catalog.jobs.get(str(body["job"]))
+        state = self.state(str(body["job"]))
+        write = state.active
+        step = StepId(int(body["step"][0]), int(body["step"][1]))
+        attempt = job.newest if job is not None else None
+        if job is None or attempt is None or write is None or write.step != step:
+            return
+        if not body["ok"]:
+            state.active, state.problem = None, str(body["why"])
+            state.failures_count += 1
+            self.catalog.note(f"job {job.name!r}: durable write of step {step.step} failed: {body['why']}", "warning")
+            return
+        if body["what"] == "parts":
+            write.waits.pop(int(body["rank"]), None)
+            if not write.waits and write.phase == "writing":
+                write.phase = "marking"
+                self._order_marker(job, attempt, host_id, write)
+            return
+        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs))
+        state.active, state.abandoned_in_a_row, state.problem, state.last_done_s = None, 0, "", now
+        self.catalog.steps.tell_durable(job, step)
+        spans = job.spans(attempt.ordinal)
+        for old in retire([s for s in job.markers if in_lineage(spans, s)], int(attempt.config["durable_keep"])):
+            del job.markers[old]
+            self._tell(job, attempt, host_id, "remove", old, {})
+        self.catalog.steps.retain(job)
+
+    def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
+        source = job.attempts.get(write.step.attempt, attempt)
+        self._tell(
+            job, attempt, host_id, "marker", write.step,
+            {
+                "specs": [[rank, spec_to_wire(spec)] for rank, spec in sorted(write.specs.items())],
+                "lineage": {
+                    "attempt": source.ordinal, "parent_attempt": source.parent, "parent_step": source.parent_step,
+                },
+            },
+        )  # fmt: skip
+
+    def markers_listed(self, body: Body) -> None:
+        """A host listed the durable markers of a job: they are what durable storage holds now."""
+        job = self.catalog.jobs.get(str(body["job"]))
+        if job is None:
+            return
+        if not body["ok"]:
+            self.state(job.name).problem = str(body["why"])
+            return
+        job.markers.clear()
+        for attempt, step, specs in body["markers"]:
+            table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
+            job.markers[StepId(int(attempt), int(step))] = DurableMarker(
+                StepId(int(attempt), int(step)), len(table), table
+            )
+
+    def host_died(self, job: Job, host_id: str) -> None:
+        """A writer died: the write is over; the next one starts from what is left."""
+        state = self.state(job.name)
+        if state.active is not None and host_id in state.active.waits.values():
+            self._abandon(job, state, f"host {host_id} died while it wrote")
+            state.last_started_step = None

@@ -1,0 +1,190 @@
+"""Every event that can reach the controller's catalog and every action it can order. Pure.
+
+The catalog is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
+from sockets and a clock; a simulator feeds it from a seeded schedule. Bodies are plain msgpack-able
+values; shards travel as `[job, attempt, step, rank]`, specs as
+`[digest, nbytes, chunk_bytes, chunks_count, world_size]`.
+
+Orders to a holder (`Tell.kind`):
+    journal        seq, records | reset         append facts (R16); answered by FactAck
+    fence          job, attempt, ordinal        refuse older processes, answer with the inventory (R21)
+    view           hosts                        addresses of all hosts, for peers
+    targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
+    reserve        job, attempt, call, ranks, guest_slots      claim room (R10)
+    push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
+    stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)
+    check          job, round, rank             let the rank check `into=` against the manifest (R26)
+    release        job, round, rank, result     hand the staged shard to the rank
+    level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
+    abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
+    drop           shards                       free copies (R19)
+    persist        job, step, parts, marker     write parts or the marker to durable storage (R31)
+    markers        job, durable, call           list durable markers
+
+Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
+checked, persisted, markers, verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recovery.inventory import Copy, ShardId, ShardSpec
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """Who a holder is: announced when its session with the controller starts."""
+
+    host_id: str
+    incarnation: int
+    address: str
+    port: int
+    machine: str = ""
+    is_explicit: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    limit_bytes: int = 0
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostUp:
+    """A holder's session began: its verified copies and its journal come with it (R16)."""
+
+    info: HostInfo
+    copies: tuple[Copy, ...] = ()
+    journal_term: int = 0
+    journal: tuple[Body, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat."""
+
+    host_id: str
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """A reset connection or Ray's word: the holder process is gone (R28)."""
+
+    host_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A rank or tool asked something through its holder; answered once by `Answer`."""
+
+    host_id: str
+    call_id: int
+    verb: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class RankGone:
+    """The process of a rank is proved dead by its pid (R20)."""
+
+    host_id: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A holder's report of something it did; see the module docstring."""
+
+    host_id: str
+    kind: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class FactAck:
+    """A holder has every fact up to and including `seq` in its journal."""
+
+    host_id: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRenewed:
+    """The controller's term was confirmed: it may record facts until `until_s` (R17)."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = HostUp | Heard | HostLost | RankCall | RankGone | Report | FactAck | LeaseRenewed | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send an order to one holder."""
+
+    host_id: str
+    kind: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a RankCall; `error` is (class name, message) of the memstore error to raise there."""
+
+    host_id: str
+    call_id: int
+    body: Body
+    error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log; `level` is "info" or "warning"."""
+
+    text: str
+    level: str = "info"
+
+
+Action = Tell | Answer | Note
+
+
+def shard_to_wire(shard: ShardId) -> list[Any]:
+    """Return a shard id as plain values."""
+    return [shard.job, shard.attempt, shard.step, shard.rank]
+
+
+def shard_from_wire(value: Any) -> ShardId:
+    """Return the shard id that `shard_to_wire` wrote."""
+    job, attempt, step, rank = value
+    return ShardId(str(job), int(attempt), int(step), int(rank))
+
+
+def spec_to_wire(spec: ShardSpec) -> list[Any]:
+    """Return a shard spec as plain values."""
+    return [spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size]
+
+
+def spec_from_wire(value: Any) -> ShardSpec:
+    """Return the spec that `spec_to_wire` wrote."""
+    digest, nbytes, chunk_bytes, chunks_count, world_size = value
+    return ShardSpec(str(digest), int(nbytes), int(chunk_bytes), int(chunks_count), int(world_size))
+
+
+def copy_to_wire(copy: Copy) -> list[Any]:
+    """Return a copy (without its host) as plain values."""
+    return [shard_to_wire(copy.shard), spec_to_wire(copy.spec), sorted(copy.missing)]
+
+
+def copy_from_wire(value: Any, host_id: str) -> Copy:
+    """Return the copy on `host_id` that `copy_to_wire` wrote."""
+    shard, spec, missing = value
+    return Copy(shard_from_wire(shard), spec_from_wire(spec), host_id, frozenset(int(i) for i in missing))

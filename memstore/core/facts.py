@@ -1,0 +1,156 @@
+"""Facts: what cannot be read off the bytes, journalled beside every arena (R16). Pure.
+
+A fact is a frozen dataclass; on the wire and in a journal it is a small dict with its type, its
+sequence number and the term of the controller that recorded it. Unknown types are refused: a
+journal of a newer format must not be half understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from memstore.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class HostJoined:
+    """A host was seen for the first time, with its labels (R16)."""
+
+    host_id: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOpened:
+    """All ranks of one launch arrived; the next ordinal begins (R20)."""
+
+    job: str
+    attempt: int
+    world_size: int
+    parent: int | None
+    key: str | None
+    is_fresh: bool
+    level_asked: str  # coarsest spread level this job ever had (R18)
+    config: Mapping[str, Any]  # the job fields of Config
+    nonces: tuple[str, ...]  # by rank
+    hosts: tuple[str, ...]  # by rank
+    launcher: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreDecided:
+    """One get round's answer for all ranks: the step adopted, or None for nothing stored (R23)."""
+
+    job: str
+    attempt: int
+    round: int
+    from_attempt: int | None
+    step: int | None
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """Every shard of the step is sealed on as many hosts as the rule asks (R18)."""
+
+    job: str
+    attempt: int
+    step: int
+    world_size: int
+    digests: tuple[str, ...]  # by rank
+    hosts: tuple[tuple[str, ...], ...]  # by rank: who had a copy
+    level: str
+    is_degraded: bool
+    reason: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRetired:
+    """A step that may not be offered again, with the evidence (R25)."""
+
+    job: str
+    attempt: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepAbandoned:
+    """A step that some rank skipped: it will never be committed (R12)."""
+
+    job: str
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptClosed:
+    """Every rank closed its store: the job is idle and its key is spent."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRemoved:
+    """The job was removed by name: nothing of it is history any more."""
+
+    job: str
+
+
+Fact = (
+    HostJoined
+    | AttemptOpened
+    | RestoreDecided
+    | StepCommitted
+    | StepRetired
+    | StepAbandoned
+    | AttemptClosed
+    | JobRemoved
+)
+_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        HostJoined,
+        AttemptOpened,
+        RestoreDecided,
+        StepCommitted,
+        StepRetired,
+        StepAbandoned,
+        AttemptClosed,
+        JobRemoved,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A fact with its place in the journal: ordered by (term, seq)."""
+
+    term: int
+    seq: int
+    fact: Fact
+
+
+def entry_to_wire(entry: Entry) -> dict[str, Any]:
+    """Return a journal entry as plain values."""
+    values = {f.name: getattr(entry.fact, f.name) for f in fields(entry.fact)}
+    return {"type": type(entry.fact).__name__, "term": entry.term, "seq": entry.seq, "value": values}
+
+
+def entry_from_wire(value: Any) -> Entry:
+    """Return the entry that `entry_to_wire` wrote; ProtocolError if it is not one."""
+    try:
+        cls = _TYPES[value["type"]]
+        raw = {name: _tuples(item) for name, item in value["value"].items()}
+        return Entry(int(value["term"]), int(value["seq"]), cls(**raw))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"not a journal fact this version understands: {exc!r}") from exc
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

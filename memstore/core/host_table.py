@@ -1,0 +1,125 @@
+"""Which hosts are live, suspect or dead, decided from what was heard and when (R28). Pure.
+
+    (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > repair_after_s--> dead
+                           ^  <---------- heard --------------'                                      |
+                           '------------------------------- HostUp ----------------------------------'
+    any --HostLost (reset connection, Ray's word)--> dead
+
+Suspicion only redirects new work and is free to undo; only death starts repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from memstore.core.events import HostInfo
+from placement.topology import Host, Topology
+
+Status = Literal["live", "suspect", "dead"]
+
+
+@dataclass(slots=True)
+class HostState:
+    """One host as the controller sees it."""
+
+    info: HostInfo
+    last_heard_s: float
+    status: Status = "live"
+    why: str = ""
+    since_s: float = 0.0  # when `status` was last entered
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One host changed its status."""
+
+    host_id: str
+    status: Status
+    why: str
+
+
+class HostTable:
+    """Hosts by id. Every method that can change a status returns the changes."""
+
+    def __init__(self, *, suspect_after_s: float, repair_after_s: float, failure_domains: Iterable[str]) -> None:
+        self.suspect_after_s = suspect_after_s
+        self.repair_after_s = repair_after_s
+        self.failure_domains = tuple(failure_domains)
+        self.states: dict[str, HostState] = {}
+        self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
+
+    def up(self, now: float, info: HostInfo) -> list[Change]:
+        """A session began; an older incarnation than the one known is ignored (R3)."""
+        state = self.states.get(info.host_id)
+        if state is None:
+            self.states[info.host_id] = HostState(info, now, since_s=now)
+            return [Change(info.host_id, "live", "joined")]
+        if info.incarnation < state.info.incarnation:
+            return []
+        state.info, state.last_heard_s = info, now
+        return self._enter(now, state, "live", "joined again")
+
+    def heard(self, now: float, host_id: str, stats: Mapping[str, Any]) -> list[Change]:
+        """A heartbeat arrived; it clears suspicion but never revives the dead (they need a session)."""
+        state = self.states.get(host_id)
+        if state is None or state.status == "dead":
+            return []
+        state.last_heard_s, state.stats = now, stats
+        return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
+
+    def lost(self, now: float, host_id: str, why: str) -> list[Change]:
+        """The holder process is known to be gone."""
+        state = self.states.get(host_id)
+        return self._enter(now, state, "dead", why) if state is not None and state.status != "dead" else []
+
+    def tick(self, now: float) -> list[Change]:
+        """Silence turns live into suspect and suspect into dead."""
+        changes: list[Change] = []
+        for state in self.states.values():
+            silent_s = now - state.last_heard_s
+            if state.status == "live" and silent_s > self.suspect_after_s:
+                changes += self._enter(now, state, "suspect", f"no heartbeat for {silent_s:.1f} s")
+            elif state.status == "suspect" and silent_s > self.repair_after_s:
+                changes += self._enter(now, state, "dead", f"no heartbeat for {silent_s:.1f} s")
+        return changes
+
+    def _enter(self, now: float, state: HostState, status: Status, why: str) -> list[Change]:
+        if status == "dead":
+            state.deaths_s = [*state.deaths_s[-9:], now]
+        state.status, state.why, state.since_s = status, why, now
+        return [Change(state.info.host_id, status, why)]
+
+    def is_live(self, host_id: str) -> bool:
+        """True unless the host is unknown or dead; a suspect host is still counted live."""
+        state = self.states.get(host_id)
+        return state is not None and state.status != "dead"
+
+    def is_answering(self, host_id: str) -> bool:
+        """True if the host is live and not suspect: new work may go there."""
+        state = self.states.get(host_id)
+        return state is not None and state.status == "live"
+
+    def live_ids(self) -> list[str]:
+        """Every host that is not dead, sorted."""
+        return sorted(h for h, s in self.states.items() if s.status != "dead")
+
+    def is_on_probation(self, now: float, host_id: str, *, window_s: float = 600.0, deaths_max: int = 3) -> bool:
+        """A host that died `deaths_max` times within the window holds no only second copy (R29)."""
+        state = self.states.get(host_id)
+        return state is not None and sum(now - t <= window_s for t in state.deaths_s) >= deaths_max
+
+    def topology(self, host_ids: Iterable[str]) -> Topology:
+        """Return the placement topology of the given known hosts."""
+        infos = (self.states[h].info for h in host_ids if h in self.states)
+        return Topology.of(
+            (Host(i.host_id, dict(i.labels), i.machine, i.is_explicit) for i in infos), self.failure_domains
+        )
+
+    def domains(self, host_ids: Iterable[str]) -> set[str]:
+        """Return the distinct host-level failure domains of the given known hosts (R1)."""
+        topology = self.topology(host_ids)
+        return {host.domain("host") for host in topology.hosts.values()}

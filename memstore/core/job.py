@@ -1,0 +1,186 @@
+"""What the catalog knows of one job: attempts, seats, steps, copies. Pure data, no decisions.
+
+State of a step in an attempt:
+
+    open --every shard on enough domains--> committing --fact spread--> committed
+      |--some rank skipped--> abandoned     (R12)
+      '--a newer step committed--> superseded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from memstore.core.facts import StepCommitted
+from placement.groups import Placement
+from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
+from recovery.lineage import AttemptFact, Span, lineage
+
+StepPhase = Literal["open", "committing", "committed", "abandoned", "superseded"]
+
+
+@dataclass(slots=True)
+class Seat:
+    """A rank's place in an attempt."""
+
+    rank: int
+    host_id: str
+    nonce: str
+    pid: int = 0
+    is_gone: bool = False
+    last_active_s: float = 0.0
+    step: int = -1  # newest step it was heard of
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One launch of the job's worker group; `ordinal` fences the older ones (R20, R21)."""
+
+    ordinal: int
+    world_size: int
+    key: str | None
+    launcher: str
+    is_fresh: bool
+    parent: int | None
+    level_asked: str
+    config: Mapping[str, Any]
+    seats: dict[int, Seat]
+    parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
+    phase: Literal["fencing", "open", "closed"] = "fencing"
+    has_restored: bool = False
+    has_put: bool = False
+    rounds_count: int = 0
+    steps: dict[int, StepPhase] = field(default_factory=dict)
+    needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
+    resume_step: int = 0  # ranks skip steps below it (R12)
+    resume_gap: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies asked for, the owner's own included."""
+        return int(self.config["replicas"])
+
+
+@dataclass(slots=True)
+class Call:
+    """A RankCall that waits for its answer."""
+
+    host_id: str
+    call_id: int
+    body: dict[str, Any]
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """An attempt adopted a step, at this wall time (R25)."""
+
+    step: StepId
+    attempt: int
+    wall_s: float
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything the catalog knows of one job."""
+
+    name: str
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
+    commits: dict[StepId, StepCommitted] = field(default_factory=dict)
+    retired: dict[StepId, str] = field(default_factory=dict)
+    abandoned: set[StepId] = field(default_factory=set)
+    markers: dict[StepId, DurableMarker] = field(default_factory=dict)
+    restores: list[Restore] = field(default_factory=list)  # newest last (R25)
+    placement: Placement | None = None
+    refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt opened, or None."""
+        return self.attempts[max(self.attempts)] if self.attempts else None
+
+    @property
+    def has_history(self) -> bool:
+        """True if any copy, commit or durable marker is known (R23)."""
+        return bool(self.commits or self.markers or any(self.copies.values()))
+
+    def spans(self, ordinal: int) -> tuple[Span, ...]:
+        """Return the lineage seen from attempt `ordinal`, newest first (R22)."""
+        facts = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
+        return lineage(facts, ordinal)
+
+    def parent_for_next(self) -> int | None:
+        """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22)."""
+        for ordinal in sorted(self.attempts, reverse=True):
+            attempt = self.attempts[ordinal]
+            has_commit = any(step.attempt == ordinal for step in (*self.commits, *self.markers))
+            if not attempt.is_fresh or has_commit:
+                return ordinal
+        return None
+
+    def add_copy(self, copy: Copy) -> None:
+        """Record a verified copy, replacing what was known of that shard on that host."""
+        step = StepId(copy.shard.attempt, copy.shard.step)
+        self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+
+    def drop_copy(self, shard: ShardId, host_id: str) -> None:
+        """Forget one copy."""
+        step = StepId(shard.attempt, shard.step)
+        hosts = self.copies.get(step, {}).get(shard.rank, {})
+        hosts.pop(host_id, None)
+        if not hosts:
+            self.copies.get(step, {}).pop(shard.rank, None)
+        if not self.copies.get(step, True):
+            del self.copies[step]
+
+    def drop_host(self, host_id: str) -> None:
+        """Forget every copy on a host."""
+        gone = [c for ranks in self.copies.values() for hosts in ranks.values() for c in hosts.values()]
+        for copy in gone:
+            if copy.host == host_id:
+                self.drop_copy(copy.shard, host_id)
+        self.refusals = {key: why for key, why in self.refusals.items() if key[1] != host_id}
+
+    def spec(self, shard: ShardId) -> ShardSpec | None:
+        """Return the spec of a shard: the committed digest's if there is one, else any copy's."""
+        step = StepId(shard.attempt, shard.step)
+        commit = self.commits.get(step)
+        for copy in self.copies.get(step, {}).get(shard.rank, {}).values():
+            if commit is None or copy.spec.digest == commit.digests[shard.rank]:
+                return copy.spec
+        return None
+
+    def inventory(self, *, live: Iterable[str], silent: Iterable[str]) -> Inventory:
+        """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
+        answering = set(live)
+        copies = tuple(
+            c
+            for ranks in self.copies.values()
+            for hosts in ranks.values()
+            for c in hosts.values()
+            if c.host in answering
+        )
+        commits = tuple(commit_fact(fact) for fact in self.commits.values())
+        return Inventory(
+            job=self.name,
+            copies=copies,
+            commits=commits,
+            markers=tuple(self.markers.values()),
+            retired=dict(self.retired),
+            abandoned=frozenset(self.abandoned),
+            silent_hosts=frozenset(silent),
+        )
+
+
+def commit_fact(fact: StepCommitted) -> CommitFact:
+    """Return the planner's view of a commit fact."""
+    return CommitFact(
+        StepId(fact.attempt, fact.step),
+        fact.world_size,
+        dict(enumerate(fact.digests)),
+        dict(enumerate(fact.hosts)),
+        fact.is_degraded,
+    )

@@ -1,0 +1,141 @@
+"""Room for a job's versions: reserved on every host at the first put, or refused on all ranks alike. Pure (R10, R19)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memstore.core.attempts import listed
+from memstore.core.events import Body
+from memstore.core.job import Attempt, Call, Job
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Calls that wait until every host named has claimed the room."""
+
+    attempt: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    waits: set[str] = field(default_factory=set)
+    refusals: dict[str, str] = field(default_factory=dict)
+    is_ordered: bool = False
+
+
+class Room:
+    """Reservations of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.active: dict[str, Reservation] = {}
+
+    def reserve(self, call: Call) -> None:
+        """A rank's first put, or one that has outgrown its share."""
+        body = call.body
+        job = self.catalog.jobs[str(body["job"])]
+        attempt = job.newest
+        if attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            return
+        if job.has_history and not attempt.has_restored and not attempt.is_fresh and not attempt.has_put:
+            self.catalog.refuse(
+                call, "CommitError",
+                f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "
+                "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
+            )  # fmt: skip
+            return
+        attempt.needs[int(body["rank"])] = int(body["slots"])
+        active = self.active.get(job.name)
+        if active is None or active.attempt != attempt.ordinal:
+            active = self.active[job.name] = Reservation(attempt.ordinal)
+        active.calls[int(body["rank"])] = call
+        if len(attempt.needs) == attempt.world_size and not active.is_ordered:
+            active.is_ordered = True
+            active.waits = self.order(job, attempt)
+            self._finish(job, active)
+
+    def order(self, job: Job, attempt: Attempt) -> set[str]:
+        """Tell every live host of the job what to claim; return the hosts told."""
+        placement = self.catalog.placement(job)
+        if placement is None:
+            return set()
+        keep = int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+        local: dict[str, dict[int, int]] = {}
+        guests: dict[str, int] = {}
+        for rank in range(attempt.world_size):
+            slots = self.need(job, attempt, rank)
+            seat_host = attempt.seats[rank].host_id
+            local.setdefault(seat_host, {})[rank] = slots * keep
+            for target in placement.targets.get(self.catalog.owner_host(job, attempt, rank), ()):
+                guests[target] = guests.get(target, 0) + slots * keep
+        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h)}
+        for host in sorted(hosts):
+            ranks = local.get(host, {})
+            repair = sum(ranks.values()) // keep
+            body = {
+                "job": job.name,
+                "attempt": attempt.ordinal,
+                "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
+                "guest_slots": guests.get(host, 0) + repair,
+                "replicas": attempt.replicas,
+                "versions": keep,
+            }
+            self.catalog.tell(host, "reserve", body)
+        return hosts
+
+    def need(self, job: Job, attempt: Attempt, rank: int) -> int:
+        """Slots of one version of a rank's shard: as it said, else as its newest copy shows."""
+        if rank in attempt.needs:
+            return attempt.needs[rank]
+        for step in sorted(job.copies, reverse=True):
+            for copy in job.copies[step].get(rank, {}).values():
+                return copy.spec.chunks_count
+        return 0
+
+    def reserved(self, host_id: str, body: Body) -> None:
+        """A host claimed the room, or says with numbers why it cannot."""
+        active = self.active.get(str(body["job"]))
+        if active is None or active.attempt != body["attempt"] or not active.is_ordered:
+            return
+        active.waits.discard(host_id)
+        if not body["ok"]:
+            active.refusals[host_id] = str(body["why"])
+        self._finish(self.catalog.jobs[str(body["job"])], active)
+
+    def _finish(self, job: Job, active: Reservation) -> None:
+        active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}
+        if active.waits or not active.is_ordered:
+            return
+        del self.active[job.name]
+        attempt = job.attempts[active.attempt]
+        for call in active.calls.values():
+            if active.refusals:
+                host, why = sorted(active.refusals.items())[0]
+                if not attempt.has_put:
+                    attempt.needs.pop(int(call.body["rank"]), None)
+                self.catalog.refuse(call, "CapacityError", f"{job.name} does not fit on {host}: {why}")
+            else:
+                self.catalog.answer(call, {})
+
+    def tick(self, now: float) -> None:
+        """Ranks that never made their first put; hosts that died while claiming."""
+        for name, active in list(self.active.items()):
+            job = self.catalog.jobs[name]
+            attempt = job.attempts[active.attempt]
+            self._finish(job, active)
+            limit_s = float(attempt.config["connect_timeout_s"])
+            for rank, call in list(active.calls.items()):
+                if active.is_ordered or now - call.since_s <= limit_s:
+                    continue
+                missing = [r for r in range(attempt.world_size) if r not in attempt.needs]
+                self.catalog.refuse(
+                    call, "GatherTimeout",
+                    f"first put of job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {attempt.world_size} "
+                    "have not put. Every rank must put every step; raise connect_timeout_s if they are merely slow",
+                )  # fmt: skip
+                del active.calls[rank]
+                attempt.needs.pop(rank, None)
+            if not active.calls:
+                self.active.pop(name, None)

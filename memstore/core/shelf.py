@@ -1,0 +1,295 @@
+"""What one host holds: shards on slots, drafts on their way in, pins and shares. Pure (R6, R7, R10, R13).
+
+    draft --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
+      '--aborted--> gone                            '--dropped while pinned--> doomed --unpinned--> gone
+
+A shard may miss chunks (a condemned slot, R30); it then counts and serves only what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memstore.core.slots import SlotTable
+from recovery.inventory import Copy, ShardId, ShardSpec
+
+Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A shard under construction: it holds a reference for every chunk that is there."""
+
+    shard: ShardId
+    digests: tuple[bytes, ...]
+    slots: list[int | None]
+    attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
+
+    @property
+    def missing(self) -> list[int]:
+        """Chunk indices that are not there yet."""
+        return [i for i, slot in enumerate(self.slots) if slot is None]
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A stored replica."""
+
+    shard: ShardId
+    spec: ShardSpec
+    digests: tuple[bytes, ...]
+    slots: list[int | None]
+    pins: dict[int, float] = field(default_factory=dict)  # pin number -> deadline (R7)
+    is_doomed: bool = False
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Chunk indices this host does not have."""
+        return frozenset(i for i, slot in enumerate(self.slots) if slot is None)
+
+
+@dataclass(slots=True)
+class Share:
+    """Room reserved for one job on this host, in slots (R10)."""
+
+    attempt: int
+    ranks: dict[int, int]  # local rank -> slots
+    guest_slots: int
+
+    @property
+    def total(self) -> int:
+        """All slots the job may use here."""
+        return sum(self.ranks.values()) + self.guest_slots
+
+
+class Shelf:
+    """Shards by (id, digest) on top of a SlotTable."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self.table = table
+        self.shards: dict[Key, Shelved] = {}
+        self.drafts: dict[Key | tuple[ShardId, str, str], Draft] = {}
+        self.shares: dict[str, Share] = {}
+        self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
+        self.pins_count = 0
+
+    # -- drafts -------------------------------------------------------------------------------
+
+    def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int) -> Draft:
+        """Begin a shard; `name` tells drafts of one shard from several senders apart."""
+        draft = Draft(shard, tuple(digests), [None] * len(digests), attempt)
+        self.abort_draft(name, shard)
+        self.drafts[shard, name, "draft"] = draft
+        return draft
+
+    def draft(self, name: str, shard: ShardId) -> Draft | None:
+        """Return an open draft."""
+        return self.drafts.get((shard, name, "draft"))
+
+    def hold_known(self, draft: Draft, index: int, nbytes: int) -> int | None:
+        """Take a reference to content that is here already; its slot, or None (R13: a have is a reference)."""
+        number = self.table.lookup(draft.digests[index], nbytes)
+        if number is not None and draft.slots[index] is None:
+            self.table.hold(number)
+            draft.slots[index] = number
+        return number
+
+    def fill(self, draft: Draft, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
+        """Chunk `index` lies verified in receiving slot `number`."""
+        used = self.table.seal(number, digest, nbytes, now)
+        old = draft.slots[index]
+        draft.slots[index] = used
+        if old is not None:
+            self.table.unhold(old)
+
+    def abort_draft(self, name: str, shard: ShardId) -> None:
+        """Give back everything a draft holds."""
+        draft = self.drafts.pop((shard, name, "draft"), None)
+        for number in draft.slots if draft is not None else ():
+            if number is not None:
+                self.table.unhold(number)
+
+    def abort_older(self, job: str, attempt: int) -> list[ShardId]:
+        """A fence: half-received shards of older attempts go (R21)."""
+        old = [key for key, d in self.drafts.items() if d.shard.job == job and d.attempt < attempt]
+        for key in old:
+            self.abort_draft(key[1], key[0])
+        return [key[0] for key in old]
+
+    def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> Shelved:
+        """Every chunk is there and the manifest is saved: the draft's references become the shard's."""
+        draft = self.drafts.pop((shard, name, "draft"))
+        if draft.missing:
+            self.drafts[shard, name, "draft"] = draft
+            raise ValueError(f"shard {shard} lacks {len(draft.missing)} chunks")
+        known = self.shards.get((shard, spec.digest))
+        if known is not None:
+            # The same bytes came twice, or mend a copy with bad chunks: keep one set of references.
+            for index, number in enumerate(draft.slots):
+                if known.slots[index] is None and number is not None:
+                    known.slots[index] = number
+                    self.users.setdefault(number, set()).add((shard, spec.digest))
+                elif number is not None:
+                    self.table.unhold(number)
+            known.is_doomed = False
+            return known
+        return self._shelve(Shelved(shard, spec, draft.digests, draft.slots))
+
+    def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> Shelved:
+        """Count a manifest found on adoption; chunks that are not here are missing (R6)."""
+        numbers = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
+        for number in numbers:
+            if number is not None:
+                self.table.hold(number)
+        return self._shelve(Shelved(shard, spec, tuple(digests), numbers))
+
+    def _shelve(self, shelved: Shelved) -> Shelved:
+        key = (shelved.shard, shelved.spec.digest)
+        self.shards[key] = shelved
+        for number in shelved.slots:
+            if number is not None:
+                self.users.setdefault(number, set()).add(key)
+        return shelved
+
+    # -- shards -------------------------------------------------------------------------------
+
+    def find(self, shard: ShardId, digest: str | None = None) -> Shelved | None:
+        """Return a stored replica, by digest or any of that id."""
+        if digest is not None:
+            return self.shards.get((shard, digest))
+        return next((s for (held, _), s in self.shards.items() if held == shard), None)
+
+    def drop(self, shard: ShardId) -> list[Shelved]:
+        """Remove every replica of a shard; pinned ones are doomed instead. Return what may go now, still whole.
+
+        The caller unlinks the manifests first and then calls `free` (R7: out is manifest, then slots).
+        """
+        gone = []
+        for key in [k for k in self.shards if k[0] == shard]:
+            if self.shards[key].pins:
+                self.shards[key].is_doomed = True
+            else:
+                gone.append(self.shards.pop(key))
+        return gone
+
+    def free(self, shelved: Shelved) -> None:
+        """Give back the slots of a replica that `drop` or `unpin` returned."""
+        key = (shelved.shard, shelved.spec.digest)
+        for number in shelved.slots:
+            if number is not None:
+                self.users.get(number, set()).discard(key)
+                if not self.users.get(number):
+                    self.users.pop(number, None)
+                self.table.unhold(number)
+
+    def condemn(self, number: int) -> list[Shelved]:
+        """A sealed slot went bad: every shard on it now misses that chunk. Return those shards (R30)."""
+        self.table.condemn(number)
+        hurt = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
+        for shelved in hurt:
+            for index, slot in enumerate(shelved.slots):
+                if slot == number:
+                    shelved.slots[index] = None
+                    self.table.unhold(number)
+        return hurt
+
+    def pin(self, shelved: Shelved, deadline_s: float) -> int:
+        """Keep a replica while a reader uses it, until the deadline (R7)."""
+        self.pins_count += 1
+        shelved.pins[self.pins_count] = deadline_s
+        return self.pins_count
+
+    def unpin(self, shelved: Shelved, pin: int) -> Shelved | None:
+        """Release a pin; return the replica if it was doomed and nothing pins it any more."""
+        shelved.pins.pop(pin, None)
+        return self._reap(shelved)
+
+    def expire_pins(self, now: float) -> list[Shelved]:
+        """Drop pins past their deadline: their readers failed. Return replicas that may go."""
+        gone = []
+        for shelved in list(self.shards.values()):
+            expired = [p for p, deadline in shelved.pins.items() if deadline < now]
+            for pin in expired:
+                del shelved.pins[pin]
+            doomed = self._reap(shelved) if expired else None
+            if doomed is not None:
+                gone.append(doomed)
+        return gone
+
+    def _reap(self, shelved: Shelved) -> Shelved | None:
+        if not shelved.is_doomed or shelved.pins:
+            return None
+        return self.shards.pop((shelved.shard, shelved.spec.digest), None)
+
+    def copies(self, host_id: str, job: str | None = None) -> list[Copy]:
+        """The inventory: what is here and not doomed, with missing chunks named (R21)."""
+        return [
+            Copy(s.shard, s.spec, host_id, s.missing)
+            for s in self.shards.values()
+            if not s.is_doomed and job in (None, s.shard.job)
+        ]
+
+    # -- shares (R10) -------------------------------------------------------------------------
+
+    def set_share(self, job: str, share: Share) -> None:
+        """Reserve room for a job in place of what it had; the caller has grown the arena to `slots_needed`."""
+        self.shares[job] = share
+
+    def slots_needed(self, job: str, share: Share) -> int:
+        """Slots the arena must have for this share beside all other jobs' shares and strays."""
+        others = sum(s.total for name, s in self.shares.items() if name != job)
+        unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in self.shares and s.shard.job != job)
+        return others + unshared + share.total
+
+    def is_local(self, shard: ShardId) -> bool:
+        """True if the shard belongs to a rank that puts from this host."""
+        share = self.shares.get(shard.job)
+        return share is not None and shard.rank in share.ranks
+
+    def used_by_rank(self, job: str, rank: int) -> int:
+        """Slots that a local rank's stored and drafted shards count for."""
+        return self._count(job, [rank])
+
+    def used_by_guests(self, job: str) -> int:
+        """Slots that other hosts' shards of the job count for."""
+        share = self.shares.get(job)
+        local = set(share.ranks) if share is not None else set()
+        held = (s.shard for s in self.shards.values() if s.shard.job == job)
+        drafted = (d.shard for d in self.drafts.values() if d.shard.job == job)
+        return self._count(job, {s.rank for s in (*held, *drafted)} - local)
+
+    def _count(self, job: str, ranks: Iterable[int]) -> int:
+        wanted = set(ranks)
+        stored = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
+        drafts = sum(len(d.slots) for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
+        return stored + drafts
+
+    def leasable(self, job: str, rank: int, leased_count: int) -> int:
+        """Free slots a rank may still lease: its share less what its shards and leases use."""
+        share = self.shares.get(job)
+        if share is None:
+            return 0
+        return max(0, share.ranks.get(rank, 0) - self.used_by_rank(job, rank) - leased_count)
+
+    def guest_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
+        """Say why an incoming copy does not fit the guest share, or None."""
+        share = self.shares.get(shard.job)
+        if share is None:
+            free = len(self.table.free) - self._promised()
+            if chunks_count <= free:
+                return None
+            return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"
+        if shard.rank in share.ranks:
+            return None  # its own rank's shard comes back: that is the in-flight share
+        used = self.used_by_guests(shard.job)
+        if used + chunks_count <= share.guest_slots:
+            return None
+        return f"guest share full: {used} of {share.guest_slots} slots used, {chunks_count} needed"
+
+    def _promised(self) -> int:
+        """Free slots that shares still have a claim on."""
+        claimed = sum(s.total for s in self.shares.values())
+        used = sum(len(s.slots) for s in self.shards.values() if s.shard.job in self.shares)
+        leased = sum(len(numbers) for numbers in self.table.leases.values())
+        return max(0, claimed - used - leased)

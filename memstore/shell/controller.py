@@ -1,0 +1,318 @@
+"""The controller's shell: sessions to all holders, a clock, and the catalog between them (R3, R16, R17).
+
+It dials every announced holder, feeds what it hears to `Catalog.handle`, and sends out the actions. One
+thread runs the catalog; each session has one thread that reads and one that writes, so a stuck host
+holds up nobody. It never imports torch or ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from memstore.config import Config
+from memstore.core.catalog import Catalog, Rules
+from memstore.core.events import (
+    Action,
+    Answer,
+    Event,
+    FactAck,
+    Heard,
+    HostInfo,
+    HostLost,
+    HostUp,
+    LeaseRenewed,
+    Note,
+    RankCall,
+    RankGone,
+    Report,
+    Tell,
+    Tick,
+    copy_from_wire,
+)
+from memstore.core.wire import Kind
+from memstore.errors import MemstoreError, TransportError
+from memstore.shell.channel import Channel
+from memstore.shell.listener import connect_tcp
+from memstore.shell.membership import Membership
+
+log = logging.getLogger("memstore")
+DIAL_S = 0.2  # how often announced holders without a session are dialled
+CONNECT_S = 3.0
+SEND_S = 10.0
+TICK_S = 0.1
+LEASE_S = 3.0
+
+
+class Session:
+    """One holder's connection: a reader thread and a writer thread."""
+
+    def __init__(self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]) -> None:
+        self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
+        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._on_event = on_event
+        self.why = ""
+
+    def start(self) -> None:
+        """Begin to read and write, once the controller knows the session."""
+        host_id = self.host_id
+        threading.Thread(target=self._read, name=f"memstore-read-{host_id}", daemon=True).start()
+        threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._on_event(self, self.channel.recv(timeout_s=None).body)
+        except MemstoreError as exc:
+            self.why = str(exc)
+        finally:
+            self.close()
+            self._on_event(self, {"k": "ended", "why": self.why})
+
+    def _write(self) -> None:
+        while True:
+            body = self.outbox.get()
+            if body is None:
+                return
+            try:
+                self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+            except TransportError as exc:
+                self.why = str(exc)
+                self.channel.close()
+                return
+
+    def close(self) -> None:
+        """End both threads."""
+        self.channel.close()
+        self.outbox.put(None)
+
+
+class Controller:
+    """Runs one catalog. `start` returns at once; `on_exit` is called if a newer controller takes over."""
+
+    def __init__(
+        self,
+        config: Config,
+        membership: Membership,
+        *,
+        secret: bytes,
+        on_exit: Callable[[str], None] = lambda why: None,
+        supervise: Callable[[set[str]], None] | None = None,
+        settle_s: float = 10.0,
+    ) -> None:
+        self.config, self.membership, self.secret = config, membership, secret
+        self.on_exit, self.supervise, self.settle_s = on_exit, supervise, settle_s
+        self.stopping = threading.Event()
+        self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
+        self.sessions: dict[str, Session] = {}
+        self.dialling: set[str] = set()
+        self.lock = threading.Lock()
+        self._new_catalog(membership.claim_term(0))
+        self._threads = [
+            threading.Thread(target=self._run, name="memstore-catalog", daemon=True),
+            threading.Thread(target=self._dial_loop, name="memstore-dial", daemon=True),
+            threading.Thread(target=self._lease_loop, name="memstore-lease", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _new_catalog(self, term: int) -> None:
+        config, now = self.config, time.monotonic()
+        self.term = term
+        self.catalog = Catalog(
+            term=term,
+            now=now,
+            wall_offset_s=time.time() - now,
+            rules=Rules(
+                failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
+                repair_after_s=config.repair_after_s, recovery_grace_s=config.recovery_grace_s,
+                lease_s=LEASE_S if term > 1 else config.heartbeat_s, settle_s=self.settle_s,
+            ),
+            expected_hosts=self.membership.hosts(),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop; holders keep everything."""
+        self.stopping.set()
+        self.events.put((None, {"k": "tick"}))
+        with self.lock:
+            sessions = list(self.sessions.values())
+        for session in sessions:
+            session.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def _dial_loop(self) -> None:
+        """Dial every announced holder that has no session; let the supervisor start missing ones (R3)."""
+        while not self.stopping.wait(DIAL_S):
+            try:
+                announced = self.membership.hosts()
+            except MemstoreError as exc:
+                log.warning("cannot read the membership: %s", exc)
+                continue
+            for host, record in announced.items():
+                with self.lock:
+                    session = self.sessions.get(host)
+                    if host in self.dialling or (session is not None and session.incarnation == record["incarnation"]):
+                        continue
+                    self.dialling.add(host)
+                threading.Thread(target=self._dial, args=(host, record), daemon=True).start()
+            if self.supervise is not None:
+                with self.lock, contextlib.suppress(MemstoreError):
+                    connected = set(self.sessions) | self.dialling
+                self.supervise(connected)
+
+    def _dial(self, host: str, record: dict[str, Any]) -> None:
+        try:
+            channel = connect_tcp(
+                str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
+                identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S,
+            )  # fmt: skip
+            session = Session(host, int(record["incarnation"]), channel, self._heard)
+            with self.lock:
+                old = self.sessions.get(host)
+                self.sessions[host] = session
+            if old is not None:
+                old.close()
+            session.start()
+        except MemstoreError as exc:
+            log.debug("dial %s: %s", host, exc)
+        finally:
+            with self.lock:
+                self.dialling.discard(host)
+
+    def _heard(self, session: Session, body: dict[str, Any]) -> None:
+        self.events.put((session, body))
+
+    # -- the catalog's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_tick_s = time.monotonic()
+        while not self.stopping.is_set():
+            with contextlib.suppress(queue.Empty):
+                session, body = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
+                self._take(session, body)
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + TICK_S
+                self._handle(Tick())
+
+    def _take(self, session: Session | None, body: dict[str, Any]) -> None:
+        if session is None:
+            if body["k"] == "lease":
+                self._handle(LeaseRenewed(body["until_s"]))
+            return
+        host = session.host_id
+        with self.lock:
+            is_current = self.sessions.get(host) is session
+            if body.get("k") == "ended" and is_current:
+                del self.sessions[host]
+        if not is_current:
+            return
+        try:
+            if body.get("k") == "stale":
+                self._outranked(int(body["term"]))
+                return
+            event = event_from_body(host, body)
+            if event is not None:
+                self._handle(event)
+        except (KeyError, TypeError, ValueError):
+            log.exception("host %s sent a message that is not understood: %r", host, str(body)[:500])
+
+    def _handle(self, event: Event) -> None:
+        try:
+            actions = self.catalog.handle(time.monotonic(), event)
+        except Exception:
+            log.exception("catalog failed on %r", str(event)[:500])
+            actions = self.catalog.actions
+        for action in actions:
+            self._execute(action)
+        self._close_dead()
+
+    def _execute(self, action: Action) -> None:
+        if isinstance(action, Note):
+            log.log(logging.WARNING if action.level == "warning" else logging.INFO, "%s", action.text)
+            return
+        with self.lock:
+            session = self.sessions.get(action.host_id)
+        if session is None:
+            return
+        if isinstance(action, Tell):
+            session.outbox.put({"k": action.kind, **action.body})
+        elif isinstance(action, Answer):
+            error = list(action.error) if action.error is not None else None
+            session.outbox.put({"k": "answer", "id": action.call_id, "body": action.body, "error": error})
+
+    def _close_dead(self) -> None:
+        """A host that was declared dead by silence needs a new session before it counts again (R28)."""
+        with self.lock:
+            dead = [
+                s for h, s in self.sessions.items()
+                if (state := self.catalog.hosts.states.get(h)) is not None and state.status == "dead"
+                and state.info.incarnation == s.incarnation
+            ]  # fmt: skip
+            for session in dead:
+                del self.sessions[session.host_id]
+        for session in dead:
+            session.close()
+
+    # -- terms (R17) --------------------------------------------------------------------------
+
+    def _lease_loop(self) -> None:
+        """Renew the lease while no newer controller has claimed a term."""
+        while not self.stopping.wait(LEASE_S / 3):
+            try:
+                newest = self.membership.newest_term()
+            except MemstoreError:
+                continue  # hearing from every holder also keeps the lease (R17)
+            if newest > self.term:
+                self._exit(f"a controller of term {newest} has taken over from term {self.term}")
+                return
+            self.events.put((None, {"k": "lease", "until_s": time.monotonic() + LEASE_S}))
+
+    def _outranked(self, term: int) -> None:
+        """A holder knows a higher term: ours is stale, or the terms of an earlier cluster were forgotten."""
+        if self.membership.newest_term() > self.term:
+            self._exit(f"a holder obeys term {term}, this controller has {self.term}")
+            return
+        log.info("holders remember term %d: taking a higher one", term)
+        with self.lock:
+            sessions, self.sessions = list(self.sessions.values()), {}
+        for session in sessions:
+            session.close()
+        self._new_catalog(self.membership.claim_term(term))
+
+    def _exit(self, why: str) -> None:
+        log.warning("controller exits: %s", why)
+        self.stopping.set()
+        self.on_exit(why)
+
+
+def event_from_body(host: str, body: dict[str, Any]) -> Event | None:
+    """Return the catalog event of a holder's message; KeyError, TypeError or ValueError if it is malformed."""
+    kind = body.pop("k")
+    if kind == "beat":
+        return Heard(host, dict(body["stats"]))
+    if kind == "ack":
+        return FactAck(host, int(body["seq"]))
+    if kind == "call":
+        return RankCall(host, int(body["id"]), str(body["verb"]), dict(body["body"]))
+    if kind == "rank_gone":
+        return RankGone(host, str(body["nonce"]))
+    if kind == "ended":
+        return HostLost(host, str(body["why"]) or "connection closed")
+    if kind == "up":
+        info = HostInfo(
+            host, int(body["incarnation"]), str(body["address"]), int(body["port"]), str(body["machine"]),
+            bool(body["is_explicit"]), dict(body["labels"]), int(body["limit_bytes"]),
+        )  # fmt: skip
+        copies = tuple(copy_from_wire(item, host) for item in body["copies"])
+        return HostUp(info, copies, 0, tuple(body["journal"]))
+    return Report(host, str(kind), body)

@@ -1,0 +1,393 @@
+"""The holder: owns one host's arena, serves its ranks and peers, obeys the controller (R2-R4, R17, R21, R28).
+
+A plain object with threads; `actors.py` wraps it in a Ray actor and `testing/` in a process. It decides
+nothing: what to push, stage, drop or fence is ordered by the controller (see core/events.py), what may
+be received is said by core/shelf.py. It never imports torch or ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from memstore.config import Config
+from memstore.core.events import HostInfo, copy_to_wire, shard_from_wire, shard_to_wire
+from memstore.core.facts import AttemptOpened, entry_from_wire
+from memstore.core.shelf import Share, Shelved
+from memstore.core.wire import Kind
+from memstore.errors import CapacityError, MemstoreError, PeerUnreachable, TransportError
+from memstore.shell.arena_folder import make_folder, write_secret
+from memstore.shell.arena_lock import ArenaLock, LockOwner
+from memstore.shell.channel import Channel
+from memstore.shell.host_id import HostIdentity
+from memstore.shell.interface import resolve_interface
+from memstore.shell.journal import Journal
+from memstore.shell.listener import Listener, connect_unix
+from memstore.shell.peer_client import Peer
+from memstore.shell.peer_server import PeerServer
+from memstore.shell.persister import Persister
+from memstore.shell.pusher import Pusher
+from memstore.shell.rank_server import RankServer
+from memstore.shell.scrubber import Scrubber
+from memstore.shell.stager import Stager, sealed_copy
+from memstore.shell.vault import Vault
+from recovery.inventory import Copy
+
+log = logging.getLogger("memstore")
+SEND_S = 5.0  # a controller that does not read for this long has lost its session
+REAP_S = 0.25  # how often dead owners of leases are looked for
+FENCE_DRAIN_S = 5.0
+FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
+LOCK_TIMEOUT_S = 10.0
+
+
+class Holder:
+    """One host's holder. `start` serves; `close` leaves every byte in the arena for a successor."""
+
+    def __init__(
+        self,
+        identity: HostIdentity,
+        config: Config,
+        *,
+        secret: bytes,
+        arena_limit_bytes: int,
+        cluster: str = "",
+        on_fatal: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self.config = config
+        self.secret = secret
+        self.on_fatal = on_fatal
+        self.stopping = threading.Event()
+        self.folder: Path = make_folder(config.arena_dir, store=config.store, host=identity.host_id)
+        self.lock_file = ArenaLock.take(
+            self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
+        )
+        write_secret(self.folder, secret)
+        self.vault = Vault(self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes)
+        self.journal = Journal.open(self.folder / "journal")
+        self.term = 0
+        self.fences: dict[str, int] = {}
+        self._read_journal()
+        self.targets: dict[str, list[str]] = {}
+        self.peers: dict[str, Peer] = {}
+        self._peers_lock = threading.Lock()
+        self.session: Channel | None = None
+        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.orders = ThreadPoolExecutor(4, thread_name_prefix="memstore-orders")
+        self.stager = Stager(self)
+        self.pusher = Pusher(self)
+        self.persister = Persister(self)
+        self.ranks = RankServer(self)
+        self.scrubber = Scrubber(self)
+        self.peer_server = PeerServer(
+            self.vault, identity.host_id,
+            is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0), on_sealed=self._copy_sealed,
+        )  # fmt: skip
+        address = resolve_interface(config.interface)
+        self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
+        self.listener = Listener.tcp(
+            address, config.port, secret=secret, store=config.store,
+            identity={"role": "holder", "host": identity.host_id, "incarnation": self.incarnation},
+            on_channel=self._accept,
+        )  # fmt: skip
+        self.info = HostInfo(
+            identity.host_id, self.incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
+            identity.machine, identity.is_explicit, dict(identity.labels), arena_limit_bytes,
+        )  # fmt: skip
+        self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
+        self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
+        self._threads = [
+            threading.Thread(target=self._send_loop, name="memstore-outbox", daemon=True),
+            threading.Thread(target=self._heartbeat_loop, name="memstore-heartbeat", daemon=True),
+            threading.Thread(target=self._reap_loop, name="memstore-reap", daemon=True),
+            threading.Thread(target=self.scrubber.run, name="memstore-scrub", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop serving and give up the lock; the arena stays (R5)."""
+        self.stopping.set()
+        self.listener.close()
+        self.rank_listener.close()
+        self.outbox.put(None)
+        for part in (self.stager, self.pusher, self.persister):
+            part.close()
+        self.orders.shutdown(wait=False, cancel_futures=True)
+        with self._peers_lock:
+            for peer in self.peers.values():
+                peer.close()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        self.journal.close()
+        self.vault.close()
+        self.lock_file.release()
+
+    def _is_frozen(self, owner: LockOwner) -> bool:
+        """Say whether the lock's live owner has stopped answering on its own socket (R2)."""
+        try:
+            with contextlib.closing(connect_unix(self.folder / "holder.sock", timeout_s=FROZEN_AFTER_S)) as channel:
+                channel.send(
+                    Kind.EVENT, 0, {"k": "hello", "nonce": "lock-probe", "pid": 0, "start": 0, "is_tool": True},
+                    deadline_s=FROZEN_AFTER_S,
+                )  # fmt: skip
+                channel.recv(timeout_s=FROZEN_AFTER_S)
+            return False
+        except TransportError:
+            return True
+
+    def _read_journal(self) -> None:
+        """Learn the highest term and the fences from before: nothing older is served meanwhile (R17, R21)."""
+        for record in self.journal.records():
+            entry = entry_from_wire(msgpack.unpackb(record, strict_map_key=False))
+            self.term = max(self.term, entry.term)
+            if isinstance(entry.fact, AttemptOpened):
+                self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+
+    # -- connections --------------------------------------------------------------------------
+
+    def _accept(self, channel: Channel, identity: dict[str, Any]) -> None:
+        role = identity.get("role")
+        if role == "controller":
+            self._serve_controller(channel, int(identity["term"]))
+        elif role == "holder":
+            self.peer_server.serve(channel, identity)
+
+    def peer(self, host_id: str) -> Peer:
+        """Return the connection pool to a peer of the present view."""
+        with self._peers_lock:
+            peer = self.peers.get(host_id)
+        if peer is None:
+            raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
+        return peer
+
+    def _set_view(self, rows: list[list[Any]]) -> None:
+        """Addresses of all live hosts; a peer that moved or restarted gets new connections (R3)."""
+        with self._peers_lock:
+            seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self.info.host_id}
+            for host in [h for h, p in self.peers.items() if seen.get(h) != (p.address, p.port)]:
+                self.peers.pop(host).close()
+            for host, (address, port) in seen.items():
+                if host not in self.peers:
+                    self.peers[host] = Peer(
+                        host, address, port, secret=self.secret, store=self.config.store,
+                        identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
+                        streams=self.config.streams,
+                    )  # fmt: skip
+
+    # -- the controller's session ---------------------------------------------------------------
+
+    def _serve_controller(self, channel: Channel, term: int) -> None:
+        """Obey the controller of the highest term only; tell a lower one to go (R17)."""
+        if term < self.term:
+            channel.send(Kind.EVENT, 0, {"k": "stale", "term": self.term}, deadline_s=SEND_S)
+            return
+        self.term = term
+        old, self.session = self.session, None
+        if old is not None:
+            old.close()
+        while not self.outbox.empty():  # what an older session was owed comes again with the inventory
+            with contextlib.suppress(queue.Empty):
+                self.outbox.get_nowait()
+        with self.vault.lock:
+            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
+        journal = [msgpack.unpackb(record, strict_map_key=False) for record in self.journal.records()]
+        info = self.info
+        channel.send(
+            Kind.EVENT, 0,
+            {
+                "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
+                "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
+                "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
+                "journal": journal, "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
+            },
+            deadline_s=SEND_S,
+        )  # fmt: skip
+        self.session = channel
+        self.ranks.resend_calls()
+        try:
+            while True:
+                self._order(channel.recv(timeout_s=None).body)
+        except PeerUnreachable:
+            log.info("host %s: the controller's session ended", info.host_id)
+        finally:
+            if self.session is channel:
+                self.session = None
+
+    def report(self, kind: str, body: dict[str, Any]) -> None:
+        """Queue a report to the controller; without a session it is dropped: inventories replace it."""
+        self.outbox.put({"k": kind, **body})
+
+    def relay(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
+        """Pass a rank's call on; it is sent again to the next controller if this one dies."""
+        self.outbox.put({"k": "call", "id": call_id, "verb": verb, "body": body})
+
+    def rank_gone(self, nonce: str) -> None:
+        """A rank's process is dead."""
+        self.outbox.put({"k": "rank_gone", "nonce": nonce})
+
+    def _send_loop(self) -> None:
+        while True:
+            body = self.outbox.get()
+            if body is None:
+                return
+            session = self.session
+            if session is None:
+                continue
+            try:
+                session.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+            except TransportError as exc:
+                log.warning("host %s: lost the controller: %s", self.info.host_id, exc)
+                session.close()
+
+    def _heartbeat_loop(self) -> None:
+        """A thread of its own that touches no bulk data (R28)."""
+        while not self.stopping.wait(self.config.heartbeat_s):
+            session = self.session
+            if session is None:
+                continue
+            stats = {**self.vault.stats(), "digest_errors": self.peer_server.digest_errors_count, "scrub": self.scrubber.found_count}
+            with contextlib.suppress(TransportError):
+                session.send(Kind.EVENT, 0, {"k": "beat", "stats": stats}, deadline_s=SEND_S)
+
+    def _reap_loop(self) -> None:
+        while not self.stopping.wait(REAP_S):
+            self.ranks.reap()
+            self.vault.expire_pins()
+
+    # -- orders -------------------------------------------------------------------------------
+
+    def _order(self, body: dict[str, Any]) -> None:
+        """Carry out one order; whatever can block runs elsewhere."""
+        kind = body.pop("k", None)
+        if kind == "journal":
+            self._append_facts(body)
+        elif kind == "view":
+            self._set_view(body["hosts"])
+        elif kind == "fence":
+            job, attempt = str(body["job"]), int(body["attempt"])
+            self.fences[job] = max(self.fences.get(job, 0), attempt)
+            self.orders.submit(self._logged, self._fence, job, attempt)
+        elif kind == "targets":
+            self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
+        elif kind == "reserve":
+            self.orders.submit(self._logged, self._reserve, body)
+        elif kind == "push":
+            self.pusher.order(body)
+        elif kind == "stage":
+            self.stager.order(body)
+        elif kind == "check":
+            shelved = self.stager.staged_shard(body)
+            if shelved is not None:
+                self.ranks.check(body, shelved)
+        elif kind == "level":
+            self.ranks.level(body)
+        elif kind == "abandon":
+            self.orders.submit(self._logged, self._abandon, body)
+        elif kind == "drop":
+            self.orders.submit(self._logged, self._drop, body)
+        elif kind == "persist":
+            self.persister.order(body)
+        elif kind == "markers":
+            self.persister.markers(body)
+        elif kind == "answer":
+            self.ranks.answer(int(body["id"]), body["body"], body["error"])
+        elif kind == "ask":
+            self.orders.submit(self._logged, self._ask, body)
+        elif kind == "exit":
+            self.on_fatal(str(body.get("why", "told to exit")))
+
+    def _logged(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except Exception:
+            log.exception("host %s: order %s failed", self.info.host_id, work.__name__)
+
+    def _append_facts(self, body: dict[str, Any]) -> None:
+        """Journal facts beside the arena, then acknowledge (R16)."""
+        records = [msgpack.packb(record) for record in body["records"]]
+        if body["reset"]:
+            self.journal.rewrite(records)
+        else:
+            self.journal.append(records)
+        self.outbox.put({"k": "ack", "seq": int(body["seq"])})
+
+    def _fence(self, job: str, attempt: int) -> None:
+        """Older processes are refused from now on; answer with what is here (R21)."""
+        with self.vault.lock:
+            self.vault.shelf.abort_older(job, attempt)
+            self.vault.flush()
+        self.ranks.fence(job, attempt, FENCE_DRAIN_S)
+        with self.vault.lock:
+            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id, job)]
+        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+
+    def _reserve(self, body: dict[str, Any]) -> None:
+        """Claim the room, or say with numbers why not (R9, R10)."""
+        job = str(body["job"])
+        share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
+        reply = {"job": job, "attempt": body["attempt"], "ok": True, "why": ""}
+        try:
+            self.vault.claim(job, share)
+        except CapacityError as exc:
+            reply.update(ok=False, why=str(exc))
+        self.report("reserved", reply)
+        self.ranks.grant_job(job)
+
+    def _abandon(self, body: dict[str, Any]) -> None:
+        """Forget an uncommitted step and tell its tickets (R12)."""
+        job, attempt, step = str(body["job"]), int(body["attempt"]), int(body["step"])
+        with self.vault.lock:
+            keys = [*self.vault.shelf.shards, *((k[0], k[1]) for k in self.vault.shelf.drafts)]
+            shards = {k[0] for k in keys if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)}
+            for key in [k for k in self.vault.shelf.drafts if k[0] in shards]:
+                self.vault.shelf.abort_draft(key[1], key[0])
+        for shard in shards:
+            self.vault.drop(shard)
+        self.ranks.resume(body)
+        self.ranks.grant_job(job)
+
+    def _drop(self, body: dict[str, Any]) -> None:
+        shards = [shard_from_wire(item) for item in body["shards"]]
+        for job in {shard.job for shard in shards}:
+            self.stager.release(job)
+        for shard in shards:
+            self.vault.drop(shard)
+        for job in {shard.job for shard in shards}:
+            self.ranks.grant_job(job)
+
+    def _ask(self, body: dict[str, Any]) -> None:
+        """Answer a question of the command line that needs this host's bytes."""
+        reply: dict[str, Any] = {"ask": body["ask"], "ok": True, "why": "", "value": None}
+        try:
+            if body["what"] == "verify":
+                reply["value"] = self.scrubber.verify_all(body.get("job"))
+        except MemstoreError as exc:
+            reply.update(ok=False, why=str(exc))
+        self.report("answer", reply)
+
+    # -- for the parts ------------------------------------------------------------------------
+
+    def copy_body(self, shelved: Shelved) -> list[Any]:
+        """Return a replica as the inventory entry that reports carry."""
+        return copy_to_wire(sealed_copy(shelved, self.info.host_id))
+
+    def sealed(self, shelved: Shelved) -> None:
+        """Report a replica: whole, or with the chunks it lacks."""
+        self.report("sealed", {"copies": [self.copy_body(shelved)]})
+
+    def _copy_sealed(self, copy: Copy) -> None:
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+
+    def lost(self, shelved: Shelved) -> None:
+        """Report that a replica is gone for good."""
+        self.report("lost", {"shards": [shard_to_wire(shelved.shard)]})

@@ -1,0 +1,70 @@
+"""Where holders announce themselves and controllers claim their term (R3, R17). Two implementations of one port.
+
+`DirectoryMembership` keeps small files in one folder: for processes on one machine without Ray.
+`RayMembership` (ray_membership.py) keeps the same records in Ray's GCS key-value store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Membership(Protocol):
+    """Small records that outlive any one process. Calls may block and may raise TransportError."""
+
+    def announce(self, host_id: str, record: dict[str, Any]) -> None:
+        """A holder says where it listens: address, port, incarnation."""
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """Every announced holder by host id."""
+
+    def withdraw(self, host_id: str) -> None:
+        """A host left for good."""
+
+    def claim_term(self, above: int) -> int:
+        """Take a term above every one claimed so far and above `above`."""
+
+    def newest_term(self) -> int:
+        """The highest term claimed so far."""
+
+
+class DirectoryMembership:
+    """Records as files; a term is claimed by creating its file exclusively."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        for name in ("hosts", "terms"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def announce(self, host_id: str, record: dict[str, Any]) -> None:
+        path = self.folder / "hosts" / host_id
+        temporary = self.folder / f".{host_id}.{os.getpid()}"
+        temporary.write_text(json.dumps(record))
+        temporary.replace(path)
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for path in sorted((self.folder / "hosts").iterdir()):
+            try:
+                found[path.name] = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # withdrawn while we looked
+        return found
+
+    def withdraw(self, host_id: str) -> None:
+        (self.folder / "hosts" / host_id).unlink(missing_ok=True)
+
+    def claim_term(self, above: int) -> int:
+        term = max(above, self.newest_term()) + 1
+        while True:
+            try:
+                os.close(os.open(self.folder / "terms" / str(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                return term
+            except FileExistsError:
+                term += 1
+
+    def newest_term(self) -> int:
+        return max((int(p.name) for p in (self.folder / "terms").iterdir()), default=0)

@@ -1,0 +1,238 @@
+"""Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
+
+A `Peer` keeps a pool of authenticated connections to one holder. `push` offers a shard and sends what
+the peer lacks; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from memstore.core.events import shard_to_wire
+from memstore.core.manifest import decode_manifest, shard_digest
+from memstore.core.shelf import Draft, Shelved
+from memstore.core.wire import Kind
+from memstore.errors import CapacityError, DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError
+from memstore.shell.channel import Channel
+from memstore.shell.listener import connect_tcp
+from memstore.shell.vault import Vault
+from recovery.inventory import ShardId
+
+BATCH_CHUNKS = 8  # chunks of one request: 32 MiB, so that a round trip costs little and streams share evenly
+CALL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
+
+
+class Peer:
+    """One other holder."""
+
+    def __init__(
+        self, host_id: str, address: str, port: int, *, secret: bytes, store: str, identity: dict[str, Any], streams: int
+    ) -> None:
+        self.host_id, self.address, self.port = host_id, address, port
+        self._secret, self._store, self._identity, self._streams = secret, store, identity, streams
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+        self._workers = ThreadPoolExecutor(streams, thread_name_prefix=f"memstore-peer-{host_id}")
+        self.is_closed = False
+        self.sent_bytes = 0
+
+    def close(self) -> None:
+        """Drop all connections; calls under way fail."""
+        with self._lock:
+            self.is_closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """Borrow a connection; it is returned only if nothing went wrong on it."""
+        with self._lock:
+            if self.is_closed:
+                raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
+            channel = self._idle.pop() if self._idle else None
+        if channel is None:
+            channel = connect_tcp(
+                self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
+                timeout_s=CONNECT_TIMEOUT_S,
+            )  # fmt: skip
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            if not self.is_closed and len(self._idle) < self._streams:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """One request, one reply. A connection that went stale while idle is replaced once."""
+        with self._lock:
+            had_idle = bool(self._idle)
+        try:
+            with self.channel() as channel:
+                return channel.request(body, timeout_s=timeout_s).body
+        except PeerUnreachable:
+            if not had_idle:
+                raise
+        self.drop_idle()
+        with self.channel() as channel:
+            return channel.request(body, timeout_s=timeout_s).body
+
+    def drop_idle(self) -> None:
+        """Forget idle connections: the peer has restarted."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def over_streams(self, batches: Sequence[list[int]], work: Callable[[list[int]], None]) -> None:
+        """Run `work` on every batch over the streams; the first error is raised after all have ended."""
+        futures: list[Future[None]] = [self._workers.submit(work, batch) for batch in batches]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    # -- push ---------------------------------------------------------------------------------
+
+    def push(
+        self, vault: Vault, shelved: Shelved, *, sender: str, attempt: int, throttle: Callable[[int], None]
+    ) -> int:
+        """Copy a pinned shard to the peer; return the bytes sent. PeerRefused, TransportError."""
+        data = vault.manifest(shelved)
+        manifest = decode_manifest(data)
+        shard = shard_to_wire(shelved.shard)
+        offer = self.call(
+            {
+                "do": "offer", "shard": shard, "digest": shelved.spec.digest, "attempt": attempt, "sender": sender,
+                "digests": [c.digest for c in manifest.chunks], "sizes": [c.nbytes for c in manifest.chunks],
+            }
+        )  # fmt: skip
+        if not offer["ok"]:
+            raise PeerRefused(str(offer["why"]), is_final=bool(offer["is_final"]))
+        if offer["have"]:
+            return 0
+        before = self.sent_bytes
+        wanted = list(range(len(manifest.chunks)))
+        for _ in range(SEAL_ROUNDS_MAX):
+            batches = [wanted[i : i + BATCH_CHUNKS] for i in range(0, len(wanted), BATCH_CHUNKS)]
+            self.over_streams(batches, lambda batch: self._send_batch(vault, shelved, sender, batch, throttle))
+            sealed = self.call({"do": "seal", "shard": shard, "sender": sender, "manifest": data})
+            if sealed["ok"]:
+                return self.sent_bytes - before
+            wanted = [int(i) for i in sealed["missing"]]
+            if not wanted:
+                raise PeerRefused(str(sealed["why"]), is_final=True)
+        self.call({"do": "abort", "shard": shard, "sender": sender})
+        raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+
+    def _send_batch(
+        self, vault: Vault, shelved: Shelved, sender: str, batch: list[int], throttle: Callable[[int], None]
+    ) -> None:
+        with self.channel() as channel:
+            request_id = next_request_id()
+            body = {"do": "chunks", "shard": shard_to_wire(shelved.shard), "sender": sender, "want": batch}
+            channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
+            answer = channel.recv(timeout_s=CALL_TIMEOUT_S).body
+            if not answer["ok"]:
+                raise PeerRefused(str(answer["why"]), is_final=False)
+            for index in answer["lack"]:
+                view = vault.chunk_view(shelved, int(index))
+                if view is None:
+                    raise PeerRefused(f"chunk {index} went bad here", is_final=True)
+                throttle(view.nbytes)
+                channel.send(Kind.CHUNK, request_id, {"i": int(index)}, [view], deadline_s=CALL_TIMEOUT_S)
+                self.sent_bytes += view.nbytes
+            if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
+                raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
+
+    # -- fetch --------------------------------------------------------------------------------
+
+    def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
+        """Return the manifest, checked against the shard's digest (R14)."""
+        data = bytes(self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"])
+        if shard_digest(data) != digest:
+            raise DigestMismatch(
+                f"the manifest of {shard_to_wire(shard)} from host {self.host_id} has digest {shard_digest(data)}, "
+                f"expected {digest}",
+                shard=str(shard), holder=self.host_id,
+            )  # fmt: skip
+        return data
+
+    def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
+        """Pull chunks into the draft over several streams; return the indices that came damaged or not at all."""
+        bad: list[int] = []
+        todo = list(want)
+        size = max(1, min(BATCH_CHUNKS, -(-len(todo) // self._streams)))
+        batches = [todo[i : i + size] for i in range(0, len(todo), size)]
+        self.over_streams(batches, lambda batch: bad.extend(self._fetch_batch(vault, draft, digest, batch)))
+        return sorted(bad)
+
+    def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
+        bad = []
+        with self.channel() as channel:
+            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": batch}
+            channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
+            for index in batch:
+                frame = channel.recv(timeout_s=CALL_TIMEOUT_S)
+                if frame.kind is Kind.ERROR:
+                    return batch
+                if frame.bulk_bytes == 0 or frame.bulk_bytes > vault.chunk_bytes:
+                    channel.skip_bulk(timeout_s=CALL_TIMEOUT_S)
+                    bad.append(index)
+                    continue
+                number = self._slot(vault)
+                try:
+                    channel.recv_bulk_into(vault.arena.view(number, frame.bulk_bytes), timeout_s=CALL_TIMEOUT_S)
+                except MemstoreError:
+                    vault.give_back([number])
+                    raise
+                if not vault.keep_chunk(draft, index, number, frame.bulk_bytes):
+                    bad.append(index)
+            channel.recv(timeout_s=CALL_TIMEOUT_S)
+        return bad
+
+    def _slot(self, vault: Vault) -> int:
+        try:
+            return vault.take_slot()
+        except CapacityError:
+            vault.ensure_free(1)
+            return vault.take_slot()
+
+
+_request_ids = iter(range(1, 1 << 62))
+_request_lock = threading.Lock()
+
+
+def next_request_id() -> int:
+    """Return a number unique in this process."""
+    with _request_lock:
+        return next(_request_ids)
+
+
+class RateLimit:
+    """Sleeps so that at most `bytes_per_s` pass; for repair and scrub (R29, R30)."""
+
+    def __init__(self, bytes_per_s: float, stop: threading.Event) -> None:
+        self.bytes_per_s, self._stop = bytes_per_s, stop
+        self._due_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._due_s = max(self._due_s, now - 0.1) + nbytes / self.bytes_per_s
+            wait_s = self._due_s - now
+        if wait_s > 0:
+            self._stop.wait(wait_s)

@@ -1,0 +1,205 @@
+"""Serves other holders: receives their shards, sends them ours. One thread per connection (R13, R14).
+
+A connection carries one request at a time. Requests (CALL bodies, key "do"):
+
+    offer     shard, digest, attempt, sender, digests, sizes   -> {"ok", "why"}     opens a draft
+    chunks    shard, sender, want=[index...]                   -> {"lack": [...]}   then one CHUNK frame per
+              lacking index, in order, then the reply {"bad": [...]}
+    seal      shard, sender, manifest                          -> {"ok", "missing"}
+    abort     shard, sender                                    -> {}
+    manifest  shard, digest                                    -> {"manifest"}
+    fetch     shard, digest, want=[index...]                   -> CHUNK frames, then {"lacking": [...]}
+    ping                                                       -> {}
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from memstore.core.events import copy_to_wire, shard_from_wire, shard_to_wire
+from memstore.core.manifest import decode_manifest, shard_digest
+from memstore.core.shelf import Draft, Shelved
+from memstore.core.wire import Kind, error_body
+from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
+from memstore.shell.channel import Channel, Frame
+from memstore.shell.vault import Vault
+from recovery.inventory import Copy, ShardId
+
+log = logging.getLogger("memstore")
+CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its draft
+REPLY_TIMEOUT_S = 30.0
+
+
+class PeerServer:
+    """What a holder does for its peers."""
+
+    def __init__(
+        self, vault: Vault, host_id: str, *, is_fenced: Callable[[str, int], bool], on_sealed: Callable[[Copy], None]
+    ) -> None:
+        self.vault = vault
+        self.host_id = host_id
+        self.is_fenced = is_fenced
+        self.on_sealed = on_sealed
+        self.openers: dict[tuple[str, ShardId], int] = {}  # draft -> connections that feed it
+        self.lock = threading.Lock()
+        self.received_bytes = 0
+        self.digest_errors_count = 0
+
+    def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
+        """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
+        drafts: set[tuple[str, ShardId]] = set()
+        try:
+            while True:
+                frame = channel.recv(timeout_s=None)
+                if frame.kind is Kind.BYE:
+                    return
+                if frame.kind is not Kind.CALL:
+                    raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
+                self._answer(channel, frame, drafts)
+        except PeerUnreachable:
+            return
+        finally:
+            for name, shard in drafts:
+                self._leave(name, shard)
+
+    def _answer(self, channel: Channel, frame: Frame, drafts: set[tuple[str, ShardId]]) -> None:
+        body = frame.body
+        do = str(body.get("do"))
+        try:
+            if do == "chunks":
+                reply = self._chunks(channel, frame, drafts)
+            elif do == "fetch":
+                reply = self._fetch(channel, frame)
+            else:
+                handler = {"offer": self._offer, "seal": self._seal, "abort": self._abort, "manifest": self._manifest}
+                reply = handler[do](body) if do in handler else {}
+            channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
+        except (KeyError, TypeError, ValueError) as exc:
+            if isinstance(exc, MemstoreError):
+                raise
+            raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {exc!r}") from exc
+        except PeerUnreachable:
+            raise
+        except MemstoreError as exc:
+            channel.send(Kind.ERROR, frame.request_id, error_body(exc), deadline_s=REPLY_TIMEOUT_S)
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _offer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Admit or refuse a shard before a byte of it travels (R10, R13)."""
+        shard, sender, attempt = shard_from_wire(body["shard"]), str(body["sender"]), int(body["attempt"])
+        if self.is_fenced(shard.job, attempt):
+            return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
+        digests, sizes = list(body["digests"]), [int(n) for n in body["sizes"]]
+        known = self.vault.shelf.find(shard, str(body["digest"]))
+        if known is not None and not known.missing and not known.is_doomed:
+            return {"ok": True, "have": True}
+        with self.vault.lock:
+            why = self.vault.shelf.guest_refusal(shard, len(digests))
+        if why is not None:
+            return {"ok": False, "why": why, "is_final": False}
+        self.vault.open_draft(sender, shard, digests, sizes, attempt)
+        return {"ok": True, "have": False}
+
+    def _chunks(self, channel: Channel, frame: Frame, drafts: set[tuple[str, ShardId]]) -> dict[str, Any]:
+        """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
+        body = frame.body
+        shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
+        draft = self.vault.shelf.draft(sender, shard)
+        if draft is None:
+            return {"ok": False, "why": "no such draft"}
+        if (sender, shard) not in drafts:
+            drafts.add((sender, shard))
+            with self.lock:
+                self.openers[sender, shard] = self.openers.get((sender, shard), 0) + 1
+        want = [int(i) for i in body["want"]]
+        lack = [i for i in want if draft.slots[i] is None]
+        channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
+        return {"ok": True, "bad": [i for i in lack if not self._receive(channel, draft, i)]}
+
+    def _receive(self, channel: Channel, draft: Draft, index: int) -> bool:
+        chunk = channel.recv(timeout_s=CHUNK_TIMEOUT_S)
+        if chunk.kind is not Kind.CHUNK or not 0 < chunk.bulk_bytes <= self.vault.chunk_bytes:
+            raise ProtocolError(f"{channel.peer}: {chunk.kind.name} of {chunk.bulk_bytes} bytes where a chunk was due")
+        try:
+            number = self.vault.take_slot()
+        except CapacityError:
+            channel.skip_bulk(timeout_s=CHUNK_TIMEOUT_S)
+            return False
+        try:
+            channel.recv_bulk_into(self.vault.arena.view(number, chunk.bulk_bytes), timeout_s=CHUNK_TIMEOUT_S)
+        except MemstoreError:
+            self.vault.give_back([number])
+            raise
+        is_good = self.vault.keep_chunk(draft, index, number, chunk.bulk_bytes)
+        self.received_bytes += chunk.bulk_bytes
+        self.digest_errors_count += not is_good
+        return is_good
+
+    def _seal(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
+        shard, sender, data = shard_from_wire(body["shard"]), str(body["sender"]), bytes(body["manifest"])
+        manifest = decode_manifest(data)
+        draft = self.vault.shelf.draft(sender, shard)
+        if draft is None:
+            return {"ok": False, "missing": [], "why": "no such draft: it was aborted or fenced"}
+        if manifest.shard != shard or tuple(c.digest for c in manifest.chunks) != draft.digests:
+            self.vault.abort_draft(sender, shard)
+            return {"ok": False, "missing": [], "why": "the manifest names other chunks than the offer"}
+        if self.is_fenced(shard.job, draft.attempt):
+            self.vault.abort_draft(sender, shard)
+            return {"ok": False, "missing": [], "why": f"attempt {draft.attempt} is fenced here"}
+        if draft.missing:
+            return {"ok": False, "missing": draft.missing, "why": f"{len(draft.missing)} chunks are missing"}
+        shelved = self.vault.finish(sender, data)
+        self.on_sealed(Copy(shard, shelved.spec, self.host_id))
+        return {"ok": True, "missing": [], "digest": shard_digest(data)}
+
+    def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.vault.abort_draft(str(body["sender"]), shard_from_wire(body["shard"]))
+        return {}
+
+    def _leave(self, sender: str, shard: ShardId) -> None:
+        with self.lock:
+            left = self.openers.get((sender, shard), 1) - 1
+            self.openers[sender, shard] = left
+            if left > 0:
+                return
+            del self.openers[sender, shard]
+        self.vault.abort_draft(sender, shard)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def _pinned(self, body: dict[str, Any]) -> tuple[Shelved, int]:
+        shard = shard_from_wire(body["shard"])
+        pinned = self.vault.pin(shard, str(body["digest"]))
+        if pinned is None:
+            raise IntegrityError(f"{self.host_id} does not hold {shard_to_wire(shard)} {body['digest']}")
+        return pinned
+
+    def _manifest(self, body: dict[str, Any]) -> dict[str, Any]:
+        shelved, pin = self._pinned(body)
+        try:
+            return {"manifest": self.vault.manifest(shelved), "copy": copy_to_wire(Copy(shelved.shard, shelved.spec, "", shelved.missing))}
+        finally:
+            self.vault.unpin(shelved, pin)
+
+    def _fetch(self, channel: Channel, frame: Frame) -> dict[str, Any]:
+        """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
+        shelved, pin = self._pinned(frame.body)
+        lacking: list[int] = []
+        try:
+            for index in (int(i) for i in frame.body["want"]):
+                view = self.vault.chunk_view(shelved, index) if 0 <= index < len(shelved.slots) else None
+                if view is None:
+                    lacking.append(index)
+                    channel.send(Kind.CHUNK, frame.request_id, {"i": index, "lacking": True}, deadline_s=CHUNK_TIMEOUT_S)
+                else:
+                    channel.send(Kind.CHUNK, frame.request_id, {"i": index}, [view], deadline_s=CHUNK_TIMEOUT_S)
+        finally:
+            self.vault.unpin(shelved, pin)
+        return {"lacking": lacking}
+

@@ -1,0 +1,119 @@
+"""Carries out durable orders: parts, markers, removals, lists. Never on a path a put waits for (R31)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
+from memstore.core.ports import DurableTier
+from memstore.core.shelf import Shelved
+from memstore.errors import IntegrityError, MemstoreError
+from memstore.shell.durable_directory import tier_from_url
+from recovery.inventory import DurableMarker, StepId
+
+if TYPE_CHECKING:
+    from memstore.shell.holder import Holder
+
+log = logging.getLogger("memstore")
+PERSIST_THREADS = 2
+LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
+
+
+class Persister:
+    """Durable work of one holder."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.writers = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
+        self.listers = ThreadPoolExecutor(LIST_THREADS, thread_name_prefix="memstore-markers")
+        self.stops: dict[tuple[str, StepId], threading.Event] = {}
+
+    def close(self) -> None:
+        """Abandon what is under way."""
+        for stop in self.stops.values():
+            stop.set()
+        self.writers.shutdown(wait=False, cancel_futures=True)
+        self.listers.shutdown(wait=False, cancel_futures=True)
+
+    def order(self, body: dict[str, Any]) -> None:
+        """Do as the controller says, in the background."""
+        step = StepId(int(body["step"][0]), int(body["step"][1]))
+        key = (str(body["job"]), step)
+        if body["what"] == "stop":
+            self.stops.setdefault(key, threading.Event()).set()
+            return
+        if body["what"] == "parts":
+            stop = self.stops[key] = threading.Event()
+            for shard, digest in body["parts"]:
+                self.writers.submit(self._guard, body, lambda s=shard, d=digest: self._part(body, s, d, stop), shard[3])
+        elif body["what"] == "marker":
+            self.writers.submit(self._guard, body, lambda: self._marker(body, step), -1)
+        elif body["what"] == "remove":
+            self.writers.submit(self._quietly, lambda: tier_from_url(body["durable"]).remove_step(body["job"], step))
+
+    def _guard(self, body: dict[str, Any], work: Any, rank: int) -> None:
+        report = {"job": body["job"], "what": body["what"], "step": body["step"], "rank": rank, "ok": True, "why": ""}
+        try:
+            if not work():
+                return
+        except MemstoreError as exc:
+            report.update(ok=False, why=str(exc))
+        except Exception as exc:
+            log.exception("durable write")
+            report.update(ok=False, why=repr(exc))
+        self.holder.report("persisted", report)
+
+    def _quietly(self, work: Any) -> None:
+        try:
+            work()
+        except MemstoreError as exc:
+            log.warning("durable clean-up: %s", exc)
+
+    def _part(self, body: dict[str, Any], shard_body: Any, digest: str, stop: threading.Event) -> bool:
+        shard = shard_from_wire(shard_body)
+        pinned = self.holder.vault.pin(shard, digest)
+        if pinned is None:
+            raise IntegrityError(f"{shard_body} is not here any more")
+        shelved, pin = pinned
+        try:
+            tier: DurableTier = tier_from_url(body["durable"])
+            return tier.write_part(shard, self.holder.vault.manifest(shelved), self._chunks(shelved), should_stop=stop.is_set)
+        finally:
+            self.holder.vault.unpin(shelved, pin)
+
+    def _chunks(self, shelved: Shelved) -> Iterator[memoryview]:
+        for index in range(len(shelved.slots)):
+            view = self.holder.vault.chunk_view(shelved, index)
+            if view is None:
+                raise IntegrityError(f"chunk {index} of {shelved.shard} went bad while it was written")
+            yield view
+
+    def _marker(self, body: dict[str, Any], step: StepId) -> bool:
+        specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
+        tier = tier_from_url(body["durable"])
+        tier.write_marker(str(body["job"]), DurableMarker(step, len(specs), specs), body["lineage"])
+        return True
+
+    def markers(self, body: dict[str, Any]) -> None:
+        """List the durable markers of a job, in the background."""
+        self.listers.submit(self._list, body)
+
+    def _list(self, body: dict[str, Any]) -> None:
+        report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": []}
+        try:
+            markers, problems = tier_from_url(body["durable"]).markers(str(body["job"]))
+            report["markers"] = [
+                [m.step.attempt, m.step.step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(m.specs.items())]]
+                for m in markers
+            ]
+            report["why"] = "; ".join(problems)
+        except MemstoreError as exc:
+            report.update(ok=False, why=str(exc))
+        except Exception as exc:
+            log.exception("durable markers")
+            report.update(ok=False, why=repr(exc))
+        self.holder.report("markers", report)

@@ -1,0 +1,125 @@
+"""Copies this host's shards to peers: at once after a put, or when the controller orders a repair (R13, R29).
+
+Retries while a peer has no room yet; gives up, and says why, when waiting cannot help or took too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.events import shard_from_wire, shard_to_wire
+from memstore.core.shelf import Shelved
+from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable, TransportError
+from memstore.shell.peer_client import RateLimit
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.holder import Holder
+    from memstore.shell.rank_server import RankLink
+
+log = logging.getLogger("memstore")
+RETRY_S = 0.05
+ROOM_WAIT_S = 10.0  # a target frees room when it hears of the last commit; longer means it is really full
+PUSH_THREADS = 8
+
+
+class Pusher:
+    """Outgoing copies of one holder."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.lock = threading.Lock()
+        self.workers = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="memstore-push")
+        self.under_way: set[tuple[ShardId, str]] = set()
+        self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
+
+    def replicate(self, shelved: Shelved, link: RankLink) -> None:
+        """Push a freshly sealed shard to this host's targets; then its ticket is replicated (R15)."""
+        shard = shelved.shard
+        targets = list(self.holder.targets.get(shard.job, ()))
+        left = set(targets)
+        if not targets:
+            link.send({"k": "level", "step": shard.step, "level": "replicated", "reason": "", "degraded": False})
+
+        def done(target: str, is_ok: bool) -> None:
+            if is_ok:
+                left.discard(target)
+                if not left:
+                    self.holder.ranks.replicated(shard.job, shard.rank, shard.step)
+
+        for target in targets:
+            self.submit(shard, shelved.spec.digest, target, is_repair=False, done=done)
+
+    def order(self, body: dict[str, Any]) -> None:
+        """A push ordered by the controller."""
+        self.submit(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=bool(body["is_repair"]))
+
+    def submit(self, shard: ShardId, digest: str, target: str, *, is_repair: bool, done: Any = None) -> None:
+        """Queue one push unless the same one is under way."""
+        with self.lock:
+            if (shard, target) in self.under_way:
+                return
+            self.under_way.add((shard, target))
+        self.workers.submit(self._run, shard, digest, target, is_repair, done)
+
+    def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, done: Any) -> None:
+        why, is_final = "", True
+        try:
+            why, is_final = self._push(shard, digest, target, is_repair)
+        except MemstoreError as exc:
+            why = str(exc)
+        except Exception as exc:
+            log.exception("push of %s to %s", shard, target)
+            why = repr(exc)
+        finally:
+            with self.lock:
+                self.under_way.discard((shard, target))
+        if why:
+            self.holder.report(
+                "push_failed", {"shard": shard_to_wire(shard), "target": target, "why": why, "is_final": is_final}
+            )
+        if done is not None:
+            done(target, not why)
+
+    def _push(self, shard: ShardId, digest: str, target: str, is_repair: bool) -> tuple[str, bool]:
+        """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
+        deadline_s = time.monotonic() + ROOM_WAIT_S
+        why = ""
+        while not self.holder.stopping.is_set():
+            pinned = self.holder.vault.pin(shard, digest)
+            if pinned is None or pinned[0].is_doomed:
+                return ("", True) if pinned is None else self._unpin(pinned, "dropped")
+            shelved, pin = pinned
+            is_final = False
+            try:
+                peer = self.holder.peer(target)
+                throttle = self.repair_limit if is_repair else _unthrottled
+                attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
+                peer.push(self.holder.vault, shelved, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
+                return "", True
+            except PeerRefused as exc:
+                why, is_final = str(exc), bool(exc.is_final)
+            except (PeerUnreachable, TransportError) as exc:
+                why = f"cannot reach {target}: {exc}"
+            finally:
+                self.holder.vault.unpin(shelved, pin)
+            if is_final or time.monotonic() > deadline_s:
+                return why, True
+            self.holder.stopping.wait(RETRY_S)
+        return "the holder is stopping", False
+
+    def _unpin(self, pinned: tuple[Shelved, int], why: str) -> tuple[str, bool]:
+        self.holder.vault.unpin(*pinned)
+        return "", True
+
+    def close(self) -> None:
+        """Stop taking work."""
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _unthrottled(nbytes: int) -> None:
+    """A put goes at wire speed."""

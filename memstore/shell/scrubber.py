@@ -1,0 +1,52 @@
+"""Re-digests sealed slots in the background at a bounded rate, and on demand (R30)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.slots import SlotState
+
+if TYPE_CHECKING:
+    from memstore.shell.holder import Holder
+
+log = logging.getLogger("memstore")
+IDLE_S = 1.0
+
+
+class Scrubber:
+    """Scrubbing of one holder. A bad slot is taken out, reported, and mended by repair."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.found_count = 0
+
+    def run(self) -> None:
+        """Go round the arena for ever; the rate is `scrub_bytes_per_s`."""
+        rate = self.holder.config.scrub_bytes_per_s
+        stopping = self.holder.stopping
+        while not stopping.wait(IDLE_S):
+            for number in range(len(self.holder.vault.table.slots)):
+                if stopping.is_set():
+                    return
+                if rate > 0 and self.holder.vault.table.slots[number].state is SlotState.SEALED:
+                    self._check(number)
+                    stopping.wait(self.holder.config.chunk_bytes / rate)
+
+    def _check(self, number: int) -> int:
+        hurt = self.holder.vault.verify_slot(number)
+        if hurt:
+            self.found_count += 1
+            log.warning("host %s: slot %d is damaged, %d copies hurt", self.holder.info.host_id, number, len(hurt))
+        for shelved in hurt:
+            self.holder.sealed(shelved)
+        return len(hurt)
+
+    def verify_all(self, job: str | None) -> dict[str, Any]:
+        """Re-digest everything (of one job) now; return what was checked and found."""
+        vault = self.holder.vault
+        with vault.lock:
+            shards = [s for s in vault.shelf.shards.values() if job in (None, s.shard.job)]
+            numbers = sorted({n for s in shards for n in s.slots if n is not None})
+        damaged = sum(1 for number in numbers if self._check(number))
+        return {"shards": len(shards), "chunks": len(numbers), "damaged": damaged}

@@ -1,0 +1,324 @@
+"""The shelf with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
+
+In:  bytes, digest, slot header, manifest (temp + rename), then the caller acknowledges.
+Out: unlink the manifest, then free the slots.
+
+Digesting and copying happen outside the lock, on slots that nobody else may write (receiving) or
+that are referenced (sealed). Read core/shelf.py and core/slots.py first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from memstore.core.manifest import (
+    Chunk,
+    Manifest,
+    chunk_digest,
+    chunk_sizes,
+    decode_manifest,
+    encode_manifest,
+    shard_digest,
+    spec_of,
+)
+from memstore.core.shelf import Draft, Share, Shelf, Shelved
+from memstore.core.slots import Owner, Slot, SlotState, SlotTable
+from memstore.errors import CapacityError, DigestMismatch, MemstoreError
+from memstore.shell.arena import Arena
+from memstore.shell.arena_lock import is_alive
+from memstore.shell.manifest_folder import ManifestFolder
+from memstore.shell.slot_headers import SlotHeader
+from memstore.shell.slot_headers import SlotState as HeaderState
+from recovery.inventory import ShardId
+
+PIN_S = 600.0  # longest a reader may keep a replica (R7)
+
+
+class Vault:
+    """Everything one host stores, behind one lock."""
+
+    def __init__(self, folder: Path, *, limit_bytes: int, chunk_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self.chunk_bytes = chunk_bytes
+        self.limit_bytes = limit_bytes
+        self.arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
+        self.manifests = ManifestFolder.open(folder)
+        self.table = SlotTable(self.arena.slots_count)
+        self.shelf = Shelf(self.table)
+        self.adoption_notes: list[str] = []
+        self._grow_lock = threading.Lock()
+        self._adopt()
+
+    def close(self) -> None:
+        """Unmap; the files stay for the next holder."""
+        with self.lock:
+            self.arena.close()
+
+    # -- adoption (R6) ------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over what an earlier holder left: verify every sealed slot before it may serve."""
+        now = time.time()
+        bad = 0
+        for number in range(self.arena.slots_count):
+            header = self.arena.headers.read(number)
+            slot = Slot(
+                SlotState(header.state), header.nbytes, bytes(header.digest),
+                Owner(header.owner_pid, header.owner_start, header.generation) if header.owner_pid else None,
+                header.attempt, now,
+            )  # fmt: skip
+            is_owned = slot.owner is not None and is_alive(slot.owner.pid, slot.owner.start)
+            if is_owned and slot.state in (SlotState.LEASED, SlotState.RECEIVING):
+                # Handed over but not sealed: the rank still has the hand-over and will send it again (R8).
+                slot.state = SlotState.LEASED
+                self.table.restore(number, slot)
+            elif slot.state is SlotState.SEALED and slot.nbytes <= self.chunk_bytes:
+                if chunk_digest(self.arena.view(number, slot.nbytes)) == slot.digest:
+                    slot.owner = None
+                    self.table.restore(number, slot)
+                else:
+                    bad += 1
+                    self.table.dirty.add(number)
+            elif slot.state is not SlotState.FREE:
+                self.table.dirty.add(number)
+        self.table.rebuild_free()
+        for name, data in self.manifests.load_all():
+            self._adopt_manifest(name, data)
+        self.table.sweep_unreferenced()
+        self.flush()
+        if bad:
+            self.adoption_notes.append(f"{bad} slots failed their digest on adoption and were dropped")
+
+    def _adopt_manifest(self, name: str, data: bytes) -> None:
+        try:
+            manifest = decode_manifest(data)
+            digest = shard_digest(data)
+            if name != ManifestFolder.name_of(manifest.shard, digest):
+                raise DigestMismatch(f"manifest file {name} does not hold what its name says")
+            self.shelf.adopt(
+                manifest.shard, spec_of(manifest, digest),
+                [c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks],
+            )  # fmt: skip
+        except MemstoreError as exc:
+            self.adoption_notes.append(f"dropped {name}: {exc}")
+            self.manifests.remove(name)
+
+    def flush(self) -> None:
+        """Write the headers of changed slots; the caller holds the lock."""
+        for number in sorted(self.table.take_dirty()):
+            slot = self.table.slots[number]
+            self.arena.headers.write(
+                number,
+                SlotHeader(
+                    state=HeaderState(int(slot.state)), nbytes=slot.nbytes, digest=slot.digest or bytes(16),
+                    owner_pid=slot.owner.pid if slot.owner else 0, owner_start=slot.owner.start if slot.owner else 0,
+                    attempt=slot.attempt, generation=slot.owner.link if slot.owner else 0, last_verified=slot.verified_s,
+                ),  # fmt: skip
+            )
+
+    # -- room (R9, R10) -----------------------------------------------------------------------
+
+    def claim(self, job: str, share: Share) -> None:
+        """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot."""
+        with self._grow_lock:
+            with self.lock:
+                needed = self.shelf.slots_needed(job, share)
+            self._grow_to(needed)
+            with self.lock:
+                self.shelf.set_share(job, share)
+
+    def ensure_free(self, count: int) -> None:
+        """Make sure `count` slots are free for staging (R10)."""
+        with self._grow_lock:
+            with self.lock:
+                short = count - len(self.table.free)
+                needed = len(self.table.slots) + short
+            if short > 0:
+                self._grow_to(needed)
+
+    def _grow_to(self, slots_count: int) -> None:
+        if slots_count > self.arena.slots_count:
+            if slots_count * self.chunk_bytes > self.limit_bytes:
+                raise CapacityError(
+                    f"needs {gib(slots_count * self.chunk_bytes)}, may take {gib(self.limit_bytes)} "
+                    f"(arena_bytes), holds {gib(self.arena.slots_count * self.chunk_bytes)} now",
+                    asked_bytes=slots_count * self.chunk_bytes,
+                    limit_bytes=self.limit_bytes,
+                )
+            self.arena.grow(slots_count)
+            with self.lock:
+                self.table.grow(self.arena.slots_count)
+
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
+        """Lease what the rank's share still allows (R10)."""
+        with self.lock:
+            count = self.shelf.leasable(job, rank, len(self.table.leases.get(owner, ())))
+            numbers = self.table.lease(owner, count, attempt=attempt)
+            self.flush()
+            return numbers
+
+    # -- a put (R7, R14) ----------------------------------------------------------------------
+
+    def seal_local(
+        self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int
+    ) -> Shelved:
+        """Digest handed-over slots, in order, and store the shard; the slots are in state receiving."""
+        sizes = chunk_sizes(nbytes, self.chunk_bytes)
+        digests = [chunk_digest(self.arena.view(n, size)) for n, size in zip(slots, sizes, strict=True)]
+        now = time.time()
+        with self.lock:
+            draft = self.shelf.open_draft("own", shard, digests, attempt=attempt)
+            for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
+                self.shelf.fill(draft, index, number, digest, size, now)
+            self.flush()
+        chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
+        manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
+        return self.finish("own", encode_manifest(manifest))
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Free handed-over slots of a put that will not be stored."""
+        with self.lock:
+            for number in slots:
+                self.table.release(number)
+            self.flush()
+
+    # -- receiving from a peer or from durable storage ------------------------------------------
+
+    def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int) -> Draft:
+        """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
+        with self.lock:
+            draft = self.shelf.open_draft(name, shard, digests, attempt=attempt)
+            for index, size in enumerate(sizes):
+                self.shelf.hold_known(draft, index, size)
+            return draft
+
+    def take_slot(self) -> int:
+        """Take a slot to receive into; CapacityError if none is free."""
+        with self.lock:
+            number = self.table.receive()
+            self.flush()
+        if number is None:
+            raise CapacityError("no free slot to receive into: the arena's shares are used up")
+        return number
+
+    def keep_chunk(self, draft: Draft, index: int, number: int, nbytes: int) -> bool:
+        """Check the received bytes against the draft's digest; keep them, or free the slot and return False."""
+        is_good = chunk_digest(self.arena.view(number, nbytes)) == draft.digests[index]
+        with self.lock:
+            if is_good and any(draft is known for known in self.shelf.drafts.values()):
+                self.shelf.fill(draft, index, number, draft.digests[index], nbytes, time.time())
+            else:
+                self.table.release(number)
+            self.flush()
+        return is_good
+
+    def finish(self, name: str, manifest_data: bytes) -> Shelved:
+        """Save the manifest and turn the draft into a stored replica; every chunk must be there."""
+        manifest = decode_manifest(manifest_data)
+        digest = shard_digest(manifest_data)
+        self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
+        with self.lock:
+            shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
+            self.flush()
+        return shelved
+
+    def abort_draft(self, name: str, shard: ShardId) -> None:
+        """Give back what a draft holds."""
+        with self.lock:
+            self.shelf.abort_draft(name, shard)
+            self.flush()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def manifest(self, shelved: Shelved) -> bytes:
+        """Return the manifest bytes of a stored replica."""
+        return self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+
+    def pin(self, shard: ShardId, digest: str | None = None) -> tuple[Shelved, int] | None:
+        """Pin a replica for reading; None if it is not here (R7)."""
+        with self.lock:
+            shelved = self.shelf.find(shard, digest)
+            return (shelved, self.shelf.pin(shelved, time.monotonic() + PIN_S)) if shelved is not None else None
+
+    def unpin(self, shelved: Shelved, pin: int) -> None:
+        """Release a pin."""
+        with self.lock:
+            doomed = self.shelf.unpin(shelved, pin)
+        if doomed is not None:
+            self._discard(doomed)
+
+    def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
+        """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
+        number = shelved.slots[index]
+        return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
+
+    def verify(self, shelved: Shelved) -> list[int]:
+        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30)."""
+        for index in range(len(shelved.slots)):
+            number, view = shelved.slots[index], self.chunk_view(shelved, index)
+            if number is not None and view is not None and chunk_digest(view) != shelved.digests[index]:
+                with self.lock:
+                    self.shelf.condemn(number)
+                    self.flush()
+        return sorted(shelved.missing)
+
+    def verify_slot(self, number: int) -> list[Shelved]:
+        """Re-digest one slot if it is sealed; return the replicas hurt if it is bad (R30)."""
+        with self.lock:
+            slot = self.table.slots[number]
+            if slot.state is not SlotState.SEALED or slot.refs <= 0:
+                return []
+            digest, view = slot.digest, self.arena.view(number, slot.nbytes)
+            self.table.hold(number)
+        is_good = chunk_digest(view) == digest
+        with self.lock:
+            slot.verified_s = time.time() if is_good else slot.verified_s
+            hurt = [] if is_good else self.shelf.condemn(number)
+            self.table.unhold(number)
+            self.flush()
+        return hurt
+
+    # -- dropping -----------------------------------------------------------------------------
+
+    def drop(self, shard: ShardId) -> bool:
+        """Remove every replica of a shard: the manifest first, then the slots (R7). True if any was here."""
+        with self.lock:
+            gone = self.shelf.drop(shard)
+        for shelved in gone:
+            self._discard(shelved)
+        return bool(gone)
+
+    def expire_pins(self) -> None:
+        """Let go of what readers kept past their deadline."""
+        with self.lock:
+            gone = self.shelf.expire_pins(time.monotonic())
+        for shelved in gone:
+            self._discard(shelved)
+
+    def _discard(self, shelved: Shelved) -> None:
+        self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+        with self.lock:
+            self.shelf.free(shelved)
+            self.flush()
+
+    def stats(self) -> dict[str, int]:
+        """Bytes used, reserved, claimed and allowed, for status."""
+        with self.lock:
+            used = len(self.table.slots) - len(self.table.free)
+            reserved = sum(share.total for share in self.shelf.shares.values())
+            return {
+                "used_bytes": used * self.chunk_bytes,
+                "reserved_bytes": max(reserved, used) * self.chunk_bytes,
+                "claimed_bytes": len(self.table.slots) * self.chunk_bytes,
+                "limit_bytes": self.limit_bytes,
+                "shards": len(self.shelf.shards),
+                "leased_slots": sum(len(n) for n in self.table.leases.values()),
+            }
+
+
+def gib(nbytes: int) -> str:
+    """Return a size for people."""
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,446 @@
+"""Store: what a training loop calls. put copies into leased slots and returns; get restores one whole step (DESIGN 5).
+
+Read `shell/rank_link.py` for the other end of every line here, `core/catalog.py` for who decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from memstore.config import Config
+from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.errors import (
+    ClosedError,
+    DigestMismatch,
+    FencedError,
+    IntegrityError,
+    MemstoreError,
+    PeerTimeout,
+    RecoveryError,
+    StepConflict,
+)
+from memstore.shell.launch import Launch
+from memstore.shell.rank_link import RankLink
+from memstore.shell.state_decode import check_into, decode_state
+from memstore.shell.state_encode import StatePlan, copy_into, plan_state
+from memstore.ticket import Ticket
+
+log = logging.getLogger("memstore")
+TICKETS_KEPT = 64
+GATHER_NOTICE_S = 30.0  # a collective call that waits longer says so in the log (R23)
+CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One step the store knows, for people."""
+
+    attempt: int
+    step: int
+    committed: bool
+    degraded: str
+    durable: bool
+    copies: int
+    nbytes: int
+    in_lineage: bool
+    retired: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a get returned on this rank; `bytes_by_tier` and `seconds_by_phase` are of the whole job."""
+
+    step: int
+    attempt: int
+    state: Any
+    nbytes: int
+    verdict: str
+    reason: str
+    steps_lost: int
+    ranks_moved: tuple[int, ...] = ()
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+
+class Store:
+    """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
+
+    def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+        self.job, self.rank, self.world_size = job, launch.rank, launch.world_size
+        self.config = config
+        self._link = link
+        self._launch = launch
+        self._take_attempt(joined)
+        self._chunk_bytes = int(link.welcome["chunk_bytes"])
+        self._tickets: dict[int, Ticket] = {}
+        self._tickets_lock = threading.Lock()
+        self._reserved_slots = 0
+        self._into: Any = None
+        self._is_closed = False
+        link.on_event = self.on_event
+
+    def _take_attempt(self, joined: dict[str, Any]) -> None:
+        self.attempt = int(joined["attempt"])
+        self._link.attempt = self.attempt
+        self._resume_step = int(joined["resume_step"])
+        restored = joined.get("restored_step")
+        self._last_step = int(restored) if restored is not None else -1
+        self._floor = self._last_step
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            with contextlib.suppress(MemstoreError, TimeoutError):
+                self.flush(timeout_s=self.config.stall_budget_s)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
+
+    # -- put ----------------------------------------------------------------------------------
+
+    def put(self, step: int, state: Any, *, timeout_s: float | None = None) -> Ticket:
+        """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
+
+        Args:
+            step: >= 0 and above every step put or restored before in this lineage; the same step again
+                returns its ticket.
+            state: Any nesting DESIGN 5 lists.
+            timeout_s: Longest wait for room instead of `stall_budget_s`.
+
+        Returns:
+            A ticket; if there was no room in time its level is "skipped" and training goes on (R12).
+
+        Raises:
+            UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
+            CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
+        """
+        started_s = time.perf_counter()
+        self._check_open()
+        ticket = self._same_step(step)
+        if ticket is not None:
+            return ticket
+        plan = plan_state(state)
+        ticket = self._new_ticket(step, plan.nbytes)
+        try:
+            self._put(ticket, plan, timeout_s)
+        except BaseException:
+            with self._tickets_lock:
+                self._tickets.pop(step, None)
+            self._last_step = max((s for s in self._tickets if s < step), default=self._floor)
+            raise
+        finally:
+            ticket.stall_s = time.perf_counter() - started_s
+        return ticket
+
+    def _same_step(self, step: int) -> Ticket | None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+            raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
+        with self._tickets_lock:
+            known = self._tickets.get(step)
+        if known is None and step <= self._last_step:
+            raise StepConflict(
+                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self._last_step}: steps must "
+                "strictly increase; to go back use store.rewind(step)",
+                step=step, last_step=self._last_step,
+            )  # fmt: skip
+        return known
+
+    def _new_ticket(self, step: int, nbytes: int) -> Ticket:
+        ticket = Ticket(step, nbytes)
+        with self._tickets_lock:
+            self._tickets[step] = ticket
+            for old in sorted(self._tickets)[:-TICKETS_KEPT]:
+                del self._tickets[old]
+        self._last_step = step
+        return ticket
+
+    def _put(self, ticket: Ticket, plan: StatePlan, timeout_s: float | None) -> None:
+        if ticket.step < self._resume_step:
+            ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
+            return
+        count = -(-plan.nbytes // self._chunk_bytes)
+        if count > self._reserved_slots or self._reserved_slots == 0:
+            self._reserve(ticket, count)
+            if ticket.is_over:
+                return
+        budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
+        slots = self._link.acquire(count, budget_s)
+        if self._link.fenced_by:
+            raise self._fenced()
+        if slots is None:
+            self._skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
+            return
+        mapping = self._link.map_arena()
+        try:
+            copy_into(plan, [mapping.view(slot) for slot in slots], self._chunk_bytes)
+        except BaseException:
+            self._link.put_back(slots)
+            raise
+        body = {"attempt": self.attempt, "world_size": self.world_size, "layout": plan.layout, "nbytes": plan.nbytes}
+        if not self._link.hand_over(ticket.step, slots, body):
+            self._skip(ticket, "this host's holder restarted while the state was copied")
+
+    def _reserve(self, ticket: Ticket, count: int) -> None:
+        """Claim room: a collective round at the first put, in the background later (R10, R11)."""
+        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "slots": max(1, count)}
+        if self._reserved_slots == 0:
+            self._link.call("reserve", body, self.config.connect_timeout_s + CALL_SLACK_S)
+            self._reserved_slots = max(1, count)
+            # The grant follows the answer; this first put may wait for it beyond the stall budget.
+            slots = self._link.acquire(count, self.config.connect_timeout_s)
+            if slots is not None:
+                self._link.put_back(slots)
+            return
+        self._link.call_soon("reserve", body).add_done_callback(lambda f: self._grown(count, f.exception()))
+        self._skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
+
+    def _grown(self, count: int, error: BaseException | None) -> None:
+        if error is None:
+            self._reserved_slots = count
+        else:
+            log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
+
+    def _skip(self, ticket: Ticket, why: str) -> None:
+        """Skipping is collective: the controller abandons the step everywhere (R12)."""
+        ticket.rise("skipped", why)
+        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "step": ticket.step}
+
+        def resume(future: Any) -> None:
+            if future.exception() is None:
+                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+
+        self._link.call_soon("skip", body).add_done_callback(resume)
+
+    # -- events of the link (reader thread) -------------------------------------------------------
+
+    def on_event(self, body: dict[str, Any]) -> None:
+        """Levels for tickets, checks for a get under way, fences."""
+        if body["k"] == "level":
+            self._on_level(body)
+        elif body["k"] == "check":
+            self._on_check(body)
+        elif body["k"] == "fenced":
+            with self._tickets_lock:
+                tickets = list(self._tickets.values())
+            for ticket in tickets:
+                ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
+
+    def _on_level(self, body: dict[str, Any]) -> None:
+        step, level = int(body["step"]), str(body["level"])
+        with self._tickets_lock:
+            ticket = self._tickets.get(step)
+            older = [t for s, t in self._tickets.items() if s < step]
+        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
+        if ticket is not None:
+            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+        if level in ("committed", "durable"):
+            for old in older:
+                if old.level not in ("committed", "durable"):
+                    old.rise("superseded", f"step {step} was committed")
+
+    def _on_check(self, body: dict[str, Any]) -> None:
+        error: list[str] | None = None
+        try:
+            if self._into is not None:
+                check_into(decode_manifest(bytes(body["manifest"])).layout, self._into)
+        except MemstoreError as exc:
+            error = [type(exc).__name__, str(exc)]
+        except Exception as exc:
+            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
+        self._link.notify(
+            {"k": "checked", "job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
+        )
+
+    # -- get ----------------------------------------------------------------------------------
+
+    def get(
+        self, step: int | None = None, *, rank: int | None = None, into: Any = None, must_exist: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Checkpoint | None:  # fmt: skip
+        """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
+
+        Args:
+            step: Read this step instead; adopts nothing (R22).
+            rank: Read one rank's shard, without a barrier (R27).
+            into: Filled in place after every rank's bytes are verified (R26).
+            must_exist: Raise RecoveryError instead of returning None.
+            timeout_s: Deadline; GatherTimeout names the ranks that did not call.
+
+        Returns:
+            None only for a job without history.
+
+        Raises:
+            RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout.
+        """
+        self._check_open()
+        body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
+        if rank is not None:
+            answer = self._link.call("read", {**body, "rank": rank, "step": step}, timeout_s)
+            return self._open_shard(answer, into)
+        self._into = into
+        try:
+            answer = self._collective("get", {**body, "step": step}, timeout_s)
+        finally:
+            self._into = None
+        if answer["step"] is None:
+            if must_exist:
+                raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
+            return None
+        got = self._open_shard(answer, into)
+        if step is None:
+            self._last_step = self._floor = got.step
+        if self.rank == 0:
+            log.info("%s", restore_line(self.job, self.attempt, got, answer))
+        return got
+
+    def _collective(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask, withdraw when the deadline passes, and take the result if it is already decided (R23)."""
+        future = self._link.call_soon(verb, body)
+        notice_s = min(GATHER_NOTICE_S, timeout_s)
+        if wait([future], notice_s).not_done and timeout_s > notice_s:
+            log.warning("memstore %s: %s() still waits after %g s: every rank must call it", self.job, verb, notice_s)
+            wait([future], timeout_s - notice_s)
+        if not future.done():
+            self._link.call("withdraw", body, CALL_SLACK_S)
+            wait([future], CALL_SLACK_S + timeout_s)
+        if not future.done():
+            raise PeerTimeout(
+                f"{verb}() of job {self.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+                "`memstore status`, or raise timeout_s",
+                operation=verb, limit_s=timeout_s,
+            )  # fmt: skip
+        return future.result()
+
+    def _open_shard(self, answer: dict[str, Any], into: Any) -> Checkpoint:
+        return open_shard(self._link, answer, into)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """The newest committed step of the lineage, for people; ranks branch on get()."""
+        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
+
+    def steps(self) -> list[StepInfo]:
+        """Every step the store knows of this job, newest first, for people."""
+        self._check_open()
+        return step_infos(self._link.call("steps", {"job": self.job}, self.config.connect_timeout_s))
+
+    def rewind(self, step: int) -> None:
+        """Go on from an older step: collective, opens a new attempt whose parent step is `step` (R22)."""
+        self._check_open()
+        body = {
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "nonce": self._link.nonce,
+            "key": self._launch.key, "world_size": self.world_size,
+        }  # fmt: skip
+        self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
+        self._reserved_slots = 0
+        with self._tickets_lock:
+            self._tickets.clear()
+
+    def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
+        """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
+        with self._tickets_lock:
+            tickets = [t for _, t in sorted(self._tickets.items(), reverse=True)]
+        for ticket in tickets:
+            if ticket.level not in ("skipped", "superseded"):
+                ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)
+                return
+
+    def close(self) -> None:
+        """Leave the job; what was committed stays. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._link.fenced_by:
+            body = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
+            with contextlib.suppress(MemstoreError):
+                self._link.call("close", body, CALL_SLACK_S)
+        self._link.close()
+
+    def _fenced(self) -> FencedError:
+        return FencedError(
+            f"job {self.job!r}: attempt {self._link.fenced_by} was opened; this process belongs to attempt "
+            f"{self.attempt} and may not put or get any more"
+        )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
+        if self._link.fenced_by:
+            raise self._fenced()
+
+
+def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
+    """Verify a staged shard once more where it lies, then copy it out and unpin it (R7)."""
+    started_s = time.perf_counter()
+    manifest = decode_manifest(bytes(answer["manifest"]))
+    try:
+        views = verified_views(link, manifest, answer["slots"])
+        state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
+    finally:
+        link.notify({"k": "unpin", "pin": answer["pin"]})
+    seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
+    seconds["load"] = time.perf_counter() - started_s
+    return Checkpoint(
+        step=int(answer["step"]),
+        attempt=int(answer["attempt"]),
+        state=state,
+        nbytes=manifest.nbytes,
+        verdict=str(answer["verdict"]),
+        reason=str(answer["why"]),
+        steps_lost=int(answer.get("steps_lost", 0)),
+        ranks_moved=tuple(answer.get("ranks_moved", ())),
+        bytes_by_tier=dict(answer.get("bytes", {})),
+        seconds_by_phase=seconds,
+    )
+
+
+def verified_views(link: RankLink, manifest: Manifest, slots: Sequence[int | None]) -> list[memoryview]:
+    """Return the slots' bytes in stream order; DigestMismatch if they changed since staging."""
+    mapping = link.map_arena()
+    views = []
+    for index, (chunk, slot) in enumerate(zip(manifest.chunks, slots, strict=True)):
+        if slot is None:
+            raise IntegrityError(f"chunk {index} of {manifest.shard} was lost after staging: call get() again")
+        view = mapping.view(slot, chunk.nbytes)
+        if chunk_digest(view) != chunk.digest:
+            raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging: call get() again")
+        views.append(view)
+    return views
+
+
+def step_infos(body: dict[str, Any]) -> list[StepInfo]:
+    """Return StepInfo rows from the controller's answer."""
+    return [
+        StepInfo(
+            int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
+            int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
+        )
+        for r in body["steps"]
+    ]  # fmt: skip
+
+
+def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]) -> str:
+    """The one log line of a restore: what, from where, how long, and why nothing newer."""
+    tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
+    seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
+    lost = f"{got.steps_lost} steps lost" if got.steps_lost else "0 steps lost"
+    unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
+    return (
+        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers} · {seconds} s · "
+        f"every digest ok{' · not used: ' + unused if unused else ''}"
+    )
+

@@ -1,0 +1,46 @@
+"""Entry point of the processes that `processes.py` starts: one holder or one controller. Runs until killed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import signal
+import sys
+import threading
+
+from memstore.config import Config
+from memstore.shell.controller import Controller
+from memstore.shell.holder import Holder
+from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.membership import DirectoryMembership
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run one role as the JSON specification in argv says."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
+    spec = json.loads(argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["config"].items()})
+    membership = DirectoryMembership(spec["membership"])
+    secret = bytes.fromhex(spec["secret"])
+    over = threading.Event()
+    if spec["role"] == "controller":
+        Controller(
+            config, membership, secret=secret, settle_s=spec["settle_s"], on_exit=lambda why: over.set()
+        )  # its threads are daemons
+    else:
+        identity = HostIdentity(spec["host"], read_boot_id(), True, spec["labels"])
+        holder = Holder(identity, config, secret=secret, arena_limit_bytes=spec["arena_limit_bytes"])
+        info = holder.info
+        membership.announce(
+            info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation}
+        )
+    over.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

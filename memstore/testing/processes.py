@@ -1,0 +1,180 @@
+"""A store of plain processes on one machine, without Ray: holders and a controller that can be killed for real.
+
+Each holder and the controller is a process of its own, found through a folder of small files
+(`DirectoryMembership`). Used by tests, drills of the core, and machines that have no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memstore.api import Tool, store_root
+from memstore.config import Config
+from memstore.errors import MemstoreError
+from memstore.shell.arena_folder import arena_folder
+
+START_S = 30.0
+POLL_S = 0.02
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
+    """Poll until `condition()` is true and return its value; AssertionError naming `what` after the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(POLL_S)
+
+
+class ProcessCluster:
+    """Holders by host id plus one controller. A context manager that leaves nothing behind."""
+
+    def __init__(
+        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int = 64 << 20, **config: Any
+    ) -> None:
+        self.folder = folder
+        self.secret = secrets.token_bytes(32)
+        fields = {"chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0, **config}
+        self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, interface="127.0.0.1", **fields)
+        self.labels = {host: dict(labels) for host, labels in hosts.items()}
+        self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.controller: subprocess.Popen[bytes] | None = None
+        self.settle_s = 5.0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> ProcessCluster:
+        try:
+            self.start_controller()
+            for host in self.labels:
+                self.start_holder(host)
+            self.wait_live(*self.labels)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill every process and remove every arena."""
+        for process in [*self.holders.values(), self.controller]:
+            if process is not None:
+                kill(process)
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+    def _spawn(self, role: str, **arguments: Any) -> subprocess.Popen[bytes]:
+        spec = {
+            "role": role, "membership": str(self.folder), "secret": self.secret.hex(),
+            "config": {**self.config.store_fields()}, **arguments,
+        }  # fmt: skip
+        log = (self.folder / f"{role}-{arguments.get('host', '')}.log").open("ab")
+        with log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "memstore.testing.process_main", json.dumps(spec)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def start_controller(self) -> None:
+        """Start a controller; an older one is outranked by its term (R17)."""
+        self.controller = self._spawn("controller", settle_s=self.settle_s)
+
+    def start_holder(self, host: str) -> None:
+        """Start a holder on a host; it adopts the arena that is there."""
+        self.holders[host] = self._spawn(
+            "holder", host=host, labels=self.labels[host], arena_limit_bytes=self.config.arena_bytes
+        )
+
+    def add_host(self, host: str, labels: Mapping[str, str]) -> None:
+        """A machine joins."""
+        self.labels[host] = dict(labels)
+        self.start_holder(host)
+
+    def kill_holder(self, host: str, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the holder's process; the host's memory stays."""
+        process = self.holders.pop(host)
+        process.send_signal(sig)
+        process.wait(timeout=START_S)
+
+    def kill_controller(self) -> None:
+        """Kill the controller's process."""
+        if self.controller is not None:
+            kill(self.controller)
+            self.controller = None
+
+    def lose_host(self, host: str) -> None:
+        """The machine is gone: its holder killed, its memory destroyed, its announcement left behind."""
+        self.kill_holder(host)
+        shutil.rmtree(self.arena(host))
+
+    def signal_holder(self, host: str, sig: signal.Signals) -> None:
+        """Send a signal, such as SIGSTOP, to the holder."""
+        self.holders[host].send_signal(sig)
+
+    def arena(self, host: str) -> Path:
+        """The arena folder of a host."""
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    def env(self, host: str) -> dict[str, str]:
+        """The environment of a process that runs on a host."""
+        return {**os.environ, "MEMSTORE_HOST": host}
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+        """Ask the controller through any holder that runs."""
+        problems: list[str] = []
+        for host, process in self.holders.items():
+            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
+                try:
+                    with Tool(self.arena(host)) as tool:
+                        return tool.ask(verb, body, timeout_s)
+                except MemstoreError as exc:
+                    problems.append(f"{host}: {exc}")
+        raise MemstoreError(f"no holder answers: {problems}")
+
+    def status(self) -> dict[str, Any]:
+        """The controller's status."""
+        return self.ask("status")
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        """One job's status, or None."""
+        return next((job for job in self.status()["jobs"] if job["job"] == name), None)
+
+    def host_status(self) -> dict[str, str]:
+        """Status by host, or nothing while no controller answers."""
+        try:
+            return {row["host"]: row["status"] for row in self.ask("status", timeout_s=2.0)["hosts"]}
+        except (MemstoreError, OSError):
+            return {}
+
+    def wait_live(self, *hosts: str) -> None:
+        """Wait until the controller counts these hosts live."""
+        wait_for(lambda: all(self.host_status().get(h) == "live" for h in hosts), f"live hosts {hosts}")
+
+    def logs(self) -> str:
+        """All logs, for a failing test."""
+        return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap one process that we started."""
+    if process.poll() is None:
+        process.kill()
+    process.wait(timeout=START_S)

@@ -1,0 +1,73 @@
+"""What became of one put: its level now, and a wait for the level one needs (R15)."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from memstore.errors import CommitError, ConfigError
+
+LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
+TERMINAL = ("skipped", "superseded", "failed")
+
+
+class Ticket:
+    """Returned by put; `level` rises by itself.
+
+    Attributes: step, nbytes, stall_s (seconds put blocked), level, degraded, reason.
+    """
+
+    def __init__(self, step: int, nbytes: int = 0) -> None:
+        self.step, self.nbytes = step, nbytes
+        self.stall_s = 0.0
+        self.level = "pending"
+        self.degraded = False
+        self.reason = ""
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        note = f", degraded: {self.reason}" if self.degraded else f", {self.reason}" if self.reason else ""
+        return f"Ticket(step={self.step}, {self.level}, {self.nbytes} bytes, stall {self.stall_s * 1e3:.1f} ms{note})"
+
+    @property
+    def is_over(self) -> bool:
+        """True once the level cannot change any more."""
+        return self.level in TERMINAL or self.level == "durable"
+
+    def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
+        """Take a new level; levels never fall, and a terminal one is final. A commit always wins over a guess."""
+        with self._changed:
+            if self.level in TERMINAL or (level in TERMINAL and self.level in ("committed", "durable")):
+                return
+            if level in LEVELS and LEVELS.index(level) < LEVELS.index(self.level):
+                return
+            self.level, self.reason = level, reason
+            self.degraded = degraded if level in ("committed", "durable") else self.degraded
+            self._changed.notify_all()
+
+    def wait(self, level: str = "committed", timeout_s: float = 60.0) -> Ticket:
+        """Wait until the step has reached `level`; return this ticket.
+
+        Raises:
+            CommitError: the level cannot be reached any more; the message has the reason.
+            TimeoutError: it was not reached within `timeout_s`; the message has the level now.
+        """
+        if level not in LEVELS:
+            raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self.level in LEVELS and LEVELS.index(self.level) >= LEVELS.index(level):
+                    return self
+                if self.level in TERMINAL:
+                    raise CommitError(
+                        f"step {self.step} was {self.level} and will not be {level}: {self.reason}",
+                        step=self.step, level=self.level,
+                    )  # fmt: skip
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(
+                        f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see `memstore status`, "
+                        "or wait longer with timeout_s="
+                    )
+                self._changed.wait(left_s)
