@@ -51,9 +51,8 @@ class Pair(NamedTuple):
 def stored(state: object, chunk_bytes: int = 256) -> tuple[bytes, list[memoryview]]:
     """Pack into slots full of rubbish, the last one short."""
     plan = plan_state(state)
-    views = []
-    for start in range(0, plan.nbytes, chunk_bytes):
-        views.append(memoryview(bytearray(b"\xaa" * min(chunk_bytes, plan.nbytes - start))))
+    sizes = (min(chunk_bytes, plan.nbytes - start) for start in range(0, plan.nbytes, chunk_bytes))
+    views = [memoryview(bytearray(b"\xaa" * size)) for size in sizes]
     copy_into(plan, views, chunk_bytes)
     return plan.layout, views
 

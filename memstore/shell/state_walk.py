@@ -139,7 +139,9 @@ class StateWalk:
         key: Any = None
         try:
             for key, item in value.items():
-                out += (key if type(key) is int and 0 <= key <= _INT_MAX else self._key(key), self._node(item))
+                is_short_text = type(key) is str and len(key) <= TEXT_CHARS_MAX and key.isascii()
+                out.append(key if is_short_text else self._key(key))
+                out.append(self._node(item))
         except _Refused as refused:
             refused.path.append(f"[{_shown(key)}]")
             raise
