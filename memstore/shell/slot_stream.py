@@ -1,13 +1,15 @@
 """A shard's byte stream laid over chunk-sized slots: write into it, read out of it.
 
 Slot i holds stream bytes [i * chunk_bytes, ...). Ranges that cross a slot border are split here and
-nowhere else. Small pieces go through memmove, whose call costs a third of a microsecond; larger ones
-through torch's copy, which uses every intra-op thread. Both release the GIL for the bytes.
+nowhere else. A write is a list of plain memory moves, collected first and then shared out to a few
+threads: a move costs a third of a microsecond to call, a tensor copy between 0.5 and 5, and two
+threads of moves reach the rate of torch's parallel copy (28 ms per GiB on 2 cores, against 48 for one).
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +17,11 @@ import torch
 
 from memstore.core.layout import pieces
 
-PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats starting the threads (measured on 2 cores)
+PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
+THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
+THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
+
+Move = tuple[int, int, int]  # target address, source address, nbytes
 
 
 class SlotStream:
@@ -43,12 +49,18 @@ class SlotStream:
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` host bytes at `address` into the stream at `offset`."""
+        moves: list[Move] = []
+        self.plan_write(offset, address, nbytes, moves)
+        move_all(moves)
+
+    def plan_write(self, offset: int, address: int, nbytes: int, moves: list[Move]) -> None:
+        """Append the moves of a write to `moves`."""
         slot, start = divmod(offset, self._chunk_bytes)
-        if start + nbytes <= self._chunk_bytes and nbytes < PARALLEL_COPY_BYTES:  # most tensors: spare them the loop
-            ctypes.memmove(self._addresses[slot] + start, address, nbytes)
+        if start + nbytes <= self._chunk_bytes:  # most tensors: spare them the loop
+            moves.append((self._addresses[slot] + start, address, nbytes))
             return
         for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
-            copy_bytes(self._addresses[slot] + start, address + done, size)
+            moves.append((self._addresses[slot] + start, address + done, size))
 
     def write_device(self, offset: int, source: torch.Tensor) -> None:
         """Order the copy of a one-dimensional uint8 device tensor; the caller synchronizes."""
@@ -78,6 +90,29 @@ class SlotStream:
         if start + nbytes > self._chunk_bytes or not self._arrays[slot].flags.writeable or self._addresses[slot] % 16:
             return None
         return torch.from_numpy(self._arrays[slot][start : start + nbytes])
+
+
+def move_all(moves: Sequence[Move]) -> None:
+    """Make the moves, on several threads if there is enough to do; they must not overlap."""
+    total = sum(move[2] for move in moves)
+    threads_count = max(1, min(torch.get_num_threads(), THREADS_MAX, total // THREAD_BYTES))
+    shares: list[list[Move]] = [[] for _ in range(threads_count)]
+    done = 0
+    for move in moves:  # neighbours stay together: blocks copy a quarter faster than interleaved moves
+        shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
+        done += move[2]
+    threads = [threading.Thread(target=_move, args=(share,), daemon=True) for share in shares[:-1]]
+    for thread in threads:
+        thread.start()
+    _move(shares[-1])
+    for thread in threads:
+        thread.join()  # bounded by the bytes: memory moves wait for nobody
+
+
+def _move(moves: Sequence[Move]) -> None:
+    memmove = ctypes.memmove
+    for target, source, nbytes in moves:
+        memmove(target, source, nbytes)
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

@@ -18,9 +18,9 @@ import torch
 from memstore.core.layout import encode_layout
 from memstore.core.manifest import LAYOUT_BYTES_MAX
 from memstore.errors import UnsupportedState
-from memstore.shell.slot_stream import SlotStream, address_of
+from memstore.shell.slot_stream import Move, SlotStream, address_of, move_all
 from memstore.shell.state_walk import StateWalk
-from memstore.shell.tensor_bytes import Component, Leaf, Source, components, dense_bytes
+from memstore.shell.tensor_bytes import Leaf, Source, components, dense_bytes
 
 LARGE_BYTES = 64 << 10
 LARGE_ALIGNMENT_BYTES = 64  # a cache line
@@ -49,17 +49,22 @@ def plan_state(state: object) -> StatePlan:
         groups = components(walk.leaves)
     except ValueError as error:
         raise UnsupportedState(f"the state cannot be stored: {error}. Nothing was copied.") from None
-    order = sorted(range(len(groups)), key=lambda index: groups[index].source.nbytes < LARGE_BYTES)
+    order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
+    order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
     placed: list[tuple[int, Source]] = []
     extents, end = [], 0
     tensors = [_empty_row(leaf) for leaf in walk.leaves]
-    for number, index in enumerate(order):
-        source = groups[index].source
-        end = _aligned(end, LARGE_ALIGNMENT_BYTES if source.nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES)
-        extents.append((end, source.nbytes))
+    for number, group in enumerate(order):
+        source = group.source
+        nbytes = source.nbytes
+        alignment = LARGE_ALIGNMENT_BYTES if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES
+        end = -(-end // alignment) * alignment
+        extents.append((end, nbytes))
         placed.append((end, source))
-        end += source.nbytes
-        _fill_rows(tensors, walk.leaves, groups[index], number)
+        end += nbytes
+        for index, (offset, strides, flags) in zip(group.leaves, group.rows):  # noqa: B905  equal by construction
+            row = tensors[index]
+            row[0], row[1], row[4], row[5] = number, offset, strides, flags
     blobs = []
     for blob in walk.blobs:
         blobs.append((end, len(blob)))
@@ -86,12 +91,13 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
         raise ValueError("a slot's view is read-only")
     stream = SlotStream(views, chunk_bytes, plan.nbytes)
     devices: set[torch.device] = set()
+    moves: list[Move] = []
     end = 0
     for offset, source in plan.placed:
         if offset > end:
             stream.zero(end, offset - end)
         if source.address is not None:
-            stream.write(offset, source.address, source.nbytes)
+            stream.plan_write(offset, source.address, source.nbytes, moves)
         else:
             flat = dense_bytes(source.owner)
             if flat.is_cpu:
@@ -100,20 +106,12 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
                 stream.write_device(offset, flat)
                 devices.add(flat.device)
         end = offset + source.nbytes
+    move_all(moves)  # while device copies are under way
     for device in devices:
         torch.get_device_module(device).synchronize(device)
 
 
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
-
-
 def _empty_row(leaf: Leaf) -> list[Any]:
     # Only the kind of device: ranks on cuda:0 and cuda:1 give equal layouts.
-    return [None, 0, leaf.dtype, leaf.shape, None, leaf.flags, leaf.device.partition(":")[0] or None]
-
-
-def _fill_rows(tensors: list[list[Any]], leaves: Sequence[Leaf], group: Component, extent: int) -> None:
-    for index, (offset, strides, flags) in zip(group.leaves, group.rows, strict=True):
-        row = tensors[index]
-        row[0], row[1], row[4], row[5] = extent, offset, strides, flags
+    kind = leaf.device.partition(":")[0] if leaf.device else None
+    return [None, 0, leaf.dtype, leaf.shape, None, leaf.flags, kind]

@@ -150,16 +150,22 @@ def components(leaves: Sequence[Leaf]) -> list[Component]:
             groups.append([index])
             device, end = where, high
     for group in groups:
-        group.sort()
+        if len(group) > 1:
+            group.sort()
     groups.sort()
-    return [_component(leaves, group) for group in groups]
+    found = []
+    for group in groups:
+        leaf = leaves[group[0]]
+        if len(group) > 1 or leaf.strides is not None or leaf.device or leaf.flags & Flag.VIEWS:
+            found.append(_component(leaves, group))
+        else:  # nearly every tensor of a model: one of a thousand, so spare it the general case
+            source = Source(leaf.high - leaf.low, leaf.low, leaf.owner)
+            found.append(Component(group, [(0, None, leaf.flags)], source))
+    return found
 
 
 def _component(leaves: Sequence[Leaf], group: list[int]) -> Component:
     first = leaves[group[0]]
-    if len(group) == 1 and first.strides is None and not first.device and not first.flags & Flag.VIEWS:
-        source = Source(first.high - first.low, first.low, first.owner)
-        return Component(group, [(0, None, first.flags)], source)
     if len(group) == 1 or all(_same_place(first, leaves[index]) for index in group[1:]):
         row, source = _lone(first)
         views = row[2] & Flag.VIEWS
