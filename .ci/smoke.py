@@ -36,7 +36,7 @@ def main() -> None:
         if not same or got.state["step"] != 7 or got.state["note"] != "smoke":
             raise SystemExit("smoke: what came back is not what was put")
     finally:
-        memstore.stop(keep_data=False, force=True)
+        memstore.stop(config=config, keep_data=False, force=True)
         ray.shutdown()
     print(f"smoke: step 7 put, committed and read back from {home.parent}, {got.nbytes} bytes equal")
 

@@ -42,10 +42,24 @@ class Repair:
         attempt = job.newest
         if attempt is None or attempt.phase == "fencing" or job.name in self.catalog.rounds.active:
             return
+        is_waiting = self._may_come_back(now, attempt)
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if step in job.commits or is_open:
+            if is_open or (step in job.commits and not is_waiting):
                 self._consider_step(now, job, attempt, step, may_drop=step in job.commits)
+
+    def _may_come_back(self, now: float, attempt: Attempt) -> bool:
+        """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
+
+        A killed holder is replaced within seconds and adopts its arena: copying everything away at
+        once would be work for nothing, in the moment when a restore needs the network.
+        """
+        wait_s = self.catalog.rules.repair_after_s
+        for seat in attempt.seats.values():
+            state = self.catalog.hosts.states.get(seat.host_id)
+            if state is not None and state.status == "dead" and now - state.since_s < wait_s:
+                return True
+        return False
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
         placement = self.catalog.placement(job)

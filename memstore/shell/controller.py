@@ -102,11 +102,10 @@ class Controller:
         *,
         secret: bytes,
         on_exit: Callable[[str], None] = lambda why: None,
-        supervise: Callable[[set[str]], None] | None = None,
         settle_s: float = 10.0,
     ) -> None:
         self.config, self.membership, self.secret = config, membership, secret
-        self.on_exit, self.supervise, self.settle_s = on_exit, supervise, settle_s
+        self.on_exit, self.settle_s = on_exit, settle_s
         self.stopping = threading.Event()
         self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
         self.sessions: dict[str, Session] = {}
@@ -148,10 +147,19 @@ class Controller:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
 
+    def connected(self) -> list[str]:
+        """Hosts with a session now."""
+        with self.lock:
+            return sorted(self.sessions)
+
+    def is_serving(self) -> bool:
+        """True once the catalog has settled."""
+        return self.catalog.is_settled
+
     # -- sessions -----------------------------------------------------------------------------
 
     def _dial_loop(self) -> None:
-        """Dial every announced holder that has no session; let the supervisor start missing ones (R3)."""
+        """Dial every announced holder that has no session."""
         while not self.stopping.wait(DIAL_S):
             try:
                 announced = self.membership.hosts()
@@ -165,10 +173,6 @@ class Controller:
                         continue
                     self.dialling.add(host)
                 threading.Thread(target=self._dial, args=(host, record), daemon=True).start()
-            if self.supervise is not None:
-                with self.lock, contextlib.suppress(MemstoreError):
-                    connected = set(self.sessions) | self.dialling
-                self.supervise(connected)
 
     def _dial(self, host: str, record: dict[str, Any]) -> None:
         try:

@@ -27,6 +27,7 @@ from memstore.core.wire import Kind
 from memstore.errors import CapacityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena_folder import make_folder, write_secret
 from memstore.shell.arena_lock import ArenaLock, LockOwner
+from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
@@ -72,7 +73,10 @@ class Holder:
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )
         write_secret(self.folder, secret)
-        self.vault = Vault(self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes)
+        self.vault = Vault(
+            self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes,
+            admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
+        )  # fmt: skip
         self.journal = Journal.open(self.folder / "journal")
         self.term = 0
         self.fences: dict[str, int] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memstore.core.manifest import (
@@ -40,10 +40,13 @@ PIN_S = 600.0  # longest a reader may keep a replica (R7)
 class Vault:
     """Everything one host stores, behind one lock."""
 
-    def __init__(self, folder: Path, *, limit_bytes: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, *, limit_bytes: int, chunk_bytes: int, admit: Callable[[int, int], str | None] | None = None
+    ) -> None:
         self.lock = threading.RLock()
         self.chunk_bytes = chunk_bytes
         self.limit_bytes = limit_bytes
+        self._admit = admit  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None (R9)
         self.arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
         self.manifests = ManifestFolder.open(folder)
         self.table = SlotTable(self.arena.slots_count)
@@ -148,6 +151,9 @@ class Vault:
                     asked_bytes=slots_count * self.chunk_bytes,
                     limit_bytes=self.limit_bytes,
                 )
+            refusal = self._admit(slots_count * self.chunk_bytes, self.arena.claimed_bytes) if self._admit else None
+            if refusal is not None:
+                raise CapacityError(refusal, asked_bytes=slots_count * self.chunk_bytes)
             self.arena.grow(slots_count)
             with self.lock:
                 self.table.grow(self.arena.slots_count)

@@ -1,0 +1,231 @@
+"""start, status, stop: the store as a whole on a Ray cluster (DESIGN 5, R3, R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.api import any_tool, store_root
+from memstore.config import Config
+from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
+from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
+from memstore.shell.arena_folder import read_secret
+from memstore.shell.arena_lock import is_held, owner
+
+START_S = 90.0
+POLL_S = 0.1
+ASK_S = 30.0
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What the store knows of itself; `to_dict()` is what `memstore status --json` prints."""
+
+    store: str
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+    term: int = 0
+    failure_domains: list[str] = field(default_factory=list)
+    ray: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-able."""
+        return {
+            "store": self.store, "ray": self.ray, "term": self.term, "failure_domains": self.failure_domains,
+            "hosts": self.hosts, "jobs": self.jobs,
+        }  # fmt: skip
+
+
+def start(config: Config | None = None, *, address: str | None = None) -> ClusterStatus:
+    """Start one holder per host and the controller; calling it again is fine (R3).
+
+    Args:
+        config: Store fields; they must equal the running store's (R5).
+        address: Ray cluster; default: the one this process is connected to, one found on this machine, or a
+            new local one that lives as long as this process.
+
+    Raises:
+        ConfigError: the running store has other fields, or a holder cannot start; says which and why.
+    """
+    config = config or Config()
+    join_ray(address)
+    actor = _controller(config)
+    if actor is None:
+        actor = _create(config)
+    described = ray.get(actor.describe.remote(), timeout=START_S)
+    _check_fields(config, described["fields"])
+    _wait_started(actor)
+    return status(config=config)
+
+
+def join_ray(address: str | None) -> None:
+    """Connect this process to a Ray cluster unless it is connected already."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
+    except ConnectionError:
+        if address is not None:
+            raise PeerUnreachable(
+                f"no Ray cluster answers at {address}: start one with `ray start --head`"
+            ) from None
+        ray.init(include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+
+
+def _controller(config: Config) -> Any:
+    try:
+        return ray.get_actor(controller_name(config.store), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _create(config: Config) -> Any:
+    head = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            head = node["NodeID"]
+    return (
+        ray.remote(ControllerActor)
+        .options(  # type: ignore[attr-defined]
+            name=controller_name(config.store), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+            num_cpus=0, max_restarts=-1, max_concurrency=16,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
+        )
+        .remote(config.store_fields(), _secret(config))
+    )  # fmt: skip
+
+
+def _secret(config: Config) -> bytes:
+    """Return the secret an earlier life of the store left on this machine, else a new one (R4)."""
+    root = store_root(config)
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        with contextlib.suppress(MemstoreError, OSError):
+            found = read_secret(folder)
+            if found is not None:
+                return found
+    return secrets.token_bytes(32)
+
+
+def _check_fields(config: Config, running: dict[str, Any]) -> None:
+    mine = config.store_fields()
+    differing = [f"{k}: {running.get(k)!r} runs, {mine[k]!r} asked" for k in mine if mine[k] != running.get(k)]
+    if differing:
+        raise ConfigError(
+            f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
+            "store name, or stop it first (memstore down)"
+        )
+
+
+def _wait_started(actor: Any) -> None:
+    """Wait until every node has a holder that the controller talks to, or one says why it cannot."""
+    deadline_s = time.monotonic() + START_S
+    while True:
+        seen = ray.get(actor.describe.remote(), timeout=START_S)
+        missing = [n for n in seen["nodes"] if seen["hosts"].get(n) not in seen["connected"]]
+        if not missing and seen["nodes"] and seen["is_serving"]:
+            return
+        failed = {n: seen["errors"][n] for n in missing if n in seen["errors"]}
+        if failed or time.monotonic() > deadline_s:
+            node, why = next(iter(failed.items()), (missing[0] if missing else "none", f"silent for {START_S:g} s"))
+            raise ConfigError(f"the holder of Ray node {node[:12]} did not start: {why}", nodes=missing)
+        time.sleep(POLL_S)
+
+
+def ask(
+    verb: str, body: dict[str, Any] | None = None, *, config: Config | None = None, timeout_s: float = ASK_S
+) -> dict[str, Any]:
+    """Ask the controller through a holder on this machine, else through Ray if this process is connected to it."""
+    config = config or Config()
+    try:
+        with any_tool(config) as tool:
+            answer: dict[str, Any] = tool.ask(verb, body, timeout_s)
+            return answer
+    except PeerUnreachable:
+        actor = _controller(config) if ray.is_initialized() else None
+        if actor is None:
+            raise
+    return dict(ray.get(actor.ask.remote(verb, body or {}, timeout_s), timeout=timeout_s + ASK_S))
+
+
+def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
+    """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
+    config = config or Config()
+    if address is not None:
+        join_ray(address)
+    body = ask("status", config=config)
+    ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
+    return ClusterStatus(config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], ray_address)
+
+
+def stop(
+    *, address: str | None = None, config: Config | None = None, keep_data: bool = True, force: bool = False
+) -> None:
+    """Stop the controller and every holder. With keep_data the arenas stay for a later start (R5).
+
+    Raises:
+        CapacityError: keep_data=False while a committed step lives only in RAM, unless `force`.
+    """
+    config = config or Config()
+    join_ray(address)
+    actor = _controller(config)
+    if actor is None:
+        return
+    if not keep_data and not force:
+        _refuse_last_copies(config)
+    with contextlib.suppress(Exception):
+        ray.get(actor.close_holders.remote(not keep_data), timeout=START_S)
+    with contextlib.suppress(Exception):
+        ray.get(actor.close.remote(), timeout=ASK_S)
+    ray.kill(actor, no_restart=True)
+
+
+def _refuse_last_copies(config: Config) -> None:
+    for job in status(config=config).jobs:
+        newest, durable = job.get("committed_step"), job.get("durable_step")
+        if newest is not None and (durable is None or durable < newest):
+            raise CapacityError(
+                f"job {job['job']!r}: step {newest} lives only in RAM (durable: {durable}). Stopping with "
+                "keep_data=False would lose it: keep the data, make it durable, or pass force=True"
+            )
+
+
+def leftovers(config: Config | None = None) -> list[dict[str, Any]]:
+    """List the arenas of this store on this machine, with or without Ray (R5)."""
+    root = store_root(config or Config())
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        holding = owner(folder)
+        arena = folder / "arena"
+        found.append(
+            {
+                "host": folder.name, "folder": str(folder), "is_live": is_held(folder),
+                "pid": holding.pid if holding is not None else None,
+                "nbytes": arena.stat().st_blocks * 512 if arena.exists() else 0,
+            }
+        )  # fmt: skip
+    return found
+
+
+def remove_leftovers(config: Config | None = None, hosts: list[str] | None = None) -> list[str]:
+    """Remove arenas that no live holder owns; return their hosts. ConfigError if a named one is live."""
+    removed = []
+    for row in leftovers(config):
+        if hosts is not None and row["host"] not in hosts:
+            continue
+        if row["is_live"]:
+            if hosts is not None:
+                raise ConfigError(f"the arena of host {row['host']} belongs to a live holder, pid {row['pid']}: stop it first")
+            continue
+        shutil.rmtree(row["folder"])
+        removed.append(row["host"])
+    root = store_root(config or Config())
+    with contextlib.suppress(OSError):
+        root.rmdir()
+    return removed
