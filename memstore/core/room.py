@@ -53,6 +53,8 @@ class Room:
         active.calls[int(body["rank"])] = call
         if len(attempt.needs) == attempt.world_size and not active.is_ordered:
             active.is_ordered = True
+            if not attempt.has_put:
+                self.catalog.steps.shed(job)
             active.waits = self.order(job, attempt)
             self._finish(job, active)
 

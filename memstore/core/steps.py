@@ -218,16 +218,37 @@ class Steps:
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
             if is_open or not has_commit or not kept or (step.attempt == attempt.ordinal and step > max(kept)):
                 continue
-            by_host: dict[str, list[object]] = {}
-            for rank, hosts in job.copies[step].items():
-                for host in hosts:
-                    shard = ShardId(job.name, step.attempt, step.step, rank)
-                    by_host.setdefault(host, []).append(shard_to_wire(shard))
-            for host, shards in sorted(by_host.items()):
-                self.catalog.tell(host, "drop", {"shards": shards})
-            del job.copies[step]
+            self._drop_step(job, step)
         for step in [s for s in job.commits if s not in job.copies and s not in kept]:
             del job.commits[step]
         for number in [n for n, p in attempt.steps.items() if kept and n < max(kept).step - 1000]:
             del attempt.steps[number]
         self.catalog.compact()
+
+    def shed(self, job: Job) -> None:
+        """At an attempt's first put, older steps that no lineage can restore any more make room for it (R10, R22).
+
+        An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
+        otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
+        beyond the restored one stay until then: a rewind may be taken back.
+        """
+        attempt = job.newest
+        if attempt is None:
+            return
+        spans, busy = job.spans(attempt.ordinal), self.catalog.pinned_steps(job)
+        for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
+            commit = job.commits.get(step)
+            is_whole = commit is not None and len(job.copies[step]) == commit.world_size
+            if commit is None or (not in_lineage(spans, step) and not is_whole):
+                self._drop_step(job, step)
+
+    def _drop_step(self, job: Job, step: StepId) -> None:
+        """Free every copy of a step in RAM."""
+        by_host: dict[str, list[object]] = {}
+        for rank, hosts in job.copies[step].items():
+            for host in hosts:
+                shard = ShardId(job.name, step.attempt, step.step, rank)
+                by_host.setdefault(host, []).append(shard_to_wire(shard))
+        for host, shards in sorted(by_host.items()):
+            self.catalog.tell(host, "drop", {"shards": shards})
+        del job.copies[step]
