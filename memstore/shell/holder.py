@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from memstore.shell.arena_folder import make_folder, write_secret
 from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
+from memstore.shell.controller_session import SEND_S, ControllerSession
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
@@ -44,7 +44,6 @@ from memstore.shell.vault import Vault
 from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
-SEND_S = 5.0  # a controller that does not read for this long has lost its session
 REAP_S = 0.25  # how often dead owners of leases are looked for
 FENCE_DRAIN_S = 5.0
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
@@ -84,8 +83,7 @@ class Holder:
         self.targets: dict[str, list[str]] = {}
         self.peers: dict[str, Peer] = {}
         self._peers_lock = threading.Lock()
-        self.session: Channel | None = None
-        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.session: ControllerSession | None = None
         self.orders = ThreadPoolExecutor(4, thread_name_prefix="memstore-orders")
         self.stager = Stager(self)
         self.pusher = Pusher(self)
@@ -110,7 +108,6 @@ class Holder:
         self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self._threads = [
-            threading.Thread(target=self._send_loop, name="memstore-outbox", daemon=True),
             threading.Thread(target=self._heartbeat_loop, name="memstore-heartbeat", daemon=True),
             threading.Thread(target=self._reap_loop, name="memstore-reap", daemon=True),
             threading.Thread(target=self.scrubber.run, name="memstore-scrub", daemon=True),
@@ -123,7 +120,8 @@ class Holder:
         self.stopping.set()
         self.listener.close()
         self.rank_listener.close()
-        self.outbox.put(None)
+        if self.session is not None:
+            self.session.close()
         for part in (self.stager, self.pusher, self.persister):
             part.close()
         self.orders.shutdown(wait=False, cancel_futures=True)
@@ -196,62 +194,51 @@ class Holder:
             channel.send(Kind.EVENT, 0, {"k": "stale", "term": self.term}, deadline_s=SEND_S)
             return
         self.term = term
-        old, self.session = self.session, None
+        session = ControllerSession(channel)
+        old, self.session = self.session, session
         if old is not None:
             old.close()
-        while not self.outbox.empty():  # what an older session was owed comes again with the inventory
-            with contextlib.suppress(queue.Empty):
-                self.outbox.get_nowait()
-        with self.vault.lock:
-            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
-        journal = [msgpack.unpackb(record, strict_map_key=False) for record in self.journal.records()]
-        info = self.info
-        channel.send(
-            Kind.EVENT, 0,
-            {
-                "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
-                "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
-                "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
-                "journal": journal, "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
-            },
-            deadline_s=SEND_S,
-        )  # fmt: skip
-        self.session = channel
+        session.open(self._up())
         self.ranks.resend_calls()
         try:
             while True:
                 self._order(channel.recv(timeout_s=None).body)
         except PeerUnreachable:
-            log.info("host %s: the controller's session ended", info.host_id)
+            log.info("host %s: the controller's session ended", self.info.host_id)
         finally:
-            if self.session is channel:
+            if self.session is session:
                 self.session = None
+            session.close()
+
+    def _up(self) -> dict[str, Any]:
+        """What a controller must know of this host first: who it is, what it holds, its journal (R16)."""
+        with self.vault.lock:
+            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
+        info = self.info
+        return {
+            "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
+            "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
+            "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
+            "journal": [msgpack.unpackb(record, strict_map_key=False) for record in self.journal.records()],
+            "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
+        }  # fmt: skip
+
+    def _queue(self, body: dict[str, Any]) -> None:
+        session = self.session
+        if session is not None:
+            session.put(body)
 
     def report(self, kind: str, body: dict[str, Any]) -> None:
         """Queue a report to the controller; without a session it is dropped: inventories replace it."""
-        self.outbox.put({"k": kind, **body})
+        self._queue({"k": kind, **body})
 
     def relay(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
         """Pass a rank's call on; it is sent again to the next controller if this one dies."""
-        self.outbox.put({"k": "call", "id": call_id, "verb": verb, "body": body})
+        self._queue({"k": "call", "id": call_id, "verb": verb, "body": body})
 
     def rank_gone(self, nonce: str) -> None:
         """A rank's process is dead."""
-        self.outbox.put({"k": "rank_gone", "nonce": nonce})
-
-    def _send_loop(self) -> None:
-        while True:
-            body = self.outbox.get()
-            if body is None:
-                return
-            session = self.session
-            if session is None:
-                continue
-            try:
-                session.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
-            except TransportError as exc:
-                log.warning("host %s: lost the controller: %s", self.info.host_id, exc)
-                session.close()
+        self._queue({"k": "rank_gone", "nonce": nonce})
 
     def _heartbeat_loop(self) -> None:
         """A thread of its own that touches no bulk data (R28)."""
@@ -261,7 +248,7 @@ class Holder:
                 continue
             stats = {**self.vault.stats(), "digest_errors": self.peer_server.digest_errors_count, "scrub": self.scrubber.found_count}
             with contextlib.suppress(TransportError):
-                session.send(Kind.EVENT, 0, {"k": "beat", "stats": stats}, deadline_s=SEND_S)
+                session.send_now({"k": "beat", "stats": stats})
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
@@ -323,7 +310,7 @@ class Holder:
             self.journal.rewrite(records)
         else:
             self.journal.append(records)
-        self.outbox.put({"k": "ack", "seq": int(body["seq"])})
+        self._queue({"k": "ack", "seq": int(body["seq"])})
 
     def _fence(self, job: str, attempt: int) -> None:
         """Older processes are refused from now on; answer with what is here (R21)."""

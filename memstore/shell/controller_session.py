@@ -1,0 +1,58 @@
+"""A holder's session with one controller: what is queued for it and the thread that sends it (R16, R28).
+
+The queue opens before the inventory is taken and is sent after it, so nothing that is sealed in
+between is missed; what both contain is reported twice, which changes nothing. Without a session
+reports are dropped: the next session begins with an inventory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import Any
+
+from memstore.core.wire import Kind
+from memstore.errors import TransportError
+from memstore.shell.channel import Channel
+
+log = logging.getLogger("memstore")
+SEND_S = 5.0  # a controller that does not read for this long has lost its session
+
+
+class ControllerSession:
+    """Outgoing half of one connection of a controller."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+
+    def open(self, up: dict[str, Any]) -> None:
+        """Send the inventory, then whatever was queued since, in order."""
+        self.channel.send(Kind.EVENT, 0, up, deadline_s=SEND_S)
+        threading.Thread(target=self._run, name="memstore-outbox", daemon=True).start()
+
+    def put(self, body: dict[str, Any]) -> None:
+        """Queue a message."""
+        self.outbox.put(body)
+
+    def send_now(self, body: dict[str, Any]) -> None:
+        """Send past the queue: heartbeats only (R28)."""
+        self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+
+    def _run(self) -> None:
+        while True:
+            body = self.outbox.get()
+            if body is None:
+                return
+            try:
+                self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+            except TransportError as exc:
+                log.warning("lost the controller: %s", exc)
+                self.channel.close()
+                return
+
+    def close(self) -> None:
+        """End the session and its thread."""
+        self.channel.close()
+        self.outbox.put(None)
