@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from memstore.config import Config, check_name
-from memstore.errors import MemstoreError, PeerUnreachable
+from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, rank_host
 from memstore.shell.launch import detect_launch
 from memstore.shell.rank_link import RankLink
+from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Checkpoint, StepInfo, Store, open_shard, step_infos
-
-ASK_S = 30.0
-
-
-def store_root(config: Config) -> Path:
-    """Return the folder that holds one folder per host of this store on this machine (R5)."""
-    return Path(config.arena_dir) / f"memstore-{os.getuid()}" / config.store
 
 
 def holder_folder(config: Config, *, address: str | None = None, may_start: bool = True) -> Path:
@@ -109,32 +102,6 @@ def check_store_fields(config: Config, running: dict[str, Any]) -> None:
         )
 
 
-class Tool:
-    """A link that joins nothing: for readers and the command line. A context manager."""
-
-    def __init__(self, folder: Path) -> None:
-        if not (folder / "holder.sock").exists():
-            raise PeerUnreachable(f"no holder runs at {folder}: start the store with `memstore up`")
-        start = process_start_time(os.getpid()) or 0
-        self.link = RankLink(folder, nonce=f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}", is_tool=True)
-
-    def __enter__(self) -> Tool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
-        """Ask the controller; its error is raised here."""
-        return self.link.call(verb, body or {}, timeout_s)
-
-    def close(self) -> None:
-        """End the link."""
-        self.link.close()
-
-
 class Reader:
     """Reads a job's steps without joining it: no barrier, no fence (DESIGN 5)."""
 
@@ -172,22 +139,3 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
     """Open a reader of a job; starts nothing."""
     config = config or Config()
     return Reader(job, Tool(holder_folder(config, address=address, may_start=False)))
-
-
-@contextlib.contextmanager
-def any_tool(config: Config) -> Any:
-    """Yield a Tool on any holder of this machine, for questions that are not about one host."""
-    root = store_root(config)
-    folders = sorted(p for p in root.iterdir()) if root.is_dir() else []
-    problems = []
-    for folder in folders:
-        try:
-            tool = Tool(folder)
-        except MemstoreError as exc:
-            problems.append(f"{folder.name}: {exc}")
-            continue
-        with tool:
-            yield tool
-        return
-    detail = "; ".join(problems) or f"there is no arena under {root}"
-    raise PeerUnreachable(f"no holder of store {config.store!r} answers on this machine: {detail}. Run `memstore up`")

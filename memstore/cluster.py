@@ -12,12 +12,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.api import any_tool, store_root
 from memstore.config import Config
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena_folder import read_secret
 from memstore.shell.arena_lock import is_held, owner
+from memstore.shell.tool import any_tool, store_root
 
 START_S = 90.0
 POLL_S = 0.1

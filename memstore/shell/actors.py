@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.api import Tool
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena import Arena
@@ -27,6 +26,7 @@ from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
 from memstore.shell.listener import connect_tcp
 from memstore.shell.ray_membership import RayMembership
+from memstore.shell.tool import Tool
 
 log = logging.getLogger("memstore")
 NAMESPACE = "memstore"

@@ -21,10 +21,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 import memstore.cluster as store_cluster
-from memstore.api import store_root
 from memstore.config import Config
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import is_alive, process_start_time
+from memstore.shell.tool import store_root
 
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it

@@ -7,6 +7,7 @@ Each holder and the controller is a process of its own, found through a folder o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -19,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memstore.api import Tool, store_root
 from memstore.config import Config
 from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
+from memstore.shell.tool import Tool, store_root
 
+log = logging.getLogger("memstore")
 START_S = 30.0
 POLL_S = 0.02
 
@@ -52,6 +54,7 @@ class ProcessCluster:
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, interface="127.0.0.1", **fields)
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
         self.controller: subprocess.Popen[bytes] | None = None
         self.settle_s = 5.0
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,11 +73,13 @@ class ProcessCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            log.error("the cluster's logs:\n%s", self.logs())
         self.stop()
 
     def stop(self) -> None:
         """Kill every process and remove every arena."""
-        for process in [*self.holders.values(), self.controller]:
+        for process in [*self.holders.values(), *self.replaced, self.controller]:
             if process is not None:
                 kill(process)
         shutil.rmtree(store_root(self.config), ignore_errors=True)
@@ -117,6 +122,27 @@ class ProcessCluster:
         if self.controller is not None:
             kill(self.controller)
             self.controller = None
+
+    def forget_membership(self) -> None:
+        """What Ray knew is gone, as after a fresh start of the whole cluster: announcements and terms."""
+        for name in ("hosts", "terms"):
+            shutil.rmtree(self.folder / name)
+
+    def kill_all(self) -> None:
+        """SIGKILL every holder and the controller; the hosts' memory stays."""
+        for process in [*self.holders.values(), self.controller]:
+            if process is not None:
+                process.kill()
+        for host in list(self.holders):
+            self.kill_holder(host)
+        self.kill_controller()
+
+    def replace_holder(self, host: str) -> subprocess.Popen[bytes]:
+        """Start a successor beside a holder that still runs; return the old process."""
+        old = self.holders[host]
+        self.start_holder(host)
+        self.replaced.append(old)
+        return old
 
     def lose_host(self, host: str) -> None:
         """The machine is gone: its holder killed, its memory destroyed, its announcement left behind."""
