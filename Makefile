@@ -21,6 +21,6 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 bench: $(STAMP)
-	set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done
+	$(BIN)/python -m benchmarks --full --out benchmarks/results
 drill: $(STAMP)
 	$(BIN)/memstore drill kill-host --embedded

@@ -1,0 +1,49 @@
+"""`python -m benchmarks --quick|--full --out FOLDER`: run the benchmarks, print one table, write one JSON file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import bench_put_stall, bench_replicate, bench_restore, harness
+from benchmarks.harness import GIB, MIB, Options
+
+BENCHMARKS = {"put_stall": bench_put_stall.run, "replicate": bench_replicate.run, "restore": bench_restore.run}
+SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
+
+
+def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
+    """Run what the command line asks for; a missed target is printed, not an error."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="64 MiB, 3 rounds (default)")
+    size.add_argument("--full", dest="size", action="store_const", const="full", help="1 GiB, 5 rounds")
+    parser.add_argument(
+        "--only", choices=sorted(BENCHMARKS), action="append", help="run only this one; may be repeated"
+    )
+    parser.add_argument("--nbytes", type=int, help="bytes of the state instead")
+    parser.add_argument("--rounds", type=int, help="timed rounds instead")
+    parser.add_argument(
+        "--chunk-bytes", type=int, default=4 * MIB, help="chunk size of the store (default %(default)s)"
+    )
+    parser.add_argument("--without-ray", action="store_true", help="leave Ray's object store out")
+    parser.add_argument("--out", type=Path, help="folder for the JSON record")
+    chosen = parser.parse_args(arguments)
+    name = chosen.size or "quick"
+    nbytes, rounds = SIZES[name]
+    options = Options(
+        nbytes=chosen.nbytes or nbytes, rounds=chosen.rounds or rounds, chunk_bytes=chosen.chunk_bytes,
+        with_ray=not chosen.without_ray,
+    )  # fmt: skip
+    about = {"size": name, "machine": harness.machine(), "rounds": options.rounds, "warmups": options.warmups}
+    records = [r for key, run in BENCHMARKS.items() if not chosen.only or key in chosen.only for r in run(options)]
+    print(f"{about['machine']}\n{options.rounds} interleaved rounds after {options.warmups} warm-ups\n")
+    print(harness.table(records))
+    if chosen.out is not None:
+        print(f"\nwritten: {harness.write(records, about, chosen.out)}")
+    return records
+
+
+if __name__ == "__main__":
+    main()

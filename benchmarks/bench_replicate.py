@@ -1,0 +1,83 @@
+"""From put until the copy is sealed on the peer, beside raw TCP and Ray's object store, in one interleaved run.
+
+memstore's clock runs from the call of put until its ticket is `replicated`: copy, digests on both
+ends, transfer, seal, acknowledgement. Ray's runs from ray.put until an actor on the other node has
+the object; the fetch alone is listed too. Raw TCP sends the same bytes over two streams, from warm
+memory to warm memory, with no digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import gpt_tensors, rig
+from benchmarks.harness import Options, Record, interleave, require
+from benchmarks.ray_objects import RayObjects
+from benchmarks.tcp_streams import TcpStreams
+
+TARGET = (2.5, "at least")
+MEMSTORE, TCP, RAY, RAY_FETCH = "memstore put to sealed", "raw TCP, 2 streams", "Ray put and fetch", "Ray fetch alone"
+
+
+def run(options: Options) -> list[Record]:
+    """Return the seconds of each and memstore's speed over Ray's and over raw TCP's."""
+    state = gpt_tensors.gpt_state(options.nbytes)
+    nbytes = gpt_tensors.total_nbytes(state)
+    fetch_s: list[float] = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        flat = np.memmap(Path(folder) / "bytes", np.uint8, mode="w+", shape=(nbytes,))
+        cluster, store = stack.enter_context(rig.store_on_two_hosts(options, replicas=2))
+        tcp = stack.enter_context(TcpStreams(Path(folder) / "bytes"))
+        contenders = {MEMSTORE: lambda step: _replicate(cluster, store, state, step), TCP: lambda _: _tcp(tcp)}
+        if options.with_ray:
+            objects = stack.enter_context(RayObjects(Path(folder) / "bytes"))
+            contenders[RAY] = lambda _: _ray(objects, fetch_s)
+        seconds = interleave(contenders, options, lambda _: _refresh(state, flat))
+    record = Record("replicate", nbytes, seconds)
+    record.ratio("speed / raw TCP", TCP, MEMSTORE)
+    if options.with_ray:
+        seconds[RAY_FETCH] = fetch_s[options.warmups :]
+        record.ratio("speed / Ray put and fetch", RAY, MEMSTORE, TARGET)
+        record.ratio("speed / Ray fetch alone", RAY_FETCH, MEMSTORE)
+    return [record]
+
+
+def _refresh(state: Any, flat: np.ndarray) -> None:
+    """Alter every chunk, and give the others the very same bytes."""
+    gpt_tensors.touch(state)
+    end = 0
+    for tensor in gpt_tensors.tensors(state):
+        raw = tensor.reshape(-1).numpy().view(np.uint8)
+        flat[end : end + raw.size] = raw
+        end += raw.size
+
+
+def _replicate(cluster: Any, store: Any, state: Any, step: int) -> float:
+    started_s = time.perf_counter()
+    ticket = store.put(step, state)
+    ticket.wait("replicated")
+    took_s = time.perf_counter() - started_s
+    ticket.wait("committed")
+    got = rig.read_at(rig.FAR, cluster.config, step)
+    require(got.verdict == "local" and gpt_tensors.is_same(got.state, state), f"the peer's copy of step {step}")
+    return took_s
+
+
+def _tcp(streams: TcpStreams) -> float:
+    took_s, is_same = streams.send()
+    require(is_same, "raw TCP")
+    return took_s
+
+
+def _ray(objects: RayObjects, fetch_s: list[float]) -> float:
+    both_s, alone_s, is_same = objects.send()
+    require(is_same, "Ray's object")
+    fetch_s.append(alone_s)
+    return both_s

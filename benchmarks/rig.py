@@ -1,0 +1,57 @@
+"""A store of plain processes for the benchmarks: holders and a controller, product settings, two virtual hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import MIB, Options
+from memstore.api import connect, reader
+from memstore.config import Config
+from memstore.errors import MemstoreError
+from memstore.store import Checkpoint, Store
+from memstore.testing.processes import ProcessCluster
+
+JOB = "bench"
+NEAR, FAR = "near", "far"
+
+
+@contextlib.contextmanager
+def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
+    """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
+    labels = {"memstore": "replica"}
+    # keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
+    arena_bytes = int(3.5 * options.nbytes) + 64 * MIB
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = ProcessCluster(
+            Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}}, arena_bytes=arena_bytes,
+            chunk_bytes=options.chunk_bytes, heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0,
+            replicas=replicas,
+        )  # fmt: skip
+        with cluster, _host(NEAR), connect(JOB, rank=0, world_size=1, config=cluster.config) as store:
+            yield cluster, store
+
+
+@contextlib.contextmanager
+def _host(name: str) -> Iterator[None]:
+    before = os.environ.get("MEMSTORE_HOST")
+    os.environ["MEMSTORE_HOST"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MEMSTORE_HOST"]
+        else:
+            os.environ["MEMSTORE_HOST"] = before
+
+
+def read_at(host: str, config: Config, step: int, into: object = None) -> Checkpoint:
+    """Read rank 0's shard as a process on `host` would; its verdict says where the bytes lay."""
+    with _host(host), reader(JOB, config=config) as source:
+        got = source.get(step, rank=0, into=into)
+    if got is None:
+        raise MemstoreError(f"step {step} of job {JOB!r} is gone: retention was faster than the benchmark")
+    return got
