@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from memstore.config import Config, check_name
-from memstore.errors import MemstoreError
+from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, rank_host
@@ -17,23 +18,44 @@ from memstore.shell.rank_link import RankLink
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Checkpoint, StepInfo, Store, open_shard, step_infos
 
+START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
+RETRY_S = 0.1
 
-def holder_folder(config: Config, *, address: str | None = None, may_start: bool = True) -> Path:
-    """Return the arena folder of this process's host, starting the store through Ray if none is there (R4)."""
-    root = store_root(config)
-    try:
-        host = rank_host(os.environ, root, current_node_labels())
-        folder = arena_folder(config.arena_dir, store=config.store, host=host)
-        if (folder / "holder.sock").exists() or not may_start:
-            return folder
-    except MemstoreError:
-        if not may_start:
-            raise
-    from memstore.cluster import start
 
-    start(config, address=address)
-    host = rank_host(os.environ, root, current_node_labels())
+def holder_folder(config: Config) -> Path:
+    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told."""
+    host = rank_host(os.environ, store_root(config), current_node_labels())
     return arena_folder(config.arena_dir, store=config.store, host=host)
+
+
+def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank: int, world_size: int) -> RankLink:
+    """Connect to this host's holder: start an absent store through Ray once, wait for one that is coming back (R3, R4)."""
+    began_s = time.monotonic()
+    has_started = False
+    while True:
+        is_absent = False
+        try:
+            folder = holder_folder(config)
+            is_absent = not (folder / "holder.sock").exists()
+            return RankLink(folder, nonce=nonce, job=job, rank=rank)
+        except (TransportError, ConfigError) as exc:
+            problem: MemstoreError = exc
+        waited_s = time.monotonic() - began_s
+        if waited_s > config.connect_timeout_s:
+            raise problem
+        if not has_started and (is_absent or isinstance(problem, ConfigError) or waited_s > START_AFTER_S):
+            has_started = True
+            start_through_ray(config, address=address, may_create=world_size == 1)
+        else:
+            time.sleep(RETRY_S)
+
+
+def start_through_ray(config: Config, *, address: str | None, may_create: bool) -> None:
+    """Start the store; several ranks must find a Ray cluster, a single one may bring its own."""
+    from memstore.cluster import join_ray, start
+
+    join_ray(address, may_create=may_create)
+    start(config, address=address)
 
 
 def connect(
@@ -64,10 +86,11 @@ def connect(
     config = config or Config()
     check_name("job", job)
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
-    folder = holder_folder(config, address=address)
     start = process_start_time(os.getpid()) or 0
     nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
-    link = RankLink(folder, nonce=nonce, job=job, rank=launch.rank)
+    link = open_link(
+        config, address=address, nonce=nonce, job=job, rank=launch.rank, world_size=launch.world_size
+    )
     try:
         check_store_fields(config, link.welcome["store"])
         joined = link.call(
@@ -87,8 +110,6 @@ def connect(
 
 def check_store_fields(config: Config, running: dict[str, Any]) -> None:
     """Raise ConfigError if the caller set a store field to something else than the running store has (R5)."""
-    from memstore.errors import ConfigError
-
     default, mine = Config().store_fields(), config.store_fields()
     differing = [
         f"{name}={mine[name]!r} (running: {running[name]!r})"
@@ -138,4 +159,4 @@ class Reader:
 def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
     """Open a reader of a job; starts nothing."""
     config = config or Config()
-    return Reader(job, Tool(holder_folder(config, address=address, may_start=False)))
+    return Reader(job, Tool(holder_folder(config)))

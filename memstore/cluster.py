@@ -65,16 +65,17 @@ def start(config: Config | None = None, *, address: str | None = None) -> Cluste
     return status(config=config)
 
 
-def join_ray(address: str | None) -> None:
-    """Connect this process to a Ray cluster unless it is connected already."""
+def join_ray(address: str | None, *, may_create: bool = True) -> None:
+    """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed."""
     if ray.is_initialized():
         return
     try:
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
     except ConnectionError:
-        if address is not None:
+        if address is not None or not may_create:
+            where = f"at {address}" if address is not None else "on this machine"
             raise PeerUnreachable(
-                f"no Ray cluster answers at {address}: start one with `ray start --head`"
+                f"no store runs here and no Ray cluster answers {where}: run `ray start --head` and `memstore up` first"
             ) from None
         ray.init(include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
 
@@ -93,7 +94,7 @@ def _create(config: Config) -> Any:
             head = node["NodeID"]
     return (
         ray.remote(ControllerActor)
-        .options(  # type: ignore[attr-defined]
+        .options(
             name=controller_name(config.store), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
             num_cpus=0, max_restarts=-1, max_concurrency=16,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),

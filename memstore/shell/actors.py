@@ -41,17 +41,12 @@ def controller_name(store: str) -> str:
     return f"memstore-{store}-controller"
 
 
-def config_from_fields(fields: dict[str, Any]) -> Config:
-    """Return the Config that `store_fields` described."""
-    return Config(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-
-
 class HolderActor:
     """One host's holder in a Ray worker process."""
 
     def __init__(self, fields: dict[str, Any], secret: bytes, labels: dict[str, str], hosts_on_machine: int) -> None:
         logging.basicConfig(level=logging.INFO)
-        self.config = config_from_fields(fields)
+        self.config = Config().with_fields(fields)
         self.secret = secret
         self.identity: HostIdentity = local_identity(labels, os.environ)
         self.hosts_on_machine = hosts_on_machine
@@ -142,7 +137,7 @@ class ControllerActor:
     def __init__(self, fields: dict[str, Any], secret: bytes) -> None:
         logging.basicConfig(level=logging.INFO)
         self.fields, self.secret = fields, secret
-        config = config_from_fields(fields)
+        config = Config().with_fields(fields)
         self.membership = RayMembership(config.store)
         self.controller = Controller(config, self.membership, secret=secret, on_exit=lambda why: os._exit(0))
         self.actors: dict[str, Any] = {}  # node id -> holder actor
@@ -202,7 +197,7 @@ class ControllerActor:
         try:
             actor = (
                 ray.remote(HolderActor)
-                .options(  # type: ignore[attr-defined]
+                .options(
                     name=f"memstore-{self.fields['store']}-{node_id[:12]}-{time.time_ns()}", namespace=NAMESPACE,
                     lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
     spec = json.loads(argv[1])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["config"].items()})
+    config = Config().with_fields(spec["config"])
     membership = DirectoryMembership(spec["membership"])
     secret = bytes.fromhex(spec["secret"])
     over = threading.Event()
