@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from memstore.shell.rank_link import RankLink
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Checkpoint, StepInfo, Store, open_shard, step_infos
 
+log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
 RETRY_S = 0.1
 
@@ -102,6 +104,8 @@ def connect(
             },
             config.connect_timeout_s + ASK_S,
         )  # fmt: skip
+        if config.durable is None and launch.rank == 0:
+            log.warning("memstore %s: durable storage is off: losing every copy of a shard loses the run (durable=)", job)
         return Store(link, launch, config, joined, job=job)
     except BaseException:
         link.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,7 @@ REAP_S = 0.25  # how often dead owners of leases are looked for
 FENCE_DRAIN_S = 5.0
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
 LOCK_TIMEOUT_S = 10.0
+USED_NAME = "used"  # touched whenever a rank connects
 
 
 class Holder:
@@ -72,6 +74,7 @@ class Holder:
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )
         write_secret(self.folder, secret)
+        drop_orphan(self.folder, config.orphan_ttl_s)
         self.vault = Vault(
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes,
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
@@ -379,6 +382,19 @@ class Holder:
     def _copy_sealed(self, copy: Copy) -> None:
         self.report("sealed", {"copies": [copy_to_wire(copy)]})
 
-    def lost(self, shelved: Shelved) -> None:
-        """Report that a replica is gone for good."""
-        self.report("lost", {"shards": [shard_to_wire(shelved.shard)]})
+    def used(self) -> None:
+        """A rank connected: the arena is not an orphan (R5)."""
+        (self.folder / USED_NAME).touch()
+
+
+def drop_orphan(folder: Path, ttl_s: float) -> None:
+    """Empty an arena that no rank has connected to for `ttl_s`: its job is over (R5). The caller holds the lock."""
+    used = folder / USED_NAME
+    if used.exists() and time.time() - used.stat().st_mtime > ttl_s:
+        log.warning("dropping the arena in %s: no rank connected for %.0f s", folder, ttl_s)
+        for name in ("arena", "slots", "journal"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "manifests", ignore_errors=True)
+        used.unlink()
+    if not used.exists():
+        used.touch(mode=0o600)

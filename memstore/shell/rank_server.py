@@ -105,6 +105,7 @@ class RankServer:
             self.links[link.nonce] = link
             if not body.get("is_tool"):
                 self.owners[link.nonce] = owner
+                self.holder.used()
         fenced = self.holder.fences.get(link.job, 0)
         link.send(
             {

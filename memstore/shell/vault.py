@@ -35,6 +35,7 @@ from memstore.shell.slot_headers import SlotState as HeaderState
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
+VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
 
 
 class Vault:
@@ -195,11 +196,21 @@ class Vault:
 
     def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int) -> Draft:
         """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
+        self._verify_old(digests, sizes)
         with self.lock:
             draft = self.shelf.open_draft(name, shard, digests, attempt=attempt)
             for index, size in enumerate(sizes):
                 self.shelf.hold_known(draft, index, size)
             return draft
+
+    def _verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
+        now = time.time()
+        with self.lock:
+            known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
+            old = {n for n in known if n is not None and now - self.table.slots[n].verified_s > VERIFY_AGE_S}
+        for number in old:
+            self.verify_slot(number)
 
     def take_slot(self) -> int:
         """Take a slot to receive into; CapacityError if none is free."""
