@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Call, Job
+from memstore.core.problems import problems
+from memstore.core.survival import held_for, survival
 from placement.domains import is_finer
 from placement.odds import survival_odds
 from recovery.inventory import ShardId, StepId
@@ -67,7 +69,7 @@ class Queries:
 
     def _status(self, call: Call) -> None:
         now = self.catalog.now
-        hosts = []
+        hosts, holds = [], self._holds()
         for host, state in sorted(self.catalog.hosts.states.items()):
             info = state.info
             hosts.append(
@@ -75,17 +77,48 @@ class Queries:
                     "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
                     "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
-                    "is_explicit": info.is_explicit,
+                    "is_explicit": info.is_explicit, "holds": holds.get(host, []),
+                    # An incarnation is the holder's start in nanoseconds by its own clock (R3).
+                    "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),
                     "pushes": sum(1 for s, _ in self.catalog.repair.pushes.values() if s == host),
                 }
             )  # fmt: skip
-        body = {
+        body: Body = {
             "term": self.catalog.log.term,
             "hosts": hosts,
             "failure_domains": list(self.catalog.rules.failure_domains),
             "jobs": [self._job_status(job) for _, job in sorted(self.catalog.jobs.items())],
         }
-        self.catalog.answer(call, body)
+        self.catalog.answer(call, {**body, "problems": problems(body)})
+
+    def _newest_commit(self, job: Job) -> StepId | None:
+        """The newest committed step of the lineage."""
+        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+        return max((s for s in job.commits if in_lineage(spans, s)), default=None)
+
+    def _holds(self) -> dict[str, list[str]]:
+        """Host -> hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
+        table: dict[str, dict[str, None]] = {}
+        for job in self.catalog.jobs.values():
+            newest, attempt = self._newest_commit(job), job.newest
+            if newest is not None and attempt is not None:
+                rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
+                for host, owners in held_for(rank_hosts, job.copies.get(newest, {}), self.catalog.hosts.states).items():
+                    table.setdefault(host, {}).update(dict.fromkeys(owners))
+        return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
+
+    def _survives(self, job: Job, step: StepId) -> list[Body]:
+        """What may be lost now with every shard of the step keeping a copy, per level of failure domains."""
+        commit, ranks = job.commits[step], job.copies.get(step, {})
+        shards = [
+            [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
+            for rank in range(commit.world_size)
+        ]
+        topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
+        return [
+            {"level": row.level, "tolerated": row.tolerated_count, "fatal": list(row.fatal)}
+            for row in survival(shards, topology)
+        ]
 
     def _job_status(self, job: Job) -> Body:
         attempt = job.newest
@@ -93,7 +126,7 @@ class Queries:
         if attempt is None:
             return body
         spans = job.spans(attempt.ordinal)
-        newest = max((s for s in job.commits if in_lineage(spans, s)), default=None)
+        newest = self._newest_commit(job)
         placement = self.catalog.placement(job)
         durable = self.catalog.durable.state(job.name)
         copies = self._fewest_copies(job, newest) if newest is not None else 0
@@ -109,7 +142,11 @@ class Queries:
             committed_s=self.catalog.wall_s - job.commits[newest].wall_s if newest is not None else None,
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
             copies=copies,
+            missing_copies=self._missing_copies(job, newest, attempt.replicas) if newest is not None else 0,
             replicas=attempt.replicas,
+            survives=self._survives(job, newest) if newest is not None else [],
+            parent=attempt.parent,
+            parent_step=attempt.parent_step,
             level=placement.level if placement is not None else None,
             level_asked=attempt.level_asked,
             is_level_finer=placement is not None
@@ -128,14 +165,19 @@ class Queries:
         )
         return body
 
-    def _odds(self, placement: Any, replicas: int) -> float | None:
-        """Chance that losing `replicas` hosts at once leaves every shard a copy."""
-        if placement is None or len(placement.targets) < replicas:
+    def _odds(self, placement: Any, lost_count: int) -> float | None:
+        """Chance that losing `lost_count` hosts at once leaves every shard a copy."""
+        if placement is None or len(placement.targets) < lost_count:
             return None
         try:
-            return float(survival_odds(placement, replicas))
+            return float(survival_odds(placement, lost_count))
         except ValueError:
             return None
+
+    def _odds_table(self, placement: Any, replicas: int) -> list[list[float]]:
+        """Rows [hosts lost at once, that chance], up to one more than the copies."""
+        table = [(lost, self._odds(placement, lost)) for lost in range(1, replicas + 2)]
+        return [[lost, chance] for lost, chance in table if chance is not None]
 
     def _fewest_copies(self, job: Job, step: StepId) -> int:
         """Distinct host-level domains of the shard with the fewest."""
@@ -144,6 +186,12 @@ class Queries:
             return 0
         whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
         return min(len(self.catalog.hosts.domains(hosts)) for hosts in whole)
+
+    def _missing_copies(self, job: Job, step: StepId, replicas: int) -> int:
+        """Whole copies that all shards of the step together are short of."""
+        ranks = job.copies.get(step, {})
+        whole = (sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size))
+        return sum(max(0, replicas - count) for count in whole)
 
     def _step_rows(self, job: Job) -> list[Body]:
         attempt = job.newest
@@ -208,6 +256,7 @@ class Queries:
                     [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
+                "odds": self._odds_table(self.catalog.placement(job), attempt.replicas),
             },
         )  # fmt: skip
 

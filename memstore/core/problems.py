@@ -1,0 +1,140 @@
+"""What a person should know about a store, worst first: each with a cause, a time and a remedy. Pure.
+
+Reads nothing but the body of a status answer (queries.py), so that the text, `--json` and `--check` cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from memstore.core.events import Body
+
+#: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
+#: and what is worth knowing although the promise holds.
+UNRECOVERABLE, DEGRADED, NOTE = "unrecoverable", "degraded", "note"
+SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
+
+
+def problems(status: Body) -> list[Body]:
+    """Return rows {severity, about, cause, since_s, remedy}; `since_s` is None where nobody knows."""
+    found: list[Body] = []
+    for host in status["hosts"]:
+        found += _host_problems(host, status["jobs"])
+    for job in status["jobs"]:
+        if job["attempt"] is not None:
+            found += _copy_problems(job, status["hosts"])
+            found += _job_problems(job)
+            found += _durable_problems(job)
+    return sorted(found, key=lambda row: SEVERITIES.index(row["severity"]))
+
+
+def is_running(job: Body) -> bool:
+    """Return whether an attempt of the job is open."""
+    return job["attempt"] is not None and job["phase"] != "closed"
+
+
+def _row(severity: str, about: str, cause: str, since_s: float | None, remedy: str) -> Body:
+    return {"severity": severity, "about": about, "cause": cause, "since_s": since_s, "remedy": remedy}
+
+
+def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
+    name, status = host["host"], host["status"]
+    if status != "live":
+        ranks = sum(is_running(job) and name in job["rank_hosts"].values() for job in jobs)
+        is_needed = ranks > 0 or status == "suspect"
+        remedy = (
+            "nothing to do yet: new work avoids it; silence for longer counts as its death"
+            if status == "suspect"
+            else "its copies are rebuilt on the other hosts; a replacement that joins gets its share by itself"
+        )
+        yield _row(DEGRADED if is_needed else NOTE, name, f"{status}: {host['why']}", host["status_s"], remedy)
+    damaged = int(host["stats"].get("scrub", 0))
+    if damaged:
+        yield _row(
+            NOTE, name, f"{damaged} damaged chunks found since its holder started, taken out and replaced from a copy",
+            host["up_s"], f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
+        )  # fmt: skip
+
+
+def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
+    """Fewer or nearer copies than asked, or none."""
+    step, name = job["committed_step"], job["job"]
+    if step is None:
+        return
+    by_level = {row["level"]: row for row in job["survives"]}
+    if by_level["host"]["tolerated"] < 0:
+        severity = UNRECOVERABLE if job["durable_step"] is None else DEGRADED
+        yield _row(
+            severity, name, f"committed step {step} is not whole in RAM any more", job["committed_s"],
+            f"`memstore plan {name}` shows what a restart would get; bring back a host that holds the rest",
+        )  # fmt: skip
+        return
+    cause = f"committed degraded: {job['degraded']}" if job["degraded"] else ""
+    if job["copies"] < job["replicas"]:
+        cause = cause or f"step {step} has {job['copies']} of {job['replicas']} copies"
+    if cause:
+        yield _row(DEGRADED, name, cause, job["committed_s"], _copies_remedy(job, hosts))
+
+
+def _copies_remedy(job: Body, hosts: list[Body]) -> str:
+    sending = sum(host["pushes"] for host in hosts)
+    if job["missing_copies"] and sending:
+        return f"none needed: repair is under way, {job['missing_copies']} copies missing, {sending} being sent"
+    placed = len(job["targets"])
+    if placed < job["replicas"]:
+        return (
+            f"{placed} hosts may hold its copies, replicas={job['replicas']} needs {job['replicas']}: add hosts with "
+            "ranks of the job, or label spare ones memstore=replica"
+        )
+    if job["is_level_finer"]:
+        return f"it mends itself when hosts in another {job['level_asked']} are back"
+    return "repair tries again by itself; `memstore status` names what refuses, `memstore verify` checks the bytes"
+
+
+def _job_problems(job: Body) -> Iterator[Body]:
+    name = job["job"]
+    gone = job["world_size"] - job["ranks_alive"]
+    if is_running(job) and gone:
+        yield _row(
+            NOTE, name, f"{gone} of {job['world_size']} ranks are gone without closing the store", job["committed_s"],
+            "their launcher has to restart them; steps already committed wait for them",
+        )  # fmt: skip
+    if job["skipped"]:
+        yield _row(
+            NOTE, name, f"{job['skipped']} steps were skipped for lack of room within stall_budget_s",
+            job["committed_s"], "put less often, raise arena_bytes, or find the slow peer above",
+        )  # fmt: skip
+    for text in (*job["warnings"], *job["unmet"]):
+        yield _row(NOTE, name, text, None, "")
+
+
+def _durable_problems(job: Body) -> Iterator[Body]:
+    name = job["job"]
+    if job["durable"] is None:
+        host = next((row for row in job["survives"] if row["level"] == "host"), None)
+        if job["committed_step"] is None or host is None or host["tolerated"] < 0:
+            return
+        fatal = ", ".join(host["fatal"][:10])
+        more = f" and {len(host['fatal']) - 10} more" if len(host["fatal"]) > 10 else ""
+        loses = f"losing {fatal}{more} now" if fatal else f"losing {host['tolerated'] + 1} hosts at once"
+        can = "loses" if fatal else "can lose"
+        yield _row(
+            NOTE, name, f"durable off: {loses} {can} the run", job["committed_s"],
+            'connect with Config(durable="/a/shared/directory")',
+        )  # fmt: skip
+    elif job["durable_problem"]:
+        yield _row(
+            DEGRADED, name, f"durable {job['durable']}: {job['durable_problem']}", job["durable_s"],
+            "make the directory writable on every host; the next write is tried by itself",
+        )  # fmt: skip
+    elif job["durable_abandoned"]:
+        yield _row(
+            NOTE, name, f"{job['durable_abandoned']} durable writes were abandoned for a newer one", job["durable_s"],
+            "faster storage, or a larger durable_every",
+        )  # fmt: skip
+
+
+def worst(rows: list[dict[str, Any]]) -> str | None:
+    """Return the worst severity among rows, None if there is none."""
+    return min((row["severity"] for row in rows), key=SEVERITIES.index, default=None)

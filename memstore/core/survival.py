@@ -1,0 +1,82 @@
+"""What may be lost now without losing a shard: counted from the copies that are there, not from what was planned (R18).
+
+Pure. A chunk survives the loss of any k domains exactly if more than k domains hold it, so the answer for a level is
+the least number of domains that hold one chunk, less one. Read `problems.py` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from placement.domains import HOST_LEVEL, levels_of, name_some
+from placement.topology import Topology
+from recovery.inventory import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSurvival:
+    """One level of failure domains, such as "rack" or "host"."""
+
+    level: str
+    tolerated_count: int  # any that many domains may be lost at once; -1: some chunk is nowhere even now
+    fatal: tuple[str, ...] = ()  # domains, in words, each of which alone has the only copy of something
+
+
+def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[LevelSurvival, ...]:
+    """Return, coarsest level first, how many domains may be lost with every shard keeping a whole copy.
+
+    Args:
+        shards: For every rank, the verified copies of its committed shard. Copies that lack chunks count for the
+            chunks they have, as a restore takes chunks from several sources.
+        topology: The hosts that are not dead. Copies on other hosts do not count. A level that labels none of them
+            is left out; hosts without the label share one domain (R18), and hosts on one machine that are not
+            explicit share that of the machine (R1).
+
+    Complexity: levels x (copies + copies x damaged chunks).
+    Source: ours.
+    """
+    found = []
+    for level in levels_of(topology.failure_domains):
+        if level != HOST_LEVEL and not any(host.domain(level) for host in topology.hosts.values()):
+            continue
+        least, fatal = len(topology.hosts), set()
+        for copies in shards:
+            for domains in _domains_by_chunk([c for c in copies if c.host in topology.hosts], level, topology):
+                least = min(least, len(domains))
+                fatal |= domains if len(domains) == 1 else set()
+        words = sorted(_in_words(topology, level, domain) for domain in fatal) if least == 1 else []
+        found.append(LevelSurvival(level, least - 1, tuple(words)))
+    return tuple(found)
+
+
+def held_for(
+    rank_hosts: Mapping[int, str], ranks: Mapping[int, Mapping[str, object]], hosts: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return, per host, the hosts of the ranks whose shards it holds: itself first if it holds its own.
+
+    Args:
+        rank_hosts: Host of every rank.
+        ranks: rank -> host -> copy, of one step.
+        hosts: The hosts to answer for.
+    """
+    table: dict[str, set[str]] = {host: set() for host in hosts}
+    for rank, copies in ranks.items():
+        for host in copies:
+            if host in table and rank in rank_hosts:
+                table[host].add(rank_hosts[rank])
+    return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
+
+
+def _domains_by_chunk(copies: list[Copy], level: str, topology: Topology) -> Iterable[set[str]]:
+    """Yield the set of domains that hold a chunk, once per different case."""
+    yield {topology.hosts[c.host].domain(level) for c in copies}  # chunks that no copy lacks, if there are any
+    for index in sorted(set().union(*(c.missing for c in copies))):
+        yield {topology.hosts[c.host].domain(level) for c in copies if index not in c.missing}
+
+
+def _in_words(topology: Topology, level: str, domain: str) -> str:
+    members = [host.host_id for host in topology.hosts.values() if host.domain(level) == domain]
+    if level != HOST_LEVEL:
+        return f"{level} {domain}" if domain else f"the hosts without a {level} label ({name_some(members)})"
+    return members[0] if len(members) == 1 else f"the machine of {name_some(members)}"
