@@ -159,12 +159,16 @@ class Catalog:
         for fact in self.log.adopt(self.journals):
             self._apply(fact, is_replay=True)
         self.journals = []
+        for job in self.jobs.values():
+            self.steps.adopt(job)
         for host in self.hosts.live_ids():
             self._send_journal(host)
             self._greet(host)
         early, self.early = self.early, []
         for waiting in early:
             self._dispatch(waiting)
+        for job in self.jobs.values():
+            self.steps.evaluate_all(job)
 
     def _send_journal(self, host: str) -> None:
         records = [f.entry_to_wire(entry) for entry in self.log.entries]
@@ -177,6 +181,7 @@ class Catalog:
             if job.newest is not None:
                 self.tell(host, "fence", {"job": job.name, "attempt": job.newest.ordinal})
                 self.send_targets(job.name, only_host=host)
+                self.steps.greet(job, host)
 
     # -- hosts --------------------------------------------------------------------------------
 

@@ -50,6 +50,33 @@ class Steps:
             attempt.steps.setdefault(shard.step, "open")
         self.evaluate(job, step)
 
+    def adopt(self, job: Job) -> None:
+        """After a rebuild: what inventories hold beyond the newest commit of the newest attempt is open again."""
+        attempt = job.newest
+        if attempt is None:
+            return
+        newest = max((s.step for s in job.commits if s.attempt == attempt.ordinal), default=-1)
+        for step in job.copies:
+            if step.attempt == attempt.ordinal and step.step not in attempt.steps:
+                attempt.has_put = True
+                attempt.steps[step.step] = "open" if step.step > newest else "superseded"
+        for rank, seat in attempt.seats.items():
+            put = [s.step for s, ranks in job.copies.items() if s.attempt == attempt.ordinal and rank in ranks]
+            seat.step = max([seat.step, *put])
+
+    def greet(self, job: Job, host: str) -> None:
+        """Tell a host's ranks of the newest commit: the word may have died with a controller or a holder."""
+        attempt = job.newest
+        fact = max((c for s, c in job.commits.items() if attempt and s.attempt == attempt.ordinal), key=lambda c: c.step, default=None)
+        if attempt is not None and fact is not None:
+            self.catalog.tell(
+                host, "level",
+                {
+                    "job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed",
+                    "degraded": fact.is_degraded, "reason": fact.reason,
+                },
+            )  # fmt: skip
+
     def evaluate_all(self, job: Job) -> None:
         """Look again at every step that is not finished, oldest first, and at degraded commits."""
         attempt = job.newest
@@ -196,6 +223,7 @@ class Steps:
         if phase in (None, "open"):
             attempt.steps[number] = "abandoned"
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number))
+        self.retain(job)  # an order to drop may have died with a controller: then its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})
 
     # -- retention ----------------------------------------------------------------------------
