@@ -37,9 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
         with_ray=not chosen.without_ray,
     )  # fmt: skip
     about = {"size": name, "machine": harness.machine(), "rounds": options.rounds, "warmups": options.warmups}
-    records = [r for key, run in BENCHMARKS.items() if not chosen.only or key in chosen.only for r in run(options)]
     print(f"{about['machine']}\n{options.rounds} interleaved rounds after {options.warmups} warm-ups\n")
-    print(harness.table(records))
+    print(harness.HEAD, flush=True)
+    records: list[harness.Record] = []
+    for key in chosen.only or BENCHMARKS:
+        for record in BENCHMARKS[key](options):
+            records.append(record)
+            print(harness.rows(record), flush=True)
     if chosen.out is not None:
         print(f"\nwritten: {harness.write(records, about, chosen.out)}")
     return records

@@ -160,22 +160,22 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def table(records: list[Record]) -> str:
-    """Return one Markdown table: a line for every contender, then a line for every ratio."""
-    lines = ["| benchmark | what | median | lowest to highest | target |", "|---|---|---:|---:|---|"]
-    for record in records:
-        for name, values in record.seconds.items():
-            rate = record.nbytes / statistics.median(values) / 1e9
-            spread = f"{min(values) * 1e3:.0f} to {max(values) * 1e3:.0f} ms"
-            lines.append(
-                f"| {record.name} | {name} | {statistics.median(values) * 1e3:.0f} ms, {rate:.2f} GB/s | {spread} | |"
-            )
-        for ratio in record.ratios:
-            target = ""
-            if ratio.target is not None:
-                target = f"{ratio.target[1]} {ratio.target[0]:g}: {'met' if ratio.is_met else 'MISSED'}"
-            spread = f"{min(ratio.values):.2f} to {max(ratio.values):.2f}"
-            lines.append(f"| {record.name} | **{ratio.name}** | **{ratio.median:.2f}** | {spread} | {target} |")
+HEAD = "| benchmark | what | median | lowest to highest | target |\n|---|---|---:|---:|---|"
+
+
+def rows(record: Record) -> str:
+    """Return Markdown table rows: one for every contender, then one for every ratio."""
+    lines = []
+    for name, values in record.seconds.items():
+        middle = statistics.median(values)
+        rate = f"{middle * 1e3:.0f} ms, {record.nbytes / middle / 1e9:.2f} GB/s"
+        lines.append(f"| {record.name} | {name} | {rate} | {min(values) * 1e3:.0f} to {max(values) * 1e3:.0f} ms | |")
+    for ratio in record.ratios:
+        target = ""
+        if ratio.target is not None:
+            target = f"{ratio.target[1]} {ratio.target[0]:g}: {'met' if ratio.is_met else 'MISSED'}"
+        spread = f"{min(ratio.values):.2f} to {max(ratio.values):.2f}"
+        lines.append(f"| {record.name} | **{ratio.name}** | **{ratio.median:.2f}** | {spread} | {target} |")
     return "\n".join(lines)
 
 

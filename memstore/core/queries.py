@@ -9,7 +9,7 @@ from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Call, Job
 from memstore.core.problems import problems
-from memstore.core.survival import held_for, survival
+from memstore.core.survival import counted_odds, held_for, survival
 from placement.domains import is_finer
 from placement.odds import survival_odds
 from recovery.inventory import ShardId, StepId
@@ -38,7 +38,7 @@ class Queries:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.asks: dict[int, Ask] = {}
-        self.reads: dict[int, tuple[Call, Body]] = {}
+        self.reads: dict[int, tuple[Call, ShardId, Body]] = {}
         self.count = 0
 
     def ask(self, verb: str, call: Call) -> None:
@@ -145,6 +145,7 @@ class Queries:
             missing_copies=self._missing_copies(job, newest, attempt.replicas) if newest is not None else 0,
             replicas=attempt.replicas,
             survives=self._survives(job, newest) if newest is not None else [],
+            refusals=sorted({f"{host}: {why}" for (_, host), why in job.refusals.items()})[:5],
             parent=attempt.parent,
             parent_step=attempt.parent_step,
             level=placement.level if placement is not None else None,
@@ -174,9 +175,17 @@ class Queries:
         except ValueError:
             return None
 
-    def _odds_table(self, placement: Any, replicas: int) -> list[list[float]]:
-        """Rows [hosts lost at once, that chance], up to one more than the copies."""
-        table = [(lost, self._odds(placement, lost)) for lost in range(1, replicas + 2)]
+    def _odds_table(self, job: Job, replicas: int) -> list[list[float]]:
+        """Rows [hosts lost at once, chance that every shard of the newest committed step keeps a copy]."""
+        step, hosts = self._newest_commit(job), self.catalog.hosts.live_ids()
+        if step is None:
+            return []
+        ranks = job.copies.get(step, {})
+        shards = [
+            [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
+            for rank in range(job.commits[step].world_size)
+        ]
+        table = [(lost, counted_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
         return [[lost, chance] for lost, chance in table if chance is not None]
 
     def _fewest_copies(self, job: Job, step: StepId) -> int:
@@ -256,7 +265,7 @@ class Queries:
                     [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
-                "odds": self._odds_table(self.catalog.placement(job), attempt.replicas),
+                "odds": self._odds_table(job, attempt.replicas),
             },
         )  # fmt: skip
 
@@ -283,7 +292,7 @@ class Queries:
         self.count += 1
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
-        self.reads[-self.count] = (call, {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why})
+        self.reads[-self.count] = (call, shard, {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why})
         self.catalog.tell(
             call.host_id, "stage",
             {
@@ -296,12 +305,16 @@ class Queries:
             },
         )  # fmt: skip
 
+    def is_read(self, shard: ShardId, host_id: str) -> bool:
+        """True while a read brings the shard to this host: its copy there is not surplus yet (R7)."""
+        return any(call.host_id == host_id and shard == read for call, read, _ in self.reads.values())
+
     def staged(self, body: Body) -> None:
         """A shard read by `_read` is at its reader's host, or could not be brought there."""
         found = self.reads.pop(int(body["round"]), None)
         if found is None:
             return
-        call, answer = found
+        call, _, answer = found
         if body["ok"]:
             self.catalog.answer(call, {**answer, "shard": body["shard"], "digest": body["digest"]})
         else:
@@ -345,7 +358,8 @@ class Queries:
         if job is None:
             return
         attempt = job.newest
-        alive = [s for s in attempt.seats.values() if not s.is_gone] if attempt is not None and attempt.phase != "closed" else []
+        seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
+        alive = [s for s in seats if not s.is_gone and self.catalog.hosts.is_live(s.host_id)]
         if alive and not call.body.get("force"):
             seat = alive[0]
             self.catalog.refuse(

@@ -82,7 +82,7 @@ class Repair:
             for target in lacking:
                 self._push(now, shard, target, good, attempt)
             if may_drop and not lacking:
-                for host in [h for h in copies if h not in wanted]:
+                for host in [h for h in copies if h not in wanted and not self.catalog.queries.is_read(shard, h)]:
                     self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                     job.drop_copy(shard, host)
 
