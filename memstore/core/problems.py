@@ -73,6 +73,8 @@ def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
     cause = f"committed degraded: {job['degraded']}" if job["degraded"] else ""
     if job["copies"] < job["replicas"]:
         cause = cause or f"step {step} has {job['copies']} of {job['replicas']} copies"
+        refusing = [text for text in job["refusals"] if text not in cause]
+        cause += f"; refused by {'; '.join(refusing)}" if refusing else ""
     if cause:
         yield _row(DEGRADED, name, cause, job["committed_s"], _copies_remedy(job, hosts))
 
@@ -89,7 +91,9 @@ def _copies_remedy(job: Body, hosts: list[Body]) -> str:
         )
     if job["is_level_finer"]:
         return f"it mends itself when hosts in another {job['level_asked']} are back"
-    return "repair tries again by itself; `memstore status` names what refuses, `memstore verify` checks the bytes"
+    if job["refusals"]:
+        return "make room where it was refused (memstore rm, a larger arena_bytes); repair tries again by itself"
+    return "none needed: repair begins by itself"
 
 
 def _job_problems(job: Body) -> Iterator[Body]:
@@ -97,7 +101,8 @@ def _job_problems(job: Body) -> Iterator[Body]:
     gone = job["world_size"] - job["ranks_alive"]
     if is_running(job) and gone:
         yield _row(
-            NOTE, name, f"{gone} of {job['world_size']} ranks are gone without closing the store", job["committed_s"],
+            NOTE, name, f"{gone} of {job['world_size']} ranks are gone without closing the store; newest commit",
+            job["committed_s"],
             "their launcher has to restart them; steps already committed wait for them",
         )  # fmt: skip
     if job["skipped"]:
@@ -120,7 +125,7 @@ def _durable_problems(job: Body) -> Iterator[Body]:
         loses = f"losing {fatal}{more} now" if fatal else f"losing {host['tolerated'] + 1} hosts at once"
         can = "loses" if fatal else "can lose"
         yield _row(
-            NOTE, name, f"durable off: {loses} {can} the run", job["committed_s"],
+            NOTE, name, f"durable off: {loses} {can} the run", None,
             'connect with Config(durable="/a/shared/directory")',
         )  # fmt: skip
     elif job["durable_problem"]:

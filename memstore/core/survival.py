@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 from placement.domains import HOST_LEVEL, levels_of, name_some
 from placement.topology import Topology
 from recovery.inventory import Copy
+
+COUNTED_SETS_MAX = 20_000  # loss sets looked at for one answer: the controller must not be busy for long
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,25 @@ def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[Le
         words = sorted(_in_words(topology, level, domain) for domain in fatal) if least == 1 else []
         found.append(LevelSurvival(level, least - 1, tuple(words)))
     return tuple(found)
+
+
+def counted_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> float | None:
+    """Return the chance that `lost_count` of the hosts, lost at once at random, leave every shard a copy.
+
+    Args:
+        shards: For every shard, the hosts that hold a whole copy.
+        hosts: All hosts that may be lost, equally likely.
+        lost_count: How many are lost.
+
+    Returns:
+        None if there are fewer hosts, or more than COUNTED_SETS_MAX sets to look at.
+    """
+    if lost_count > len(hosts) or comb(len(hosts), lost_count) > COUNTED_SETS_MAX:
+        return None
+    bit = {host: 1 << at for at, host in enumerate(sorted(hosts))}
+    fatal = {sum(bit[host] for host in holders) for holders in map(set, shards)}
+    lost_sets = [sum(lost) for lost in combinations(bit.values(), lost_count)]
+    return sum(not any(mask & lost == mask for mask in fatal) for lost in lost_sets) / len(lost_sets)
 
 
 def held_for(

@@ -1,0 +1,109 @@
+"""The `memstore` command: `memstore.cli:main`.
+
+Every verb: data on stdout, words on stderr, `--json` for one JSON document. Exit codes are the contract of
+`output.ExitCode`. Nothing here imports torch or ray; the verbs do, when they run, so that `--help` is instant.
+Read `status.py` next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from memstore.cli.jobs import ls, rm
+from memstore.cli.lifecycle import down, up
+from memstore.cli.options import is_debug
+from memstore.cli.output import ExitCode, say
+from memstore.cli.plan import plan
+from memstore.cli.status import status
+from memstore.cli.verify import verify
+from memstore.errors import MemstoreError
+
+
+def memstore_version() -> str:
+    """Return the installed version, "unknown" in a bare source tree."""
+    try:
+        return version("memstore")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Verbs(click.Group):
+    """A group that turns what went wrong into one clear line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs in the order a person needs them."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb; an error of ours is a message, never a traceback (unless --debug)."""
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.Exit:
+            raise
+        except (MemstoreError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # `memstore ls | head`: click ends quietly
+            problem = str(error) or type(error).__name__
+        except (click.ClickException, click.Abort, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            problem = f"internal error, please report it with the output of --debug: {type(error).__name__}: {error}"
+        if is_debug(ctx):
+            traceback.print_exc()
+        say(f"memstore: {problem}")
+        ctx.exit(ExitCode.ERROR)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(memstore_version(), prog_name="memstore")
+def main() -> None:
+    """Checkpoints of every step, in the memory of the training hosts, replicated to peers.
+
+    Exit codes: 0 fine, 1 operating error, 2 wrong usage, 3 something committed cannot be recovered, 4 degraded.
+    """
+
+
+def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Command:
+    """Return a verb that lives in a module of its own and is imported only when it runs."""
+
+    @click.command(
+        name,
+        short_help=short_help,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    @click.pass_context
+    def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+        try:
+            command = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise MemstoreError(
+                f"`memstore {name}` cannot run in this installation: {error}. It needs {extra}"
+            ) from error
+        code = command.main(args=list(arguments), prog_name=f"memstore {name}", standalone_mode=False)
+        if isinstance(code, int) and code:
+            ctx.exit(code)
+
+    return run
+
+
+for _verb in (up, down, status, ls, rm, plan, verify):
+    main.add_command(_verb)
+main.add_command(
+    _passed_on(
+        "demo", "memstore.demo.cli", "Train a small model on four hosts of this machine, kill one, compare every loss.",
+        "Ray Train and matplotlib: pip install 'memstore[train]'",
+    )
+)  # fmt: skip
+main.add_command(
+    _passed_on(
+        "drill", "memstore.drills.cli", "Break a cluster in a chosen way and prove the promise on the bytes.",
+        "the whole memstore wheel: reinstall it",
+    )
+)  # fmt: skip

@@ -1,0 +1,230 @@
+"""`memstore up` and `memstore down`: the store on a Ray cluster, and what it leaves on this machine (R3, R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from memstore.cli.options import Where, config_or_usage, store_options
+from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
+from memstore.config import Config
+from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+
+POLL_S = 0.2
+RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
+
+
+# -- up ---------------------------------------------------------------------------------------
+
+
+@click.command(short_help="Start the store on a Ray cluster.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
+@click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.')
+@click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".')
+@click.option("--interface", metavar="NAME", help="Network that carries replicas: a name or a CIDR.")
+@click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one.")
+@click.option("--failure-domains", metavar="LABELS", help='Node labels, coarsest first, such as "zone,rack".')
+@click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR cannot be written from here.")
+@click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
+@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest --wait.")
+@store_options
+def up(
+    config: Config, address: str | None, durable_check: str | None, hosts_count: int | None, timeout_s: float,
+    as_json: bool, **fields: Any,
+) -> None:  # fmt: skip
+    """Start one holder per host and the controller on a Ray cluster; on a running store, check that it fits.
+
+    Arenas that an earlier life of the store left are adopted with what they hold.
+    """
+    config = store_config(config, fields)
+    if durable_check is not None:
+        check_writable(durable_check)
+    with joined_ray(address):
+        from memstore.cluster import start
+
+        start(config)
+        where = Where(config, address)
+        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, timeout_s)
+    live = [host["host"] for host in body["hosts"] if host["status"] == "live"]
+    if as_json:
+        print_json({"store": config.store, "hosts": live, "jobs": [job["job"] for job in body["jobs"]]})
+        return
+    words = f"store {config.store} is up on {plural(len(live), 'host')}: {', '.join(live[:10])}"
+    say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
+    adopted = [job["job"] for job in body["jobs"]]
+    if adopted:
+        say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")
+
+
+def store_config(config: Config, fields: dict[str, Any]) -> Config:
+    """Return the config with the store fields that were given; a bad one is wrong usage."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "failure_domains" in given:
+        given["failure_domains"] = tuple(part.strip() for part in given["failure_domains"].split(",") if part.strip())
+    if "chunk_bytes" in given:
+        from memstore.config import bytes_from_text
+
+        try:
+            given["chunk_bytes"] = bytes_from_text("chunk_bytes", _number(given["chunk_bytes"]))
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+    return config_or_usage(store=config.store, arena_dir=config.arena_dir, **given)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def check_writable(directory: str) -> None:
+    """Raise ConfigError unless a file can be written in the directory from this machine."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".memstore-check-") as file:
+            file.write(b"memstore")
+            file.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"the durable directory {directory} cannot be written from this machine: {error.strerror}. "
+            "Create it, mount it, or mend its permissions; every host must reach it",
+            field="durable", value=directory,
+        ) from error  # fmt: skip
+
+
+def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        body = where.status()
+        live = sum(host["status"] == "live" for host in body["hosts"])
+        if live >= count:
+            return body
+        if time.monotonic() > deadline_s:
+            raise PeerTimeout(
+                f"{live} of the {count} hosts asked for are up after {timeout_s:g} s; the store runs. "
+                "`memstore status` names them, `ray status` the nodes; raise --timeout-s if they are merely slow",
+                operation="up", waited_s=timeout_s, limit_s=timeout_s,
+            )  # fmt: skip
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def joined_ray(address: str | None) -> Iterator[None]:
+    """Connect this process to a Ray cluster that runs; never start one, it would end with the command."""
+    import ray
+
+    from memstore.shell.actors import NAMESPACE
+
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"at {address}" if address else "on this machine"
+        raise PeerUnreachable(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, join one with `ray start "
+            "--address=HOST:6379`, or name one with --address",
+            address=address,
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+# -- down -------------------------------------------------------------------------------------
+
+
+@click.command(short_help="Stop the store; its arenas stay in memory unless --discard.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
+@click.option("--discard", is_flag=True, help="Free the memory too: every step that lives only in RAM is lost.")
+@click.option("--force", is_flag=True, help="With --discard: even if a committed step lives only in RAM.")
+@click.option("--leftovers", is_flag=True, help="No Ray: list this machine's arenas; with --discard remove dead ones.")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="With --leftovers: only this host. Repeatable.")
+@store_options
+def down(
+    config: Config,
+    address: str | None,
+    discard: bool,
+    force: bool,
+    leftovers: bool,
+    hosts: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Stop the store. Its arenas stay in memory for the next `memstore up`, unless --discard."""
+    if leftovers:
+        _leftovers(config, hosts, discard=discard, as_json=as_json)
+        return
+    if hosts:
+        raise click.UsageError("--host goes with --leftovers; without it the whole store stops")
+    if force and not discard:
+        raise click.UsageError("--force goes with --discard; without it nothing is lost")
+    try:
+        with joined_ray(address):
+            from memstore.cluster import stop
+
+            stop(config=config, keep_data=not discard, force=force)
+    except PeerUnreachable as error:
+        raise PeerUnreachable(f"{error}. What the store left here: `memstore down --leftovers`") from error
+    _report_down(config, discard=discard, as_json=as_json)
+
+
+def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
+    """Say what is left on this machine; a holder that still runs is an error."""
+    from memstore.cluster import leftovers
+
+    deadline_s = time.monotonic() + RELEASE_S
+    rows = leftovers(config)
+    while any(row["is_live"] for row in rows) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+        rows = leftovers(config)
+    running = [f"{row['host']} (pid {row['pid']})" for row in rows if row["is_live"]]
+    if running:
+        raise MemstoreError(
+            f"the holder of {', '.join(running)} still runs: it belongs to another Ray cluster, see --address"
+        )
+    if as_json:
+        print_json({"store": config.store, "discarded": discard, "kept": rows})
+        return
+    say(f"store {config.store} is down")
+    if rows:
+        nbytes = sum(row["nbytes"] for row in rows)
+        say(
+            f"{size_text(nbytes)} on {plural(len(rows), 'host')} of this machine stay in memory: `memstore up` adopts "
+            "them, `memstore down --leftovers --discard` frees them"
+        )
+
+
+def _leftovers(config: Config, hosts: tuple[str, ...], *, discard: bool, as_json: bool) -> None:
+    """List the arenas of this machine; remove those whose holder is gone."""
+    from memstore.cluster import leftovers, remove_leftovers
+
+    rows = leftovers(config)
+    for host in hosts:
+        if host not in {row["host"] for row in rows}:
+            have = ", ".join(row["host"] for row in rows) or "none"
+            raise ConfigError(f"store {config.store!r} has no arena of host {host!r} on this machine: it has {have}")
+    rows = [row for row in rows if not hosts or row["host"] in hosts]
+    removed = remove_leftovers(config, list(hosts) or None) if discard else []
+    rows = [{**row, "is_removed": row["host"] in removed} for row in rows]
+    if as_json:
+        print_json({"store": config.store, "arenas": rows})
+    elif not rows:
+        say(f"store {config.store} has left nothing on this machine")
+    else:
+        table = plain_table("HOST", ">BYTES", "HOLDER", "FOLDER")
+        for row in rows:
+            state = f"runs, pid {row['pid']}" if row["is_live"] else "gone"
+            table.add_row(
+                row["host"], size_text(row["nbytes"]), "removed" if row["is_removed"] else state, row["folder"]
+            )
+        data_console().print(table)
+        idle = [row for row in rows if not row["is_live"] and not row["is_removed"]]
+        if idle:
+            say("add --discard to remove those without a holder; `memstore up` would adopt them")
+    if discard and any(row["is_live"] for row in rows):
+        say("arenas of running holders were left alone: `memstore down --discard` stops the store and frees them")
+        raise click.exceptions.Exit(ExitCode.ERROR)

@@ -1,0 +1,124 @@
+"""The options every verb has, and the way to the store they name (R4, R5)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from memstore.config import Config
+from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+
+ASK_S = 10.0
+_DEBUG = "memstore.debug"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which store to ask, and through what: a holder of this machine, or a Ray cluster if one is named."""
+
+    config: Config
+    address: str | None = None
+
+    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """Ask the controller.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: no holder or no controller answers; says what to run.
+        """
+        try:
+            if self.address is not None:
+                from memstore.cluster import ask, join_ray
+
+                join_ray(self.address)
+                return ask(verb, body, config=self.config, timeout_s=timeout_s)
+            from memstore.shell.tool import any_tool
+
+            with any_tool(self.config) as tool:
+                return dict(tool.ask(verb, body, timeout_s))
+        except PeerTimeout as error:
+            raise PeerTimeout(
+                f"the controller of store {self.config.store!r} did not answer {verb!r} within {timeout_s:g} s, though "
+                "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, run "
+                "`memstore up`. What is stored is not touched by this",
+                operation=verb, waited_s=timeout_s, limit_s=timeout_s,
+            ) from error  # fmt: skip
+        except PeerUnreachable as error:
+            if self.address is not None:
+                raise
+            raise PeerUnreachable(f"{error}, or name its Ray cluster with --address") from error
+
+    def status(self) -> dict[str, Any]:
+        """Return the controller's status."""
+        return self.ask("status")
+
+
+def check_job(status: dict[str, Any], name: str) -> str:
+    """Return `name` if the store knows the job; else raise with the names it knows, the nearest first."""
+    return _check_known("job", name, [job["job"] for job in status["jobs"]], "`memstore ls` lists its jobs")
+
+
+def check_host(status: dict[str, Any], name: str) -> str:
+    """Return `name` if the store knows the host; else raise with the names it knows, the nearest first."""
+    return _check_known("host", name, [h["host"] for h in status["hosts"]], "`memstore status` lists its hosts")
+
+
+def _check_known(what: str, name: str, known: list[str], remedy: str) -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=3)
+    listed = near or sorted(known)[:10]
+    more = f" and {len(known) - 10} more" if not near and len(known) > 10 else ""
+    have = f"it has {', '.join(listed)}{more}" if known else "it has none"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{have};"
+    raise ConfigError(f"the store has no {what} {name!r}: {hint} {remedy}", field=what, value=name)
+
+
+def is_debug(ctx: click.Context) -> bool:
+    """Return whether --debug was given to the verb."""
+    return bool(ctx.find_root().meta.get(_DEBUG))
+
+
+def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.find_root().meta[_DEBUG] = value
+
+
+def config_or_usage(**fields: Any) -> Config:
+    """Return a Config; a value it refuses is wrong usage (exit code 2)."""
+    try:
+        return Config(**fields)
+    except MemstoreError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def store_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --store, --arena-dir, --json and --debug; the verb gets `config` and `as_json`."""
+
+    @click.option("--store", default=Config.store, show_default=True, metavar="NAME", help="Name of the store.")
+    @click.option(
+        "--arena-dir",
+        default=Config.arena_dir,
+        show_default=True,
+        metavar="DIR",
+        help="Memory file system that holds its arenas.",
+    )
+    @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+    @click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Tracebacks of errors."
+    )
+    @functools.wraps(verb)
+    def wrapped(*args: Any, store: str, arena_dir: str, **kwargs: Any) -> Any:
+        return verb(*args, config=config_or_usage(store=store, arena_dir=arena_dir), **kwargs)
+
+    return wrapped
+
+
+def address_option(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --address, for a machine that has no holder of its own."""
+    return click.option(
+        "--address", metavar="ADDRESS", help="Ray cluster to ask through, when no holder runs on this machine."
+    )(verb)

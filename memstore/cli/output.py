@@ -1,0 +1,89 @@
+"""How the command line speaks: data on stdout, words on stderr, numbers a person can read, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import IntEnum
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped
+_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
+_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+class ExitCode(IntEnum):
+    """What the process's exit code says; 2 is click's, for wrong usage."""
+
+    FINE = 0
+    ERROR = 1
+    USAGE = 2
+    UNRECOVERABLE = 3
+    DEGRADED = 4
+
+
+def data_console() -> Console:
+    """Return a console on stdout as it is now."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_COLUMNS
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+
+
+def words_console() -> Console:
+    """Return a console on stderr as it is now."""
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str) -> None:
+    """Write words, not data."""
+    click.echo(text, err=True)
+
+
+def print_json(body: Any) -> None:
+    """Write one JSON document to stdout, on one line."""
+    click.echo(json.dumps(body, ensure_ascii=False, default=str))
+
+
+def plain_table(*headers: str) -> Table:
+    """Return a table without lines; a header that starts with ">" aligns right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header.lstrip(">"), justify="right" if header.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def count_text(value: int | None) -> str:
+    """Return "18,412", or "-" for None."""
+    return "-" if value is None else f"{value:,}"
+
+
+def age_text(seconds: float | None) -> str:
+    """Return a duration with one unit: "2.1 s", "41 s", "11 min", "3 h", "3 d"."""
+    if seconds is None:
+        return "-"
+    for size, unit in _AGES:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def size_text(nbytes: int | float | None) -> str:
+    """Return a size in binary units: "112 GiB", "9.6 MiB", "512 B"."""
+    if nbytes is None:
+        return "-"
+    for size, unit in _SIZES:
+        if nbytes >= size:
+            value = nbytes / size
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 step", "2 steps", "2 copies"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"

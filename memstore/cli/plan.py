@@ -1,0 +1,149 @@
+"""`memstore plan`: a dry run of losing hosts, by the same planner that a restore uses. Moves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from memstore.cli.options import Where, address_option, check_host, check_job, store_options
+from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
+from memstore.config import Config
+from memstore.errors import ConfigError
+
+SOURCES_MAX = 20  # rows of the transfer table; the JSON has all that the controller sends
+
+
+class LoseManyCommand(click.Command):
+    """A command whose --lose takes all words up to the next option: `--lose h1 h2`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give every further word after --lose a --lose of its own."""
+        spread: list[str] = []
+        previous, is_losing = "", False
+        for arg in args:
+            if arg.startswith("-"):
+                is_losing = arg == "--lose" or arg.startswith("--lose=")
+            elif is_losing and previous != "--lose":
+                spread.append("--lose")
+            spread.append(arg)
+            previous = arg
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=LoseManyCommand, short_help="Dry run: what would come back, from where, if hosts died now.")
+@click.argument("job", required=False)
+@click.option(
+    "--lose", multiple=True, required=True, metavar="HOST...",
+    help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.",
+)  # fmt: skip
+@address_option
+@store_options
+@click.pass_context
+def plan(
+    ctx: click.Context, config: Config, address: str | None, job: str | None, lose: tuple[str, ...], as_json: bool
+) -> None:
+    """Say what would be recovered, from where, and what would be lost, if hosts died now.
+
+    Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does.
+    """
+    where = Where(config, address)
+    status = where.status()
+    names = [check_job(status, job)] if job is not None else [row["job"] for row in status["jobs"]]
+    hosts = lost_hosts(status, lose)
+    if not names:
+        raise ConfigError("the store holds no job yet, so there is nothing to plan for")
+    running = [name for name in names if attempt_of(status, name) is not None]
+    plans = [where.ask("plan", {"job": name, "lose": hosts}) for name in running]
+    if as_json:
+        print_json({"lost_hosts": hosts, "plans": [{**row, "outcome": outcome(row)} for row in plans]})
+    else:
+        for row in plans:
+            _show(row)
+    ctx.exit(max((exit_code(row) for row in plans), key=_SEVERITY.index, default=ExitCode.FINE))
+
+
+_SEVERITY = (ExitCode.FINE, ExitCode.DEGRADED, ExitCode.UNRECOVERABLE)
+
+
+def attempt_of(status: dict[str, Any], job: str) -> int | None:
+    """Return the newest attempt of a job."""
+    found: int | None = next(row["attempt"] for row in status["jobs"] if row["job"] == job)
+    return found
+
+
+def lost_hosts(status: dict[str, Any], words: tuple[str, ...]) -> list[str]:
+    """Return the hosts that the words name: ids, or label=value for every host with that label."""
+    hosts: dict[str, None] = {}
+    for word in (part for text in words for part in text.split(",") if part):
+        label, is_domain, value = word.partition("=")
+        if not is_domain:
+            hosts[check_host(status, word)] = None
+            continue
+        matching = [host["host"] for host in status["hosts"] if host["labels"].get(label) == value]
+        if not matching:
+            known = sorted({host["labels"][label] for host in status["hosts"] if label in host["labels"]})
+            have = f"its values are {', '.join(known)}" if known else "no host has that label"
+            raise ConfigError(f"no host is labelled {word}: {have}", field="lose", value=word)
+        hosts.update(dict.fromkeys(matching))
+    return list(hosts)
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """Return "whole", "older", "lost", "wait", or "nothing" for a job that has committed nothing."""
+    if row["verdict"] == "wait":
+        return "wait"
+    if row["step"] is None:
+        return "lost" if row["committed_step"] is not None else "nothing"
+    committed = row["committed_step"]
+    return "older" if committed is not None and row["step"] < committed else "whole"
+
+
+def exit_code(row: dict[str, Any]) -> ExitCode:
+    """Return the exit code one job's plan calls for."""
+    codes = {"lost": ExitCode.UNRECOVERABLE, "older": ExitCode.DEGRADED, "wait": ExitCode.DEGRADED}
+    return codes.get(outcome(row), ExitCode.FINE)
+
+
+def verdict_line(row: dict[str, Any]) -> str:
+    """Return the one line that answers the question."""
+    lost, step, committed = ", ".join(row["lost_hosts"]), row["step"], row["committed_step"]
+    head = f"{row['job']}: losing {lost} now"
+    kind = outcome(row)
+    if kind == "lost":
+        return f"{head} loses the run: {row['why']}"
+    if kind == "nothing":
+        return f"{head} loses everything: no step is committed yet"
+    if kind == "wait":
+        return f"{head}: not known yet: {row['why']}"
+    words = f"{head} restores step {step:,} ({row['verdict']})"
+    return (
+        f"{words}, {committed - step:,} committed steps lost" if kind == "older" else f"{words}, 0 committed steps lost"
+    )
+
+
+def _show(row: dict[str, Any]) -> None:
+    console = data_console()
+    console.print(verdict_line(row))
+    if row["step"] is not None:
+        sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items())
+        console.print(f"  {sizes} · {plural(len(row['ranks_moved']), 'rank')} on other hosts")
+    for attempt, step, reason in row["rejected"][:3]:
+        console.print(f"  not used: step {step:,} of attempt {attempt}: {reason}")
+    routes: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
+    for rank, tier, source, target, nbytes in row["transfers"]:
+        total, ranks = routes.get((tier, source, target), (0, set()))
+        routes[tier, source, target] = (total + nbytes, ranks | {rank})
+    if routes:
+        table = plain_table("  FROM", "TO", ">BYTES", "RANKS")
+        for (tier, source, target), (nbytes, ranks) in sorted(routes.items())[:SOURCES_MAX]:
+            name = "durable storage" if tier == "durable" else source
+            shown = ", ".join(map(str, sorted(ranks)[:10])) + (
+                f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
+            )
+            table.add_row(f"  {name}", target, size_text(nbytes), shown)
+        console.print(table)
+    for lost_count, chance in row["odds"]:
+        words = f"any {plural(lost_count, 'host')}" if chance in (0, 1) else f"{lost_count} random hosts"
+        keeps = {0: "no chance to keep", 1: "sure to keep"}.get(chance, f"{chance:.2%} chance to keep")
+        console.print(f"  now, losing {words} at once: {keeps} every shard in RAM")

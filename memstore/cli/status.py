@@ -1,0 +1,218 @@
+"""`memstore status`: what do I lose if something dies now, who holds what, and what needs attention."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.output import (
+    ExitCode,
+    age_text,
+    count_text,
+    data_console,
+    plain_table,
+    plural,
+    print_json,
+    size_text,
+)
+from memstore.config import Config
+from memstore.core.problems import DEGRADED, UNRECOVERABLE, worst
+from memstore.errors import MemstoreError
+
+WATCH_S = 1.0
+
+
+@click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
+@click.option("--watch", is_flag=True, help="Show it anew every second until Ctrl-C.")
+@click.option("--check", is_flag=True, help="Exit with 4 if something is degraded, 3 if something is lost.")
+@address_option
+@store_options
+@click.pass_context
+def status(ctx: click.Context, config: Config, address: str | None, watch: bool, check: bool, as_json: bool) -> None:
+    """Show what would be lost if something died now, the hosts, and every problem with its remedy."""
+    where = Where(config, address)
+    if watch:
+        _watch(where, as_json)
+        return
+    body = status_body(where)
+    if as_json:
+        print_json(body)
+    else:
+        data_console().print(screen(body))
+    if check:
+        ctx.exit(check_code(body))
+
+
+def status_body(where: Where) -> dict[str, Any]:
+    """Return what --json prints: the controller's answer, with the version and the Ray cluster it runs on."""
+    from memstore.cli import memstore_version
+
+    answer = where.status()
+    return {
+        "version": memstore_version(), "store": where.config.store, "ray": ray_address(where.config), **answer,
+    }  # fmt: skip
+
+
+def ray_address(config: Config) -> str:
+    """Return the address of the Ray cluster, as the holders of this machine wrote it beside their arenas."""
+    from memstore.shell.arena_lock import owner
+    from memstore.shell.tool import store_root
+
+    root = store_root(config)
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        holding = owner(folder)
+        if holding is not None and holding.cluster:
+            return holding.cluster
+    return ""
+
+
+def check_code(body: dict[str, Any]) -> ExitCode:
+    """Return the exit code of --check: the worst problem decides, notes do not count."""
+    codes = {UNRECOVERABLE: ExitCode.UNRECOVERABLE, DEGRADED: ExitCode.DEGRADED}
+    return codes.get(worst(body["problems"]) or "", ExitCode.FINE)
+
+
+def _watch(where: Where, as_json: bool) -> None:
+    """Refresh until Ctrl-C; a store that does not answer for a while is shown as that, not left."""
+    is_screen = not as_json and sys.stdout.isatty()
+    console = data_console()
+    live = Live(console=console, screen=True, auto_refresh=False) if is_screen else None
+    try:
+        if live is not None:
+            live.start()
+        while True:
+            try:
+                body: dict[str, Any] = status_body(where)
+            except MemstoreError as error:
+                body = {"error": str(error)}
+            if as_json:
+                print_json(body)
+            elif live is not None:
+                live.update(Text(body["error"]) if "error" in body else screen(body), refresh=True)
+            else:
+                console.print(body["error"] if "error" in body else screen(body))
+            time.sleep(WATCH_S)
+    except KeyboardInterrupt:
+        return
+    finally:
+        if live is not None:
+            live.stop()
+
+
+# -- the screen -------------------------------------------------------------------------------
+
+
+def screen(body: dict[str, Any]) -> RenderableType:
+    """Return the whole screen: one line, jobs, hosts, problems."""
+    parts: list[RenderableType] = [Text(headline(body)), Text()]
+    parts += [job_table(body["jobs"]) if body["jobs"] else Text("no job has put anything yet"), Text()]
+    parts.append(host_table(body["hosts"], body["failure_domains"]))
+    if body["problems"]:
+        parts += [Text(), *(Text(problem_line(row)) for row in body["problems"])]
+    return Group(*parts)
+
+
+def headline(body: dict[str, Any]) -> str:
+    """Return the first line: version, store, hosts, failure domains, Ray."""
+    hosts = body["hosts"]
+    machines = {host["machine"] for host in hosts if host["machine"]}
+    words = f"{plural(len(hosts), 'host')} ({sum(h['status'] != 'live' for h in hosts)} degraded)"
+    if machines and len(machines) < len(hosts):
+        words += f" on {plural(len(machines), 'machine')}"
+    parts = [f"memstore {body['version']}", f"store {body['store']}", words]
+    for level in body["failure_domains"]:
+        values = {host["labels"][level] for host in hosts if level in host["labels"]}
+        parts += [plural(len(values), level)] if values else []
+    return " · ".join([*parts, *([f"ray at {body['ray']}"] if body["ray"] else [])])
+
+
+def job_table(jobs: list[dict[str, Any]]) -> Table:
+    """Return the table that answers: what do I lose if something dies now?"""
+    table = plain_table(
+        "JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE"
+    )
+    for job in jobs:
+        if job["attempt"] is None:
+            table.add_row(job["job"], *["-"] * 8)
+            continue
+        is_open, step = job["phase"] != "closed", job["committed_step"]
+        is_short = step is not None and job["copies"] < job["replicas"]
+        table.add_row(
+            job["job"], str(job["attempt"]),
+            f"{job['ranks_alive']}/{job['world_size']}" if is_open else "closed",
+            count_text(job["training_step"]) if job["training_step"] >= 0 else "-",
+            "nothing yet" if step is None else f"{step:,} ({age_text(job['committed_s'])} ago)",
+            at_risk(job) if is_open else "-",
+            "-" if step is None else f"{job['copies']} of {job['replicas']}{' !' if is_short else ''}",
+            "-" if step is None else survives_text(job["survives"]) ,
+            durable_text(job),
+        )  # fmt: skip
+    return table
+
+
+def at_risk(job: dict[str, Any]) -> str:
+    """Return what a death of every rank now would cost, in steps put and in time."""
+    if job["committed_step"] is None:
+        return "everything so far"
+    steps = max(0, job["training_step"] - job["committed_step"])
+    return f"{plural(steps, 'step')} / {age_text(job['committed_s'])}"
+
+
+def survives_text(rows: list[dict[str, Any]]) -> str:
+    """Return "any 1 rack, any 1 host", from the copies that are there."""
+    held = [f"any {plural(row['tolerated'], row['level'])}" for row in rows if row["tolerated"] > 0]
+    if held:
+        return ", ".join(held)
+    return "the processes only" if rows[-1]["tolerated"] == 0 else "not whole in RAM !"
+
+
+def durable_text(job: dict[str, Any]) -> str:
+    """Return the newest durable step, "off" or "none yet"; "!" marks what needs attention."""
+    if job["durable"] is None:
+        return "off !"
+    text = "none yet" if job["durable_step"] is None else f"{job['durable_step']:,}"
+    return f"{text} !" if job["durable_problem"] else text
+
+
+def host_table(hosts: list[dict[str, Any]], failure_domains: list[str]) -> Table:
+    """Return the table of hosts; a failure domain that labels none of them has no column."""
+    levels = [level for level in failure_domains if any(level in host["labels"] for host in hosts)]
+    table = plain_table(
+        "HOST", *(level.upper() for level in levels), "HOLDER", "ARENA used/reserved/limit", "ADDRESS", "HOLDS", "STATE"
+    )
+    for host in hosts:
+        is_dead, stats = host["status"] == "dead", host["stats"]
+        sizes = [size_text(stats.get(f"{key}_bytes")) for key in ("used", "reserved", "limit")]
+        table.add_row(
+            host["host"], *(host["labels"].get(level, "-") for level in levels),
+            "down" if is_dead else f"up {age_text(host['up_s'])}",
+            "-" if is_dead or not stats else " / ".join(sizes), host["address"],
+            holds_text(host), state_text(host),
+        )  # fmt: skip
+    return table
+
+
+def holds_text(host: dict[str, Any]) -> str:
+    """Return whose newest committed shards lie there: "own + h02"."""
+    return " + ".join("own" if owner == host["host"] else owner for owner in host["holds"]) or "-"
+
+
+def state_text(host: dict[str, Any]) -> str:
+    """Return "ok", what it is busy with, or since when and why it is not live."""
+    if host["status"] != "live":
+        return f"{host['status']} {age_text(host['status_s'])}: {host['why']} !"
+    return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else "ok"
+
+
+def problem_line(row: dict[str, Any]) -> str:
+    """Return one "!" line: about what, cause, time, remedy."""
+    since = f" ({age_text(row['since_s'])} ago)" if row["since_s"] is not None else ""
+    return f"! {row['about']}: {row['cause']}{since}." + (f"  Remedy: {row['remedy']}" if row["remedy"] else "")

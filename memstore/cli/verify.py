@@ -1,0 +1,87 @@
+"""`memstore verify`: every host re-digests what it holds, against the digests taken when it was put (R30)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import click
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
+from memstore.cli.plan import outcome
+from memstore.config import Config
+
+VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
+
+
+@click.command(short_help="Re-digest everything that is stored.")
+@click.argument("job", required=False)
+@address_option
+@store_options
+@click.pass_context
+def verify(ctx: click.Context, config: Config, address: str | None, job: str | None, as_json: bool) -> None:
+    """Re-digest every stored chunk, of JOB or of all jobs; damaged ones are taken out and rebuilt from a copy.
+
+    Exits with 0 if every byte is right, 4 if chunks were damaged or a host did not answer but every committed step
+    can still be restored, 3 if one cannot.
+    """
+    where = Where(config, address)
+    status = where.status()
+    names = [check_job(status, job)] if job is not None else [r["job"] for r in status["jobs"]]
+    answer = _ask_with_spinner(where, job, status)
+    plans = [
+        where.ask("plan", {"job": row["job"], "lose": []})
+        for row in status["jobs"]
+        if row["job"] in names and row["attempt"] is not None
+    ]
+    lost = [row["job"] for row in plans if outcome(row) in ("lost", "older")]
+    rows = {
+        host: {"shards": 0, "chunks": 0, "damaged": 0, "error": "", **found} for host, found in answer["hosts"].items()
+    }
+    rows.update({host: {"shards": 0, "chunks": 0, "damaged": 0, "error": "no answer"} for host in answer["silent"]})
+    damaged = sum(row["damaged"] for row in rows.values())
+    is_whole_answer = all(not row["error"] for row in rows.values())
+    code = ExitCode.FINE if not damaged and is_whole_answer else ExitCode.DEGRADED
+    code = ExitCode.UNRECOVERABLE if lost else code
+    if as_json:
+        print_json({"job": job, "hosts": rows, "damaged": damaged, "unrecoverable": lost, "ok": code == ExitCode.FINE})
+    else:
+        _show(rows, plans, lost)
+    ctx.exit(code)
+
+
+def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> dict[str, Any]:
+    """Ask all hosts; a spinner on stderr tells how much there is and how long it takes so far."""
+    used = sum(int(host["stats"].get("used_bytes", 0)) for host in status["hosts"] if host["status"] != "dead")
+    words = f"re-digesting {'job ' + job if job else 'all jobs'} (at most {size_text(used)}) on every host"
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = words_console()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with ThreadPoolExecutor(1) as pool, progress:
+        progress.add_task(words, total=None)
+        asked = pool.submit(where.ask, "verify", {"job": job}, VERIFY_S)
+        while True:
+            try:
+                return asked.result(timeout=1.0)
+            except FutureTimeout:
+                if asked.done():
+                    raise  # the answer itself is a timeout
+
+
+def _show(rows: dict[str, dict[str, Any]], plans: list[dict[str, Any]], lost: list[str]) -> None:
+    console = data_console()
+    table = plain_table("HOST", ">SHARDS", ">CHUNKS", ">DAMAGED", "RESULT")
+    for host, row in sorted(rows.items()):
+        result = row["error"] or ("damaged chunks taken out" if row["damaged"] else "every digest ok")
+        table.add_row(host, f"{row['shards']:,}", f"{row['chunks']:,}", f"{row['damaged']:,}", result)
+    console.print(table)
+    for row in plans:
+        if row["job"] in lost:
+            back = f"a restart would get step {row['step']:,}" if row["step"] is not None else "nothing can be restored"
+            console.print(f"! {row['job']}: committed step {row['committed_step']:,} is lost: {back}. {row['why']}")
+    if not lost and any(row["damaged"] for row in rows.values()):
+        count = sum(row["damaged"] for row in rows.values())
+        console.print(f"every committed step is still whole; {plural(count, 'chunk')} rebuilt from other copies")
