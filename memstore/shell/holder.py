@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 
 from memstore.config import Config
-from memstore.core.events import HostInfo, copy_to_wire, shard_from_wire, shard_to_wire
+from memstore.core.events import HostInfo, copy_to_wire, shard_from_wire
 from memstore.core.facts import AttemptOpened, entry_from_wire
 from memstore.core.shelf import Share, Shelved
 from memstore.core.wire import Kind
