@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from memstore.testing.rank_process import RankNursery
+
 # Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
 # starting and not in others; a cluster half with and half without it does not form.
 os.environ.update(
@@ -144,3 +146,16 @@ def _session_leaves_nothing_behind() -> Iterator[None]:
     left = left_behind(before)
     if left:
         pytest.fail("the run left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def _nursery() -> Iterator[RankNursery]:
+    with RankNursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(_nursery: RankNursery) -> Iterator[RankNursery]:
+    """Forks real rank processes; those of a test end with it."""
+    yield _nursery
+    _nursery.kill_all()

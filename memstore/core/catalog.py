@@ -181,6 +181,8 @@ class Catalog:
             if job.newest is not None:
                 self.tell(host, "fence", {"job": job.name, "attempt": job.newest.ordinal})
                 self.send_targets(job.name, only_host=host)
+                if job.newest.phase == "open" and (job.newest.needs or job.copies):
+                    self.room.order(job, job.newest, only_host=host)  # shares are not journalled
                 self.steps.greet(job, host)
 
     # -- hosts --------------------------------------------------------------------------------

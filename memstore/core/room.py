@@ -58,8 +58,8 @@ class Room:
             active.waits = self.order(job, attempt)
             self._finish(job, active)
 
-    def order(self, job: Job, attempt: Attempt) -> set[str]:
-        """Tell every live host of the job what to claim; return the hosts told."""
+    def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None) -> set[str]:
+        """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
         placement = self.catalog.placement(job)
         if placement is None:
             return set()
@@ -72,7 +72,7 @@ class Room:
             local.setdefault(seat_host, {})[rank] = slots * keep
             for target in placement.targets.get(self.catalog.owner_host(job, attempt, rank), ()):
                 guests[target] = guests.get(target, 0) + slots * keep
-        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h)}
+        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(ranks.values()) // keep

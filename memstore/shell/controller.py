@@ -46,7 +46,6 @@ DIAL_S = 0.2  # how often announced holders without a session are dialled
 CONNECT_S = 3.0
 SEND_S = 10.0
 TICK_S = 0.1
-LEASE_S = 3.0
 
 
 class Session:
@@ -106,6 +105,7 @@ class Controller:
     ) -> None:
         self.config, self.membership, self.secret = config, membership, secret
         self.on_exit, self.settle_s = on_exit, settle_s
+        self.lease_s = 2 * config.suspect_after_s  # a controller this silent is one that nobody waits for (R17)
         self.stopping = threading.Event()
         self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
         self.sessions: dict[str, Session] = {}
@@ -130,7 +130,7 @@ class Controller:
             rules=Rules(
                 failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
                 repair_after_s=config.repair_after_s, recovery_grace_s=config.recovery_grace_s,
-                lease_s=LEASE_S if term > 1 else config.heartbeat_s, settle_s=self.settle_s,
+                lease_s=self.lease_s if term > 1 else config.heartbeat_s, settle_s=self.settle_s,
             ),
             expected_hosts=self.membership.hosts(),
         )  # fmt: skip
@@ -271,7 +271,7 @@ class Controller:
 
     def _lease_loop(self) -> None:
         """Renew the lease while no newer controller has claimed a term."""
-        while not self.stopping.wait(LEASE_S / 3):
+        while not self.stopping.wait(self.lease_s / 3):
             try:
                 newest = self.membership.newest_term()
             except MemstoreError:
@@ -279,7 +279,7 @@ class Controller:
             if newest > self.term:
                 self._exit(f"a controller of term {newest} has taken over from term {self.term}")
                 return
-            self.events.put((None, {"k": "lease", "until_s": time.monotonic() + LEASE_S}))
+            self.events.put((None, {"k": "lease", "until_s": time.monotonic() + self.lease_s}))
 
     def _outranked(self, term: int) -> None:
         """A holder knows a higher term: ours is stale, or the terms of an earlier cluster were forgotten."""
