@@ -233,9 +233,11 @@ class Controller:
     def _handle(self, event: Event) -> None:
         try:
             actions = self.catalog.handle(time.monotonic(), event)
-        except Exception:
+        except Exception as exc:
             log.exception("catalog failed on %r", str(event)[:500])
-            actions = self.catalog.actions
+            actions = list(self.catalog.actions)
+            if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
+                actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
         for action in actions:
             self._execute(action)
         self._close_dead()
