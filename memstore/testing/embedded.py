@@ -109,6 +109,16 @@ class EmbeddedCluster:
                     os.kill(pid, signal.SIGKILL)
         return victims
 
+    def kill_everything(self) -> None:
+        """SIGKILL every process of every host, Ray's head included; the hosts' memory stays."""
+        victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        with contextlib.suppress(Exception):
+            self.cluster.shutdown()
+        self.nodes.clear()
+        self._wait_dead(victims, "the cluster")
+
     def lose_host(self, host: str) -> dict[str, Any]:
         """The machine dies: its processes are killed and checked, its memory destroyed. Return what was done."""
         if host == next(iter(self.labels)):
@@ -120,13 +130,17 @@ class EmbeddedCluster:
         self.labels.pop(host)
         with contextlib.suppress(Exception):
             self.cluster.remove_node(node, allow_graceful=False)
+        self._wait_dead(victims, host)
+        shutil.rmtree(arena)
+        return {"host": host, "processes": len(victims), "nbytes": nbytes}
+
+    def _wait_dead(self, victims: list[tuple[int, int]], what: str) -> None:
+        """A fault that has not taken effect proves nothing."""
         deadline_s = time.monotonic() + DEATH_S
         while any(is_alive(pid, start) for pid, start in victims):
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"processes of {host} are still alive {DEATH_S:g} s after SIGKILL")
+                raise RuntimeError(f"processes of {what} are still alive {DEATH_S:g} s after SIGKILL")
             time.sleep(0.02)
-        shutil.rmtree(arena)
-        return {"host": host, "processes": len(victims), "nbytes": nbytes}
 
     def arena(self, host: str) -> Path:
         """The arena folder of a host."""
