@@ -21,6 +21,7 @@
     │  └─ StepConflict              a step going backwards along the lineage
     ├─ RecoveryError                a get that cannot return a whole step (R23)
     │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
+    ├─ DrillError                   a drill could not do what it says: no verdict
     └─ InternalError                an invariant of ours broke: carries the story
 
 Constructor: one positional message plus keyword context, so that default pickling works and
@@ -119,6 +120,10 @@ class RecoveryError(MemstoreError):
 
 class GatherTimeout(RecoveryError, TimeoutError):
     """Not every rank made the collective call in time; names the missing ranks."""
+
+
+class DrillError(MemstoreError):
+    """A drill could not do what it says, such as destroy what it claims to have destroyed; it proves nothing."""
 
 
 class InternalError(MemstoreError):

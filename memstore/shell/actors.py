@@ -152,6 +152,7 @@ class ControllerActor:
         """The store's fields and where its holders stand."""
         return {
             "fields": self.fields, "hosts": dict(self.hosts), "errors": dict(self.errors), "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
             "connected": self.controller.connected(), "nodes": sorted(n["NodeID"] for n in live_nodes()),
             "is_serving": self.controller.is_serving(),
         }  # fmt: skip
