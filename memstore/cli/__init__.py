@@ -41,6 +41,7 @@ class Verbs(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an error of ours is a message, never a traceback (unless --debug)."""
+        failure: Exception
         try:
             return super().invoke(ctx)
         except click.exceptions.Exit:
@@ -48,13 +49,14 @@ class Verbs(click.Group):
         except (MemstoreError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise  # `memstore ls | head`: click ends quietly
-            problem = str(error) or type(error).__name__
+            failure, problem = error, str(error) or type(error).__name__
         except (click.ClickException, click.Abort, KeyboardInterrupt):
             raise
         except Exception as error:
+            failure = error
             problem = f"internal error, please report it with the output of --debug: {type(error).__name__}: {error}"
         if is_debug(ctx):
-            traceback.print_exc()
+            traceback.print_exception(failure)
         say(f"memstore: {problem}")
         ctx.exit(ExitCode.ERROR)
 
