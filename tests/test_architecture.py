@@ -34,6 +34,7 @@ LAYERS = {
     "memstore.store": 7,  # and every other file directly in memstore/, such as the reader
     "memstore.adapters": 8,
     "memstore.drills": 9,
+    "memstore.demo": 9,
     "memstore.cli": 10,
 }
 ERRORS_LAYER, STORE_LAYER = LAYERS["memstore.errors"], LAYERS["memstore.store"]

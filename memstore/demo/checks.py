@@ -1,0 +1,113 @@
+"""What the demo claims, as functions of records alone: each gives a yes or no and the numbers behind it.
+
+They are run on a run that restores and must pass, and on one that does not and must fail.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from memstore.demo.records import Run
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What the driver did and knew: the host, the newest step the store called committed before, and when."""
+
+    host: str
+    committed: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim, whether it holds, and with which values."""
+
+    name: str
+    is_ok: bool
+    detail: str
+
+
+RESUMED, NOTHING_REDONE, FROM_PEER, SAME_LOSSES = "resumed", "nothing-redone", "from-peer", "same-losses"
+NEED_RESTORE = (RESUMED, NOTHING_REDONE, FROM_PEER)  # a fresh start repeats the same losses: only later
+
+
+def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
+    """Return every check of a run that lost a host."""
+    return [
+        check_resumed(run, kill),
+        check_nothing_redone(run, kill),
+        check_from_peer(run, kill),
+        check_same_losses(run, undisturbed, steps_count),
+    ]
+
+
+def killed_attempt(run: Run, kill: Kill) -> int:
+    """The attempt that was training when the host died."""
+    return max((j.attempt for j in run.joined if j.wall_s <= kill.wall_s), default=0)
+
+
+def committed_step(run: Run, kill: Kill) -> int:
+    """Newest committed step at the kill: what the store or any ticket had announced before, or what was restored.
+
+    A commit may be decided in the moment of the kill and announced to nobody; if it is restored, it was.
+    """
+    killed = killed_attempt(run, kill)
+    announced = [s.committed for s in run.steps if s.attempt == killed]
+    restored = [r.step for r in run.restored if r.attempt > killed]
+    return max([kill.committed, *announced, *restored])
+
+
+def steps_redone(run: Run) -> list[int]:
+    """Steps that more than one attempt ran to their end."""
+    runs = Counter(step for _, step in {(s.attempt, s.step) for s in run.steps})
+    return sorted(step for step, count in runs.items() if count > 1)
+
+
+def killed_ranks(run: Run, kill: Kill) -> list[int]:
+    """Ranks that lived on the killed host."""
+    killed = killed_attempt(run, kill)
+    return sorted({j.rank for j in run.joined if j.attempt == killed and j.host == kill.host})
+
+
+def check_resumed(run: Run, kill: Kill) -> Check:
+    """The first step after the kill is the newest committed step + 1."""
+    committed, killed = committed_step(run, kill), killed_attempt(run, kill)
+    later = sorted({(s.attempt, s.step) for s in run.steps if s.attempt > killed})
+    if not later:
+        return Check(RESUMED, False, f"no step ran after the kill; step {committed} was committed")
+    first = later[0][1]
+    return Check(RESUMED, first == committed + 1, f"first step after the kill {first}, newest committed {committed}")
+
+
+def check_nothing_redone(run: Run, kill: Kill) -> Check:
+    """No step up to the committed one ran twice; a step in flight may, and is counted."""
+    committed, redone = committed_step(run, kill), steps_redone(run)
+    bad = [step for step in redone if step <= committed]
+    detail = f"{len(redone)} steps ran twice, {len(bad)} of them committed before the kill"
+    return Check(NOTHING_REDONE, not bad, detail)
+
+
+def check_from_peer(run: Run, kill: Kill) -> Check:
+    """The ranks of the killed host were restored from a peer's memory, with bytes to show for it."""
+    ranks, killed = killed_ranks(run, kill), killed_attempt(run, kill)
+    restored = [r for r in run.restored if r.attempt > killed]
+    peer_nbytes = max((r.bytes_by_tier.get("peer", 0) for r in restored), default=0)
+    durable_nbytes = max((r.bytes_by_tier.get("durable", 0) for r in restored), default=0)
+    moved = {rank for r in restored for rank in r.ranks_moved}
+    is_ok = bool(ranks) and set(ranks) <= moved and peer_nbytes > 0 and durable_nbytes == 0
+    detail = f"ranks of {kill.host}: {ranks}, ranks restored over the wire: {sorted(moved)}, {peer_nbytes:,} bytes"
+    return Check(FROM_PEER, is_ok, detail)
+
+
+def check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
+    """Every loss of every rank and attempt equals the uninterrupted run's, bit for bit, and none is missing."""
+    expected = undisturbed.losses()
+    ran = {s.step for s in run.steps}
+    missing = [step for step in range(steps_count) if step not in ran or step not in expected]
+    other = sorted({s.step for s in [*run.steps, *undisturbed.steps] if s.loss != expected.get(s.step)})
+    detail = f"{steps_count - len(missing) - len(other)} of {steps_count} values equal, bit for bit"
+    if missing or other:
+        detail += f"; missing {missing[:5]}, other {other[:5]}"
+    return Check(SAME_LOSSES, not missing and not other, detail)

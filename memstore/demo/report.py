@@ -1,0 +1,182 @@
+"""The end of the demo: a table in words, one JSON object, and the plot."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from memstore.demo.checks import Check, committed_step, killed_attempt, steps_redone
+from memstore.demo.records import Run
+from memstore.demo.run import LostHostRun, Outcome
+from memstore.demo.watcher import mib, restore_seconds
+
+DISK_EVERY = 50  # the comparison: checkpoints to disk at this many steps
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of the loss went; None if it did not come to that."""
+
+    detect: float | None  # kill -> the store knows
+    restart: float | None  # kill -> the last rank is in its training function again: Ray's part
+    connect: float | None  # the slowest rank's connect()
+    get: float | None  # the slowest rank's get(), waiting for the others included
+    restore: float | None  # of it: transfer, verify and load
+    lost: float | None  # between the last step before and the first after, less one ordinary step
+
+
+def seconds(lost: LostHostRun) -> Seconds:
+    """Measure the phases from the ranks' records."""
+    run, killed = lost.run, killed_attempt(lost.run, lost.kill)
+    joined = [j for j in run.joined if j.attempt > killed]
+    before = [s for s in run.steps if s.attempt == killed]
+    after = [s for s in run.steps if s.attempt > killed]
+    if not joined or not before or not after:
+        return Seconds(lost.detect_s, None, None, None, None, None)
+    gap_s = min(s.wall_s for s in after) - max(s.wall_s for s in before)
+    return Seconds(
+        detect=lost.detect_s,
+        restart=max(j.entered_s for j in joined) - lost.kill.wall_s,
+        connect=max(j.connect_s for j in joined),
+        get=max((r.get_s for r in run.restored), default=None),
+        restore=restore_seconds(run) if run.restored else None,
+        lost=max(0.0, gap_s - step_seconds(run)),
+    )
+
+
+def step_seconds(run: Run) -> float:
+    """Median seconds from one step of rank 0 to its next in one attempt."""
+    walls = [(s.attempt, s.wall_s) for s in run.steps if s.rank == 0]
+    gaps = [b[1] - a[1] for a, b in pairwise(walls) if a[0] == b[0]]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _text(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f} s"
+
+
+def table(outcome: Outcome, plot: str) -> str:
+    """The table of `make demo`."""
+    lost = outcome.disturbed
+    run, took = lost.run, seconds(lost)
+    committed, redone = committed_step(run, lost.kill), steps_redone(run)
+    got = run.restored[0] if run.restored else None
+    last = outcome.options.steps - 1
+    first = min((s.step for s in run.steps if s.attempt > killed_attempt(run, lost.kill)), default=0)
+    disk = (committed + 1) % DISK_EVERY
+    expected, losses = outcome.undisturbed.losses(), run.losses()
+    equal = sum(losses.get(step) == expected.get(step) for step in range(first, last + 1))
+    tiers = got.bytes_by_tier if got is not None else {}
+    rows = [
+        (f"loss at steps {first}-{last}", f"{equal} of {last + 1 - first} equal the uninterrupted run, bit for bit"),
+        ("steps redone", f"{len(redone):<3d}  a checkpoint on disk every {DISK_EVERY} steps would have redone {disk}"),
+        ("bytes restored", " · ".join(f"{mib(nbytes)} {tier}" for tier, nbytes in tiers.items()) or "none"),
+        ("time lost", f"{_text(took.lost)}, of which Ray's restart {_text(took.restart)}, memstore connect + get "
+         f"{_text((took.connect or 0.0) + (took.get or 0.0)) if got else '-'}"),
+        ("detected", f"{_text(took.detect, 2)} after the kill, while Ray restarts the workers"),
+    ]  # fmt: skip
+    lines = [f"  {name:<22}{value}" for name, value in rows]
+    lines += ["", "  checks", *(_check_line(check) for check in lost.checks)]
+    if outcome.control is not None:
+        lines += ["", f"  the same checks with restore off: {len(outcome.control_failed)} of 3 must-fail checks failed"]
+        lines += [_check_line(check) for check in outcome.control.checks]
+    lines += ["", f"  plot: {plot} · {outcome.total_s:.0f} s in all", verdict(outcome)]
+    return "\n".join(lines)
+
+
+def _check_line(check: Check) -> str:
+    return f"    {'ok  ' if check.is_ok else 'FAIL'}  {check.name:<16}{check.detail}"
+
+
+def verdict(outcome: Outcome) -> str:
+    """One line that says whether the promise was kept."""
+    failed = [check.name for check in outcome.disturbed.checks if not check.is_ok]
+    if failed:
+        cause = "" if outcome.options.is_restoring else " (restore is switched off: they must)"
+        return f"FAIL  {', '.join(failed)} failed{cause}"
+    if not outcome.is_ok:
+        return "FAIL  the checks pass, but some of them also pass without restore: they prove nothing"
+    proof = " · without restore the checks fail, as they must" if outcome.control is not None else ""
+    return f"PASS  a host died with its memory; training went on from a peer's RAM, bit for bit{proof}"
+
+
+def as_dict(outcome: Outcome, plot: str) -> dict[str, Any]:
+    """The demo's JSON object."""
+    return {
+        "ok": outcome.is_ok,
+        "steps": outcome.options.steps,
+        "restore": outcome.options.is_restoring,
+        "demo": _run_dict(outcome.disturbed),
+        "control": _run_dict(outcome.control) if outcome.control is not None else None,
+        "control_failed": outcome.control_failed,
+        "seconds_total": outcome.total_s,
+        "plot": plot,
+    }
+
+
+def _run_dict(lost: LostHostRun) -> dict[str, Any]:
+    got = lost.run.restored[0] if lost.run.restored else None
+    return {
+        "kill": asdict(lost.kill),
+        "lost_nbytes": lost.lost_nbytes,
+        "detected_by": lost.detect_why,
+        "step_committed": committed_step(lost.run, lost.kill),
+        "step_restored": got.step if got is not None else None,
+        "verdict": got.verdict if got is not None else None,
+        "bytes": got.bytes_by_tier if got is not None else {},
+        "ranks_moved": list(got.ranks_moved) if got is not None else [],
+        "steps_redone": steps_redone(lost.run),
+        "seconds": asdict(seconds(lost)),
+        "checks": [asdict(check) for check in lost.checks],
+    }
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Write the plot: losses with and without the kill by step, and the run that lost a host by time.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lost, run = outcome.disturbed, outcome.disturbed.run
+    killed = killed_attempt(run, lost.kill)
+    figure, (by_step, by_time) = pyplot.subplots(2, 1, figsize=(9, 7), layout="constrained")
+    calm = sorted(outcome.undisturbed.losses().items())
+    by_step.plot(*_columns(calm), color="#9bbfe0", linewidth=6, label="uninterrupted", solid_capstyle="round")
+    again = "after the restore" if run.restored else "started over"
+    for is_later, color, name in ((False, "#1f3a5f", "until the kill"), (True, "#d1495b", again)):
+        steps = [s for s in run.steps if s.rank == 0 and (s.attempt > killed) == is_later]
+        points = [(s.step, s.loss) for s in steps]
+        by_step.plot(*_columns(points), color=color, linewidth=1.5, marker=".", markersize=4, label=name)
+        timed = [(s.wall_s - run.joined[0].wall_s, s.loss) for s in steps]
+        by_time.plot(*_columns(timed), color=color, linewidth=1.5, marker=".", markersize=4, label=name)
+    committed = committed_step(run, lost.kill)
+    told = f"step {run.restored[0].step} restored" if run.restored else "nothing restored"
+    by_step.axvline(committed + 0.5, color="gray", linestyle="--", linewidth=1)
+    by_step.annotate(
+        f"{lost.kill.host} killed with its memory\n{told}", (committed + 0.5, 0.93), (6, 0),
+        xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9,
+    )  # fmt: skip
+    by_step.set(xlabel="step", ylabel="loss (nats per character)", title="Losses by step: one curve on the other")
+    start_s, killed_s = run.joined[0].wall_s, lost.kill.wall_s
+    by_time.axvline(killed_s - start_s, color="gray", linestyle="--", linewidth=1, label="kill")
+    if run.restored:
+        restored_s = max(r.wall_s for r in run.restored)
+        by_time.axvspan(killed_s - start_s, restored_s - start_s, color="#eeeeee", label="kill to restored")
+    by_time.set(xlabel="seconds since the first rank joined", ylabel="loss", title="The same run by time")
+    for axes in (by_step, by_time):
+        axes.legend(loc="upper right", fontsize=9)
+        axes.grid(alpha=0.2)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _columns(points: list[Any]) -> tuple[list[float], list[float]]:
+    return [p[0] for p in points], [float.fromhex(p[1]) for p in points]
