@@ -1,7 +1,7 @@
 """Connect is collective: joins gather, an attempt opens as one fact, opening fences the older ones. Pure (R20, R21).
 
-    join --all ranks there--> AttemptOpened recorded --spread--> fencing --every live host answered--> open
-                                                                             open --all ranks closed--> closed
+join --all ranks there--> [markers listed] --> AttemptOpened recorded --spread--> fencing
+fencing --every live host answered--> open --all ranks closed--> closed
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.job import Attempt, Call, Job, Seat
-from placement.domains import is_finer, spread_level
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
+MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
 FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
 
 
@@ -29,6 +29,8 @@ class Gathering:
     world_size: int
     joins: dict[int, Call] = field(default_factory=dict)
     rewind_to: StepId | None = None
+    markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
+    listing_since_s: float = 0.0
 
 
 class Attempts:
@@ -37,7 +39,7 @@ class Attempts:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.gatherings: dict[str, Gathering] = {}
-        self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when fencing is done
+        self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
 
@@ -48,9 +50,14 @@ class Attempts:
         body, name = call.body, str(call.body["job"])
         job = self.catalog.jobs.get(name)
         newest = job.newest if job is not None else None
+        waiting = self.opening.get(name, [])
+        asked_before = next((n for n, c in enumerate(waiting) if c.body["nonce"] == body["nonce"]), None)
+        if asked_before is not None:
+            waiting[asked_before] = call
+            return
         if newest is not None and self._is_member(newest, body):
-            if name in self.opening:
-                self.opening[name].append(call)
+            if newest.phase == "fencing":
+                self.opening.setdefault(name, []).append(call)
             else:
                 self.catalog.answer(call, self._joined_body(newest))
             return
@@ -59,11 +66,9 @@ class Attempts:
             self.catalog.refuse(call, *refusal)
             return
         if newest is not None and self._replaces_seat(newest, body):
-            seat = newest.seats[int(body["rank"])]
-            seat.host_id, seat.nonce, seat.pid, seat.is_gone = call.host_id, body["nonce"], int(body["pid"]), False
-            self.catalog.answer(call, self._joined_body(newest))
+            self._replace_seat(name, newest, call)
             return
-        self._gather(name, call)
+        self._gather(now, name, call)
 
     def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
         seat = attempt.seats.get(int(body["rank"]))
@@ -72,9 +77,24 @@ class Attempts:
     def _replaces_seat(self, attempt: Attempt, body: dict[str, Any]) -> bool:
         """Until a rank completed a get or put, a newer join of one rank replaces it inside the attempt."""
         is_same_launch = body["key"] is not None and body["key"] == attempt.key
-        is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase == "open"
-        seat = attempt.seats.get(int(body["rank"]))
-        return is_same_launch and is_untouched and seat is not None and seat.is_gone
+        is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
+        is_same_world = int(body["world_size"]) == attempt.world_size
+        return is_same_launch and is_untouched and is_same_world
+
+    def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
+        """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
+        nonces, hosts = [], []
+        for rank, seat in sorted(attempt.seats.items()):
+            if rank == int(call.body["rank"]):
+                seat.nonce, seat.host_id, seat.pid, seat.is_gone = call.body["nonce"], call.host_id, 0, False
+            nonces.append(seat.nonce)
+            hosts.append(seat.host_id)
+        self.opening.setdefault(name, []).append(call)
+        fact = AttemptOpened(
+            name, attempt.ordinal, attempt.world_size, attempt.parent, attempt.key, attempt.is_fresh,
+            attempt.level_asked, attempt.config, tuple(nonces), tuple(hosts), attempt.launcher, self.catalog.wall_s,
+        )  # fmt: skip
+        self.catalog.record(fact)
 
     def _refusal(
         self, now: float, job: Job | None, newest: Attempt | None, body: dict[str, Any]
@@ -84,7 +104,8 @@ class Attempts:
             return "ConfigError", f"rank {rank} is outside the world of {world_size} ranks: use 0 to {world_size - 1}"
         if job is not None:
             spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == body["key"]]
-            if any(ordinal != newest.ordinal or newest.phase == "closed" for ordinal in spent if newest is not None):
+            # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.
+            if newest is not None and spent and (max(spent) != newest.ordinal or newest.phase == "closed"):
                 return "FencedError", (
                     f"job {name!r}: the launch key {body['key']!r} belongs to attempt {max(spent)}, which is closed: "
                     "every launch needs a new key"
@@ -114,19 +135,45 @@ class Attempts:
                 return seat
         return None
 
-    def _gather(self, name: str, call: Call) -> None:
+    def _gather(self, now: float, name: str, call: Call) -> None:
         body = call.body
         key, world_size, rank = body["key"], int(body["world_size"]), int(body["rank"])
         gathering = self.gatherings.get(name)
         if gathering is None or gathering.key != key or gathering.world_size != world_size:
-            for old in gathering.joins.values() if gathering is not None else ():
-                self.catalog.refuse(old, "FencedError", f"job {name!r}: a newer launch began to connect")
+            self._dismiss(name, "FencedError", f"job {name!r}: a newer launch began to connect")
             gathering = self.gatherings[name] = Gathering(key, world_size)
         replaced = gathering.joins.get(rank)
         if replaced is not None and replaced.body["nonce"] != body["nonce"]:
             self.catalog.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
         gathering.joins[rank] = call
         if len(gathering.joins) == world_size:
+            self._complete(now, name, gathering)
+
+    def _dismiss(self, name: str, error: str, message: str) -> None:
+        """Send everybody away who gathers for the job."""
+        gathering = self.gatherings.pop(name, None)
+        for call in gathering.joins.values() if gathering is not None else ():
+            self.catalog.refuse(call, error, message)
+
+    def _complete(self, now: float, name: str, gathering: Gathering) -> None:
+        """All ranks are there: open, once durable storage has said what it knows of a job that RAM forgot (R31)."""
+        job = self.catalog.jobs.get(name)
+        durable = gathering.joins[0].body["config"].get("durable")
+        if not durable or (job is not None and job.attempts):
+            self._open(name, gathering)
+            return
+        gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), now
+        body = {"job": name, "durable": durable, "call": gathering.markers_call}
+        self.catalog.tell(gathering.joins[0].host_id, "markers", body)
+
+    def markers_listed(self, name: str, call: int, why: str) -> None:
+        """Durable storage answered; if it could not be read nobody may start from nothing (R23)."""
+        gathering = self.gatherings.get(name)
+        if gathering is None or gathering.markers_call != call or len(gathering.joins) < gathering.world_size:
+            return
+        if why:
+            self._dismiss(name, "RecoveryError", _unreadable(name, why))
+        else:
             self._open(name, gathering)
 
     def _open(self, name: str, gathering: Gathering) -> None:
@@ -134,14 +181,12 @@ class Attempts:
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0].body, self.catalog.jobs.get(name)
         hosts = tuple(call.host_id for call in joins)
-        replicas = int(first["config"]["replicas"])
-        level = spread_level(self.catalog.hosts.topology(sorted(self.catalog.eligible_hosts(hosts))), replicas).level
-        parent = None
-        if job is not None and job.newest is not None:
-            asked = job.newest.level_asked
-            level = asked if is_finer(level, asked, self.catalog.hosts.failure_domains) else level
-            parent = None if first.get("fresh") else job.parent_for_next()
-        ordinal = max(job.attempts, default=0) + 1 if job is not None else 1
+        before = job.newest.level_asked if job is not None and job.newest is not None else None
+        level = self.catalog.view.asked_level(hosts, int(first["config"]["replicas"]), before)
+        parent = job.parent_for_next() if job is not None and not first.get("fresh") else None
+        undone = [x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
+        known = job.newest_ordinal if job is not None else 0
+        ordinal = max([known, self.catalog.removed.get(name, 0), *undone]) + 1
         self.opening.setdefault(name, []).extend(joins)
         self.catalog.record(
             AttemptOpened(
@@ -169,10 +214,18 @@ class Attempts:
         """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
         job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
         pids = {c.body["nonce"]: int(c.body["pid"]) for c in self.opening.get(fact.job, ())}
+        old = job.attempts.get(fact.attempt)
         seats = {
             rank: Seat(rank, host, nonce, pids.get(nonce, 0), last_active_s=now)
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
+        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+            kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
+            old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
+            job.placement = None
+            if not is_replay:
+                self.fence_all(now, fact.job)
+            return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
             dict(fact.config), seats,
@@ -184,15 +237,24 @@ class Attempts:
             attempt.phase = "open"
             return
         self.catalog.rounds.abort(fact.job, "FencedError", f"attempt {fact.attempt} of job {fact.job!r} was opened")
-        live = set(self.catalog.hosts.live_ids())
-        self.fence_waits[fact.job] = (live, now + FENCE_DEADLINE_S)
-        for host in sorted(live):
-            self.catalog.tell(host, "fence", {"job": fact.job, "attempt": fact.attempt})
-        self.progress_fence(now, fact.job)
+        self.fence_all(now, fact.job)
 
-    def fenced(self, now: float, host_id: str, job: str) -> None:
+    def fence_all(self, now: float, name: str) -> None:
+        """Fencing is a round: every live host refuses older processes and answers with its inventory (R21)."""
+        attempt = self.catalog.jobs[name].newest
+        if attempt is None:
+            return
+        attempt.phase = "fencing"
+        live = set(self.catalog.hosts.live_ids())
+        self.fence_waits[name] = (live, now + FENCE_DEADLINE_S)
+        for host in sorted(live):
+            self.catalog.tell(host, "fence", {"job": name, "attempt": attempt.ordinal})
+        self.progress_fence(now, name)
+
+    def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""
-        if job in self.fence_waits:
+        newest = self.catalog.jobs[job].newest if job in self.catalog.jobs else None
+        if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
             self.fence_waits[job][0].discard(host_id)
             self.progress_fence(now, job)
 
@@ -205,9 +267,17 @@ class Attempts:
             return
         del self.fence_waits[name]
         attempt.phase = "open"
-        self.catalog.send_targets(name)
-        for call in self.opening.pop(name, ()):
-            self.catalog.answer(call, self._joined_body(attempt))
+        self.catalog.view.send_targets(self.catalog.jobs[name])
+        later = {x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
+        waiting = self.opening.pop(name, [])
+        for call in waiting:
+            if self._is_member(attempt, call.body):
+                self.catalog.answer(call, self._joined_body(attempt))
+            elif later:
+                self.opening.setdefault(name, []).append(call)  # its own attempt is about to open
+            else:
+                self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+        self.catalog.rounds.attempt_open(now, name)
 
     def _joined_body(self, attempt: Attempt) -> dict[str, Any]:
         return {
@@ -231,6 +301,15 @@ class Attempts:
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:
                     seat.is_gone = True
+                    self.catalog.rounds.rank_gone(job, seat.rank)
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nobody waits for it any more."""
+        self._dismiss(name, "FencedError", f"job {name!r} was removed")
+        for call in self.opening.pop(name, ()):
+            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+        self.fence_waits.pop(name, None)
+        self.closes.pop(name, None)
 
     def close(self, call: Call) -> None:
         """A rank closed its store; when all have, the attempt is closed and its key spent."""
@@ -242,7 +321,7 @@ class Attempts:
         ranks = self.closes.setdefault(job.name, set())
         ranks.add(int(call.body["rank"]))
         attempt.seats[int(call.body["rank"])].is_gone = True
-        if len(ranks) == attempt.world_size and attempt.phase == "open":
+        if len(ranks) == attempt.world_size and attempt.phase != "closed":
             self.catalog.record(AttemptClosed(job.name, attempt.ordinal))
 
     def tick(self, now: float) -> None:
@@ -250,6 +329,11 @@ class Attempts:
         for name in list(self.fence_waits):
             self.progress_fence(now, name)
         for name, gathering in list(self.gatherings.items()):
+            if gathering.markers_call:
+                if now - gathering.listing_since_s > MARKERS_DEADLINE_S:
+                    why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
+                    self._dismiss(name, "RecoveryError", _unreadable(name, why))
+                continue
             for rank, call in list(gathering.joins.items()):
                 limit_s = float(call.body["config"]["connect_timeout_s"])
                 if now - call.since_s <= limit_s:
@@ -279,19 +363,27 @@ class Attempts:
         )  # newest attempt that has the step
         if to is None:
             have = sorted({s.step for s in (*job.commits, *job.markers)})
-            self.catalog.refuse(
-                call, "RecoveryError", f"job {job.name!r} has no step {body['step']} to rewind to: it has {listed(have)}"
-            )
+            why = f"job {job.name!r} has no step {body['step']} to rewind to: it has {listed(have)}"
+            self.catalog.refuse(call, "RecoveryError", why)
             return
         gathering = self.gatherings.get(job.name)
         if gathering is None or gathering.rewind_to != to:
+            why = f"job {job.name!r}: another rank rewinds to step {to.step} meanwhile"
+            self._dismiss(job.name, "FencedError", why)
             gathering = self.gatherings[job.name] = Gathering(attempt.key, attempt.world_size, rewind_to=to)
         body.setdefault("config", dict(attempt.config))
         body.setdefault("launcher", attempt.launcher)
-        body["pid"] = attempt.seats[int(body["rank"])].pid
+        body.setdefault("pid", attempt.seats[int(body["rank"])].pid)
         gathering.joins[int(body["rank"])] = call
         if len(gathering.joins) == attempt.world_size:
             self._open(job.name, gathering)
+
+
+def _unreadable(name: str, why: str) -> str:
+    return (
+        f"job {name!r}: no host knows it and its durable storage cannot be read: {why}. Make it readable, or connect "
+        "with durable=None if it holds nothing of this job"
+    )
 
 
 def listed(values: list[int], limit: int = 10) -> str:

@@ -1,10 +1,8 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
-It composes host_table (who is alive), fact_log (what has spread), attempts (connect, fencing),
-room (reservations), steps (commit rule), rounds (get), repair and durable_orders; each decides one
-thing. The controller actor and the simulator are two shells around it (R16, R17).
-
-    settling --every expected host up, or settle_s over--> serving
+It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
+attempts (connect, fencing), room (reservations), steps (commit rule), rounds and staging (get), repair, durable_orders
+and queries; each decides one thing. The controller actor and the simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any
 
 from memstore.core import facts as f
 from memstore.core.attempts import Attempts
+from memstore.core.cluster_view import ClusterView
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
     Action,
@@ -37,14 +36,15 @@ from memstore.core.events import (
 )
 from memstore.core.fact_log import FactLog
 from memstore.core.host_table import Change, HostTable
-from memstore.core.job import Attempt, Call, Job
+from memstore.core.job import Call, Job
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
 from memstore.core.room import Room
 from memstore.core.rounds import Rounds
+from memstore.core.staging import Staging
 from memstore.core.steps import Steps
-from placement.groups import Placement, place
-from placement.rebalance import rebalance
+from memstore.core.takeover import Takeover
+from placement.groups import Placement
 from recovery.inventory import StepId
 
 FACTS_COMPACT_MIN = 256  # journals shorter than this are not worth rewriting
@@ -72,7 +72,6 @@ class Catalog:
         self.now = self.started_s = now
         self.wall_offset_s = wall_offset_s
         self.expected_hosts = set(expected_hosts)
-        self.is_settled = False
         self.lease_until_s = now
         self.hosts = HostTable(
             suspect_after_s=rules.suspect_after_s,
@@ -80,14 +79,16 @@ class Catalog:
             failure_domains=rules.failure_domains,
         )
         self.log = FactLog(term)
-        self.journals: list[list[f.Entry]] = []
         self.jobs: dict[str, Job] = {}
+        self.removed: dict[str, int] = {}  # job -> the last attempt that was removed with it
         self.actions: list[Action] = []
-        self.early: list[Event] = []  # calls that came while settling
+        self.takeover = Takeover(self)
+        self.view = ClusterView(self)
         self.attempts = Attempts(self)
         self.room = Room(self)
         self.steps = Steps(self)
         self.rounds = Rounds(self)
+        self.staging = Staging(self)
         self.repair = Repair(self)
         self.durable = DurableOrders(self)
         self.queries = Queries(self)
@@ -98,17 +99,25 @@ class Catalog:
         """Take one event at time `now` (monotonic seconds); return what is to be done."""
         self.now = max(self.now, now)
         self.actions = []
-        if not self.is_settled:
-            self._settle(event)
-        else:
+        if self.is_settled:
             self._dispatch(event)
+        else:
+            for waiting in self.takeover.settle(event):
+                self._dispatch(waiting)
+            for job in self.jobs.values():
+                self.steps.evaluate_all(job)
         self._apply_spread()
         return self.actions
+
+    @property
+    def is_settled(self) -> bool:
+        """True once the past is known and calls are served."""
+        return self.takeover.is_settled
 
     def _dispatch(self, event: Event) -> None:
         now = self.now
         if isinstance(event, Tick):
-            self._changed(self.hosts.tick(now))
+            self.changed(self.hosts.tick(now))
             self._flush_waiting()
             for part in (self.attempts, self.room, self.rounds, self.repair):
                 part.tick(now)
@@ -116,11 +125,11 @@ class Catalog:
             for job in self.jobs.values():
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):
-            self._changed(self.hosts.heard(now, event.host_id, event.stats))
+            self.changed(self.hosts.heard(now, event.host_id, event.stats))
         elif isinstance(event, HostUp):
-            self._host_up(event)
+            self.takeover.host_up(event)
         elif isinstance(event, HostLost):
-            self._changed(self.hosts.lost(now, event.host_id, event.why))
+            self.changed(self.hosts.lost(now, event.host_id, event.why))
         elif isinstance(event, RankCall):
             self._rank_call(event)
         elif isinstance(event, RankGone):
@@ -130,84 +139,15 @@ class Catalog:
         elif isinstance(event, FactAck):
             self.log.ack(event.host_id, event.seq)
         elif isinstance(event, LeaseRenewed):
-            self.lease_until_s = max(self.lease_until_s, event.until_s)
-
-    # -- settling -----------------------------------------------------------------------------
-
-    def _settle(self, event: Event) -> None:
-        """Before serving: gather journals and inventories, then rebuild (R16, R17)."""
-        if isinstance(event, HostUp):
-            self.hosts.up(self.now, event.info)
-            self.journals.append([f.entry_from_wire(entry) for entry in event.journal])
-            for copy in event.copies:
-                self.jobs.setdefault(copy.shard.job, Job(copy.shard.job)).add_copy(copy)
-        elif isinstance(event, Heard):
-            self.hosts.heard(self.now, event.host_id, event.stats)
-        elif isinstance(event, HostLost):
-            self.hosts.lost(self.now, event.host_id, event.why)
-            for job in self.jobs.values():
-                job.drop_host(event.host_id)
-        elif isinstance(event, LeaseRenewed):
-            self.lease_until_s = max(self.lease_until_s, event.until_s)
-        elif not isinstance(event, Tick):
-            self.early.append(event)
-        waited_s = self.now - self.started_s
-        is_all_up = self.expected_hosts <= set(self.hosts.live_ids()) and waited_s >= self.rules.lease_s
-        if not self.hosts.live_ids() or not (is_all_up or waited_s >= self.rules.settle_s):
-            return
-        self.is_settled = True
-        for fact in self.log.adopt(self.journals):
-            self._apply(fact, is_replay=True)
-        self.journals = []
-        for job in self.jobs.values():
-            self.steps.adopt(job)
-        for host in self.hosts.live_ids():
-            self._send_journal(host)
-            self._greet(host)
-        early, self.early = self.early, []
-        for waiting in early:
-            self._dispatch(waiting)
-        for job in self.jobs.values():
-            self.steps.evaluate_all(job)
-
-    def _send_journal(self, host: str) -> None:
-        records = [f.entry_to_wire(entry) for entry in self.log.entries]
-        self.tell(host, "journal", {"reset": True, "records": records, "seq": self.log.last_seq})
-
-    def _greet(self, host: str) -> None:
-        """Whatever a host must know before it serves: its peers, and who is fenced."""
-        self._send_view()
-        for job in self.jobs.values():
-            if job.newest is not None:
-                self.tell(host, "fence", {"job": job.name, "attempt": job.newest.ordinal})
-                self.send_targets(job.name, only_host=host)
-                if job.newest.phase == "open" and (job.newest.needs or job.copies):
-                    self.room.order(job, job.newest, only_host=host)  # shares are not journalled
-                self.steps.greet(job, host)
+            self.renew_lease(event.until_s)
 
     # -- hosts --------------------------------------------------------------------------------
 
-    def _host_up(self, event: HostUp) -> None:
-        host = event.info.host_id
-        for fact in self.log.merge([f.entry_from_wire(entry) for entry in event.journal]):
-            if isinstance(fact, f.StepCommitted | f.StepRetired):
-                self._apply(fact, is_replay=True)
-        for job in self.jobs.values():
-            job.drop_host(host)
-        changes = self.hosts.up(self.now, event.info)
-        if not changes:
-            return
-        if host not in self.hosts.joined:
-            self.record(f.HostJoined(host, dict(event.info.labels)))
-        self._send_journal(host)
-        self._greet(host)
-        for copy in event.copies:
-            self.steps.sealed(self.now, copy)
-        self._changed(changes)
-
-    def _changed(self, changes: list[Change]) -> None:
+    def changed(self, changes: list[Change]) -> None:
+        """Hosts changed their status: what they held no longer counts, or counts again (R28)."""
         for change in changes:
-            self.note(f"host {change.host_id} is {change.status}: {change.why}", "info" if change.status == "live" else "warning")
+            level = "info" if change.status == "live" else "warning"
+            self.note(f"host {change.host_id} is {change.status}: {change.why}", level)
             if change.status == "dead":
                 self.log.forget(change.host_id)
                 self.repair.host_died(change.host_id)
@@ -216,93 +156,13 @@ class Catalog:
                     job.drop_host(change.host_id)
                 self.rounds.source_died(self.now, change.host_id)
         if any(change.status in ("live", "dead") for change in changes):
-            self._send_view()
-            for job in self.jobs.values():
-                self._replace(job)
+            self.view.send_addresses()
+            for job in list(self.jobs.values()):
+                self.view.membership_changed(job)
 
-    def _replace(self, job: Job) -> None:
-        """Membership changed: place anew with the fewest moves, claim room there, then see what commits."""
-        before = job.placement
-        job.placement = None
-        placement = self.placement(job, before=before)
-        attempt = job.newest
-        if placement is not None and attempt is not None and placement != before:
-            if attempt.needs or job.copies:
-                self.room.order(job, attempt)
-            self.send_targets(job.name)
-        self.repair.consider(self.now, job)
-        self.steps.evaluate_all(job)
-
-    def _send_view(self) -> None:
-        rows = [
-            [s.info.host_id, s.info.address, s.info.port, s.info.incarnation, s.status]
-            for s in self.hosts.states.values()
-            if s.status != "dead"
-        ]
-        for host in self.hosts.live_ids():
-            self.tell(host, "view", {"hosts": rows})
-
-    def silent_hosts(self, now: float) -> set[str]:
-        """Hosts that facts name, neither answering nor known to be gone for long (R24)."""
-        named = {h for job in self.jobs.values() for c in job.commits.values() for hosts in c.hosts for h in hosts}
-        if now - self.started_s < self.rules.recovery_grace_s:
-            named |= self.expected_hosts
-        known_gone = {
-            h
-            for h, s in self.hosts.states.items()
-            if s.status == "dead" and now - s.since_s > self.rules.repair_after_s
-        }
-        return {h for h in named if not self.hosts.is_answering(h)} - known_gone
-
-    # -- placement ----------------------------------------------------------------------------
-
-    def eligible_hosts(self, rank_hosts: Iterable[str]) -> set[str]:
-        """Hosts that may hold copies: those with ranks, those labelled for it, and stand-ins for dead ones (R13)."""
-        wanted = set(rank_hosts)
-        live = {h for h in wanted if self.hosts.is_live(h)}
-        others = [h for h in self.hosts.live_ids() if h not in wanted]
-        labelled = {h for h in others if self.hosts.states[h].info.labels.get("memstore") == "replica"}
-        # A replacement host gets its share without anybody asking (R29): one stand-in per dead host.
-        standins = [h for h in others if h not in labelled and not self.hosts.is_on_probation(self.now, h)]
-        return live | labelled | set(standins[: len(wanted) - len(live)])
-
-    def placement(self, job: Job, before: Placement | None = None) -> Placement | None:
-        """Return where the newest attempt's copies go, among the hosts that are not dead."""
-        attempt = job.newest
-        if attempt is None:
-            return None
-        if job.placement is None:
-            hosts = self.eligible_hosts(seat.host_id for seat in attempt.seats.values())
-            if not hosts:
-                return None
-            topology = self.hosts.topology(sorted(hosts))
-            strategy = str(attempt.config["placement"])
-            if before is None:
-                job.placement = place(topology, replicas=attempt.replicas, strategy=strategy)  # type: ignore[arg-type]
-            else:
-                job.placement = rebalance(before, topology, replicas=attempt.replicas, strategy=strategy).placement  # type: ignore[arg-type]
-        return job.placement
-
-    def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
-        """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
-        seat = attempt.seats.get(rank)
-        if seat is not None and self.hosts.is_live(seat.host_id):
-            return seat.host_id
-        for step in sorted(job.copies, reverse=True):
-            live = sorted(h for h in job.copies[step].get(rank, {}) if self.hosts.is_live(h))
-            if live:
-                return live[0]
-        return seat.host_id if seat is not None else ""
-
-    def send_targets(self, name: str, only_host: str | None = None) -> None:
-        """Tell hosts where to push the shards of their ranks (R13)."""
-        job = self.jobs[name]
-        placement, attempt = self.placement(job), job.newest
-        if placement is None or attempt is None or attempt.phase == "fencing":
-            return
-        for host, targets in placement.targets.items():
-            if only_host in (None, host):
-                self.tell(host, "targets", {"job": name, "attempt": attempt.ordinal, "targets": list(targets)})
+    def placement(self, job: Job) -> Placement | None:
+        """Return where the newest attempt's copies go."""
+        return self.view.placement(job)
 
     # -- calls and reports --------------------------------------------------------------------
 
@@ -335,12 +195,8 @@ class Catalog:
         if kind == "sealed":
             for item in body["copies"]:
                 copy = copy_from_wire(item, host)
-                if copy.missing:
-                    job = self.jobs.setdefault(copy.shard.job, Job(copy.shard.job))
-                    job.add_copy(copy)
-                else:
-                    self.repair.pushed(copy.shard, host)
-                    self.steps.sealed(self.now, copy)
+                self.repair.pushed(copy.shard, host)
+                self.steps.sealed(self.now, copy)
         elif kind == "lost":
             for item in body["shards"]:
                 shard = shard_from_wire(item)
@@ -349,29 +205,30 @@ class Catalog:
         elif kind == "push_failed":
             self.repair.push_failed(self.now, shard_from_wire(body["shard"]), body)
         elif kind == "fenced":
-            job = self.jobs.get(str(body["job"]))
-            if job is not None:
-                job.drop_host(host)
-                for item in body["copies"]:
-                    job.add_copy(copy_from_wire(item, host))
-            self.attempts.fenced(self.now, host, str(body["job"]))
+            self.steps.inventory(host, str(body["job"]), [copy_from_wire(item, host) for item in body["copies"]])
+            self.attempts.fenced(self.now, host, str(body["job"]), int(body["attempt"]))
         elif kind == "reserved":
             self.room.reserved(host, body)
         elif kind == "staged" and int(body["round"]) < 0:
             self.queries.staged(body)
         elif kind == "staged":
-            self.rounds.staged(self.now, host, body)
+            self.staging.staged(self.now, host, body)
         elif kind == "checked":
-            self.rounds.checked(self.now, body)
+            self.staging.checked(self.now, body)
         elif kind == "persisted":
             self.durable.persisted(self.now, host, body)
         elif kind == "markers":
-            self.durable.markers_listed(body)
-            self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]))
+            why = self.durable.markers_listed(body)
+            self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
+            self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
         elif kind == "answer":
             self.queries.answered(host, body)
 
     # -- facts --------------------------------------------------------------------------------
+
+    def renew_lease(self, until_s: float) -> None:
+        """The term was confirmed (R17)."""
+        self.lease_until_s = max(self.lease_until_s, until_s)
 
     def record(self, fact: f.Fact) -> None:
         """Journal a decision; it takes effect in `_apply` once it has spread (R16)."""
@@ -386,13 +243,10 @@ class Catalog:
         heard = [self.now - s.last_heard_s <= self.rules.lease_s for s in states if s.status != "dead"]
         return self.now <= self.lease_until_s or (bool(heard) and all(heard))
 
-    def is_recording(self, fact: f.StepCommitted) -> bool:
-        """True while a commit fact of the same step has not spread yet."""
-        pending = [e.fact for e in self.log.entries if e.seq > self.log.applied_seq] + self.log.waiting
-        return any(
-            isinstance(p, f.StepCommitted) and (p.job, p.attempt, p.step) == (fact.job, fact.attempt, fact.step)
-            for p in pending
-        )
+    def send_journal(self, host: str) -> None:
+        """Give a host the whole journal in place of its own."""
+        records = [f.entry_to_wire(entry) for entry in self.log.entries]
+        self.tell(host, "journal", {"reset": True, "records": records, "seq": self.log.last_seq})
 
     def _send_fact(self, fact: f.Fact) -> None:
         entry = self.log.append(fact)
@@ -410,20 +264,27 @@ class Catalog:
             if not ready:
                 return
             for fact in ready:
-                self._apply(fact, is_replay=False)
+                self.apply(fact, is_replay=False)
 
     def _is_enough(self, hosts: list[str], fact: f.Fact) -> bool:
         job = self.jobs.get(getattr(fact, "job", ""))
         replicas = job.newest.replicas if job is not None and job.newest is not None else 2
+        if isinstance(fact, f.AttemptOpened):
+            replicas = int(fact.config["replicas"])
         have = self.hosts.domains(h for h in hosts if self.hosts.is_live(h))
         return bool(have) and len(have) >= min(replicas, len(self.hosts.domains(self.hosts.live_ids())))
 
-    def _apply(self, fact: f.Fact, *, is_replay: bool) -> None:
+    def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
+        """A fact takes effect: it has spread, or it is of the past."""
         now = self.now
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
+        elif isinstance(fact, f.RoomClaimed):
+            self.room.apply_claimed(fact, is_replay=is_replay)
         elif isinstance(fact, f.RestoreDecided):
             self.rounds.apply_decided(now, fact, is_replay=is_replay)
+        elif isinstance(fact, f.RestoreReleased):
+            self.staging.apply_released(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.StepCommitted):
             self.steps.apply_committed(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.StepAbandoned):
@@ -435,9 +296,15 @@ class Catalog:
             if job is not None and fact.attempt in job.attempts:
                 job.attempts[fact.attempt].phase = "closed"
         elif isinstance(fact, f.JobRemoved):
-            self.jobs.pop(fact.job, None)
+            self._forget_job(fact)
         elif isinstance(fact, f.HostJoined):
             self.hosts.joined[fact.host_id] = fact.labels
+
+    def _forget_job(self, fact: f.JobRemoved) -> None:
+        self.jobs.pop(fact.job, None)
+        self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
+        for part in (self.attempts, self.room, self.rounds):
+            part.forget(fact.job)
 
     def compact(self) -> None:
         """Forget facts of steps that are gone, when the journals have grown."""
@@ -446,7 +313,7 @@ class Catalog:
         size = len(self.log.entries)
         if self.log.compact(self._is_needed) and len(self.log.entries) <= size // 2:
             for host in self.hosts.live_ids():
-                self._send_journal(host)
+                self.send_journal(host)
 
     def _is_needed(self, fact: f.Fact) -> bool:
         job = self.jobs.get(getattr(fact, "job", ""))
@@ -465,11 +332,6 @@ class Catalog:
     def wall_s(self) -> float:
         """Wall-clock seconds, for facts that outlive this controller."""
         return self.now + self.wall_offset_s
-
-    @property
-    def recovery_grace_s(self) -> float:
-        """How long a get waits for hosts named by the newest commit (R24)."""
-        return self.rules.recovery_grace_s
 
     def pinned_steps(self, job: Job) -> set[StepId]:
         """Steps in use by a restore or a durable write: not dropped now."""

@@ -1,8 +1,8 @@
 """Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
 
-    idle --due--> writing (every host its parts) --all parts reported--> marking --> done: idle
-                     |  ^--------- next is due: abandoned and counted ---------'
-                     '--a part failed--> idle, with the reason in status; tried again when next due
+idle --due--> writing (every host its parts) --all parts reported--> marking --> done: idle
+                 |  ^--------- next is due: abandoned and counted ---------'
+                 '--a part failed--> idle, with the reason in status; tried again when next due
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from memstore.core.durable_schedule import next_durable, retire
 from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
-from recovery.lineage import in_lineage
+from recovery.lineage import AttemptFact, in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
+
+
+MARKER = -1  # stands for a rank among those who write
 
 
 @dataclass(slots=True)
@@ -51,10 +54,16 @@ class DurableOrders:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.states: dict[str, DurableState] = {}
+        self.calls_count = 0
 
     def state(self, job: str) -> DurableState:
         """Return the durable progress of a job, made on first use."""
         return self.states.setdefault(job, DurableState())
+
+    def next_call(self) -> int:
+        """Number a request to list markers, so that a late answer is not taken for another one's."""
+        self.calls_count += 1
+        return self.calls_count
 
     def consider(self, now: float, job: Job) -> None:
         """Start the next write if it is due (R31)."""
@@ -92,7 +101,7 @@ class DurableOrders:
         write = Write(step, now, {}, {})
         parts: dict[str, list[list[Any]]] = {}
         for rank, hosts in job.copies[step].items():
-            owner = self.catalog.owner_host(job, attempt, rank)
+            owner = self.catalog.view.owner_host(job, attempt, rank)
             able = self._writers(job, step, rank)
             writer = owner if owner in able else able[0]
             write.waits[rank], write.specs[rank] = writer, hosts[writer].spec
@@ -131,6 +140,8 @@ class DurableOrders:
             return
         if body["what"] == "parts":
             write.waits.pop(int(body["rank"]), None)
+            if write.phase == "marking":
+                return
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)
@@ -145,6 +156,7 @@ class DurableOrders:
         self.catalog.steps.retain(job)
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
+        write.waits[MARKER] = host_id  # its death ends the write
         source = job.attempts.get(write.step.attempt, attempt)
         self._tell(
             job, attempt, host_id, "marker", write.step,
@@ -156,20 +168,26 @@ class DurableOrders:
             },
         )  # fmt: skip
 
-    def markers_listed(self, body: Body) -> None:
-        """A host listed the durable markers of a job: they are what durable storage holds now."""
-        job = self.catalog.jobs.get(str(body["job"]))
-        if job is None:
-            return
+    def markers_listed(self, body: Body) -> str:
+        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or ""."""
+        name = str(body["job"])
         if not body["ok"]:
-            self.state(job.name).problem = str(body["why"])
-            return
+            self.state(name).problem = str(body["why"])
+            return str(body["why"])
+        if body["markers"]:
+            self.catalog.jobs.setdefault(name, Job(name))
+        job = self.catalog.jobs.get(name)
+        if job is None:
+            return ""
         job.markers.clear()
-        for attempt, step, specs in body["markers"]:
+        for attempt, number, specs, *rest in body["markers"]:
             table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
-            job.markers[StepId(int(attempt), int(step))] = DurableMarker(
-                StepId(int(attempt), int(step)), len(table), table
-            )
+            step = StepId(int(attempt), int(number))
+            job.markers[step] = DurableMarker(step, len(table), table)
+            if rest:
+                parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
+                job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
+        return ""
 
     def host_died(self, job: Job, host_id: str) -> None:
         """A writer died: the write is over; the next one starts from what is left."""

@@ -22,27 +22,29 @@ class FactLog:
         self.waiting: list[Fact] = []  # decided without a lease: not yet an entry
         self.acked: dict[str, int] = {}  # host -> highest seq it has
         self.applied_seq = 0
+        self.last_seq = 0  # the highest sequence number given out or heard of
 
     @property
-    def last_seq(self) -> int:
-        """The highest sequence number given out."""
-        return self.entries[-1].seq if self.entries else 0
+    def pending(self) -> list[Entry]:
+        """Entries of this term that have not spread yet. What came from older terms was applied when it came."""
+        return [e for e in self.entries if e.term == self.term and e.seq > self.applied_seq]
 
-    @property
-    def has_pending(self) -> bool:
-        """True while some fact is decided but not yet applied."""
-        return bool(self.waiting) or self.applied_seq < self.last_seq
+    def undone(self) -> list[Fact]:
+        """Return every fact that is decided and not yet applied."""
+        return [entry.fact for entry in self.pending] + self.waiting
 
     def adopt(self, journals: Iterable[Iterable[Entry]]) -> list[Fact]:
         """Rebuild from surviving journals; return every fact in order, all to be applied now."""
         union = {(entry.term, entry.seq): entry for journal in journals for entry in journal}
         self.entries = [union[key] for key in sorted(union)]
-        # Sequence numbers grow across terms, so the newest entry bounds them all.
-        self.applied_seq = self.last_seq
+        self.last_seq = self.applied_seq = max((entry.seq for entry in self.entries), default=0)
         return [entry.fact for entry in self.entries]
 
     def merge(self, journal: Iterable[Entry]) -> list[Fact]:
-        """Take facts of a late host that this log lacks (terms before ours); return them to be applied."""
+        """Take facts of a late host that this log lacks (terms before ours); return them to be applied.
+
+        Their sequence numbers may be those of entries of this term: only (term, seq) names an entry.
+        """
         known = {(entry.term, entry.seq) for entry in self.entries}
         missing = [entry for entry in journal if (entry.term, entry.seq) not in known and entry.term < self.term]
         if missing:
@@ -51,7 +53,8 @@ class FactLog:
 
     def append(self, fact: Fact) -> Entry:
         """Give the fact its place; the caller sends it to every live holder."""
-        entry = Entry(self.term, self.last_seq + 1, fact)
+        self.last_seq += 1
+        entry = Entry(self.term, self.last_seq, fact)
         self.entries.append(entry)
         return entry
 
@@ -69,9 +72,7 @@ class FactLog:
         `is_enough(hosts, fact)` decides whether those hosts cover the domains the fact needs.
         """
         ready: list[Fact] = []
-        for entry in self.entries:
-            if entry.seq <= self.applied_seq:
-                continue
+        for entry in self.pending:
             hosts = [host for host, seq in self.acked.items() if seq >= entry.seq]
             if not is_enough(hosts, entry.fact):
                 break
@@ -81,8 +82,8 @@ class FactLog:
 
     def compact(self, is_needed: Callable[[Fact], bool]) -> bool:
         """Forget applied facts that nothing needs; True if the journals should be rewritten."""
-        kept = [entry for entry in self.entries if entry.seq > self.applied_seq or is_needed(entry.fact)]
-        if kept and kept[-1].seq != self.last_seq:
+        kept = [e for e in self.entries if (e.term == self.term and e.seq > self.applied_seq) or is_needed(e.fact)]
+        if self.entries and (not kept or kept[-1] != self.entries[-1]):
             kept.append(self.entries[-1])  # the last one carries the sequence
         is_smaller = len(kept) < len(self.entries)
         self.entries = kept

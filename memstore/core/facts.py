@@ -85,6 +85,24 @@ class StepAbandoned:
     job: str
     attempt: int
     step: int
+    resume: int = 0  # all ranks put again from here: what lies between is abandoned with it
+
+
+@dataclass(frozen=True, slots=True)
+class RoomClaimed:
+    """Every host has room for the attempt: its ranks may put (R10)."""
+
+    job: str
+    attempt: int
+    needs: tuple[int, ...]  # slots of one version, by rank
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReleased:
+    """Every rank's shard is staged and checked: whoever was not told yet gets the same step (R23)."""
+
+    job: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +118,15 @@ class JobRemoved:
     """The job was removed by name: nothing of it is history any more."""
 
     job: str
+    attempt: int = 0  # the last one: a job of this name goes on counting, so that no id comes twice
 
 
 Fact = (
     HostJoined
     | AttemptOpened
+    | RoomClaimed
     | RestoreDecided
+    | RestoreReleased
     | StepCommitted
     | StepRetired
     | StepAbandoned
@@ -117,7 +138,9 @@ _TYPES: dict[str, type[Any]] = {
     for cls in (
         HostJoined,
         AttemptOpened,
+        RoomClaimed,
         RestoreDecided,
+        RestoreReleased,
         StepCommitted,
         StepRetired,
         StepAbandoned,

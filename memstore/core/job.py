@@ -49,13 +49,15 @@ class Attempt:
     seats: dict[int, Seat]
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
-    has_restored: bool = False
+    has_restored: bool = False  # its get decided, or it is a rewind
+    is_released: bool = False  # and every rank may have what was decided
     has_put: bool = False
     rounds_count: int = 0
     steps: dict[int, StepPhase] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
+    holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
 
     @property
     def replicas(self) -> int:
@@ -91,9 +93,9 @@ class Job:
     copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
-    abandoned: set[StepId] = field(default_factory=set)
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
+    past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
     placement: Placement | None = None
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
 
@@ -104,13 +106,31 @@ class Job:
 
     @property
     def has_history(self) -> bool:
-        """True if any copy, commit or durable marker is known (R23)."""
-        return bool(self.commits or self.markers or any(self.copies.values()))
+        """True if something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
+
+        An attempt that committed nothing leaves no history: whoever comes after it starts where it started.
+        """
+        strangers = any(step.attempt not in self.attempts for step, ranks in self.copies.items() if ranks)
+        return bool(self.commits or self.markers or strangers)
+
+    @property
+    def newest_ordinal(self) -> int:
+        """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""
+        return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
+
+    def is_abandoned(self, step: StepId) -> bool:
+        """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
+        attempt = self.attempts.get(step.attempt)
+        return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
+
+    def newest_commit(self, ordinal: int) -> int:
+        """The newest step that this attempt committed, or -1."""
+        return max((s.step for s in self.commits if s.attempt == ordinal), default=-1)
 
     def spans(self, ordinal: int) -> tuple[Span, ...]:
         """Return the lineage seen from attempt `ordinal`, newest first (R22)."""
-        facts = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
-        return lineage(facts, ordinal)
+        own = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
+        return lineage({**self.past, **own}, ordinal)
 
     def parent_for_next(self) -> int | None:
         """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22)."""
@@ -119,7 +139,7 @@ class Job:
             has_commit = any(step.attempt == ordinal for step in (*self.commits, *self.markers))
             if not attempt.is_fresh or has_commit:
                 return ordinal
-        return None
+        return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
 
     def add_copy(self, copy: Copy) -> None:
         """Record a verified copy, replacing what was known of that shard on that host."""
@@ -170,7 +190,6 @@ class Job:
             commits=commits,
             markers=tuple(self.markers.values()),
             retired=dict(self.retired),
-            abandoned=frozenset(self.abandoned),
             silent_hosts=frozenset(silent),
         )
 

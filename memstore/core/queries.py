@@ -272,11 +272,17 @@ class Queries:
     def _read(self, call: Call) -> None:
         """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
         job = self._job(call)
-        if job is None or job.newest is None:
+        if job is None:
+            return
+        if job.newest is None:
+            why = f"job {job.name!r} has copies and no attempt: connect to it first"
+            self.catalog.refuse(call, "RecoveryError", why)
             return
         attempt, rank, wanted = job.newest, int(call.body["rank"]), call.body.get("step")
-        known = {*job.copies, *job.commits, *job.markers}
-        only = max((s for s in known if s.step == wanted), default=None) if wanted is not None else None
+        spans, of_attempt = job.spans(attempt.ordinal), call.body.get("of_attempt")
+        known = [s for s in {*job.copies, *job.commits, *job.markers} if of_attempt in (None, s.attempt)]
+        found = [s for s in known if s.step == wanted]
+        only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
         if wanted is not None and only is None:
             self.catalog.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}")
             return
@@ -292,7 +298,8 @@ class Queries:
         self.count += 1
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
-        self.reads[-self.count] = (call, shard, {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why})
+        answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
+        self.reads[-self.count] = (call, shard, answer)
         self.catalog.tell(
             call.host_id, "stage",
             {
@@ -364,14 +371,14 @@ class Queries:
             seat = alive[0]
             self.catalog.refuse(
                 call, "JobBusyError",
-                f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is alive. "
-                "Stop it first, or pass --force",
+                f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is "
+                "alive. Stop it first, or pass --force",
             )  # fmt: skip
             return
         shards = [[job.name, s.attempt, s.step, rank] for s, ranks in job.copies.items() for rank in ranks]
         for host in self.catalog.hosts.live_ids():
             self.catalog.tell(host, "drop", {"shards": shards})
-        self.catalog.record(JobRemoved(job.name))
+        self.catalog.record(JobRemoved(job.name, job.newest_ordinal))
         self.catalog.answer(call, {"job": job.name, "shards": len(shards)})
 
     def _retire(self, call: Call) -> None:

@@ -62,7 +62,7 @@ class Repair:
         return False
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
-        placement = self.catalog.placement(job)
+        placement = self.catalog.view.placement(job)
         if placement is None:
             return
         commit = job.commits.get(step)
@@ -73,7 +73,7 @@ class Repair:
                 for h, c in copies.items()
                 if self.catalog.hosts.is_live(h) and (commit is None or c.spec.digest == commit.digests[rank])
             }
-            owner = self.catalog.owner_host(job, attempt, rank)
+            owner = self.catalog.view.owner_host(job, attempt, rank)
             wanted = [owner, *placement.targets.get(owner, ())]
             whole = [h for h, c in good.items() if not c.missing]
             lacking = [h for h in wanted if h not in whole]
@@ -81,10 +81,18 @@ class Repair:
                 continue  # still being put: its owner pushes it
             for target in lacking:
                 self._push(now, shard, target, good, attempt)
-            if may_drop and not lacking:
+            if may_drop and not lacking and self._is_safe(wanted, attempt):
                 for host in [h for h in copies if h not in wanted and not self.catalog.queries.is_read(shard, h)]:
                     self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                     job.drop_copy(shard, host)
+
+    def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
+        """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
+
+        While the cluster cannot hold that many apart, every copy more is worth its room.
+        """
+        hosts = self.catalog.hosts
+        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
 
     def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> None:
         hosts = self.catalog.hosts

@@ -1,4 +1,4 @@
-"""Room for a job's versions: reserved on every host at the first put, or refused on all ranks alike. Pure (R10, R19)."""
+"""Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.attempts import listed
 from memstore.core.events import Body
+from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Reservation:
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     is_ordered: bool = False
+    is_claimed: bool = False  # every host has the room; the fact is spreading
 
 
 class Room:
@@ -51,16 +53,21 @@ class Room:
         if active is None or active.attempt != attempt.ordinal:
             active = self.active[job.name] = Reservation(attempt.ordinal)
         active.calls[int(body["rank"])] = call
-        if len(attempt.needs) == attempt.world_size and not active.is_ordered:
+        if not self._missing(job, attempt) and not active.is_ordered:
             active.is_ordered = True
             if not attempt.has_put:
                 self.catalog.steps.shed(job)
             active.waits = self.order(job, attempt)
             self._finish(job, active)
 
+    def _missing(self, job: Job, attempt: Attempt) -> list[int]:
+        """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
+        silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
+        return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
+
     def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None) -> set[str]:
         """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
-        placement = self.catalog.placement(job)
+        placement = self.catalog.view.placement(job)
         if placement is None:
             return set()
         keep = int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
@@ -70,7 +77,7 @@ class Room:
             slots = self.need(job, attempt, rank)
             seat_host = attempt.seats[rank].host_id
             local.setdefault(seat_host, {})[rank] = slots * keep
-            for target in placement.targets.get(self.catalog.owner_host(job, attempt, rank), ()):
+            for target in placement.targets.get(self.catalog.view.owner_host(job, attempt, rank), ()):
                 guests[target] = guests.get(target, 0) + slots * keep
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
         for host in sorted(hosts):
@@ -99,7 +106,7 @@ class Room:
     def reserved(self, host_id: str, body: Body) -> None:
         """A host claimed the room, or says with numbers why it cannot."""
         active = self.active.get(str(body["job"]))
-        if active is None or active.attempt != body["attempt"] or not active.is_ordered:
+        if active is None or active.attempt != body["attempt"] or not active.is_ordered or active.is_claimed:
             return
         active.waits.discard(host_id)
         if not body["ok"]:
@@ -108,18 +115,39 @@ class Room:
 
     def _finish(self, job: Job, active: Reservation) -> None:
         active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}
-        if active.waits or not active.is_ordered:
+        if active.waits or not active.is_ordered or active.is_claimed:
+            return
+        attempt = job.attempts[active.attempt]
+        if not active.refusals:
+            active.is_claimed = True
+            needs = tuple(self.need(job, attempt, rank) for rank in range(attempt.world_size))
+            self.catalog.record(RoomClaimed(job.name, attempt.ordinal, needs))
             return
         del self.active[job.name]
-        attempt = job.attempts[active.attempt]
+        host, why = sorted(active.refusals.items())[0]
         for call in active.calls.values():
-            if active.refusals:
-                host, why = sorted(active.refusals.items())[0]
-                if not attempt.has_put:
-                    attempt.needs.pop(int(call.body["rank"]), None)
-                self.catalog.refuse(call, "CapacityError", f"{job.name} does not fit on {host}: {why}")
-            else:
+            if not attempt.has_put:
+                attempt.needs.pop(int(call.body["rank"]), None)
+            self.catalog.refuse(call, "CapacityError", f"{job.name} does not fit on {host}: {why}")
+
+    def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
+        """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
+        job = self.catalog.jobs.get(fact.job)
+        attempt = job.attempts.get(fact.attempt) if job is not None else None
+        if attempt is None:
+            return
+        attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
+        active = self.active.get(fact.job)
+        if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
+            del self.active[fact.job]
+            for call in active.calls.values():
                 self.catalog.answer(call, {})
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nobody waits for room any more."""
+        active = self.active.pop(name, None)
+        for call in active.calls.values() if active is not None else ():
+            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
 
     def tick(self, now: float) -> None:
         """Ranks that never made their first put; hosts that died while claiming."""
@@ -131,7 +159,7 @@ class Room:
             for rank, call in list(active.calls.items()):
                 if active.is_ordered or now - call.since_s <= limit_s:
                     continue
-                missing = [r for r in range(attempt.world_size) if r not in attempt.needs]
+                missing = self._missing(job, attempt)
                 self.catalog.refuse(
                     call, "GatherTimeout",
                     f"first put of job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {attempt.world_size} "
@@ -139,5 +167,5 @@ class Room:
                 )  # fmt: skip
                 del active.calls[rank]
                 attempt.needs.pop(rank, None)
-            if not active.calls:
+            if not active.calls and not active.is_claimed:
                 self.active.pop(name, None)

@@ -1,57 +1,29 @@
 """A get is one numbered round for all ranks alike. Pure (R23, R24, R25, R26, R27).
 
-    gathering --all ranks--> listing (durable markers) --> planning --fact spread--> staging
-        |                                                    |  ^                       |
-        |                                             wait for hosts (grace)   a source failed: next plan
-        '--deadline--> failed                                                           v
-                                       released <--every rank's check passed-- checking (into=)
+gathering --all ranks--> listing (durable markers) --> planning --fact spread--> staging
+    |                                                    |  ^                       |
+    |                                             wait for hosts (grace)   a source failed: next plan
+    '--deadline--> failed                                                           v
+                                   releasing <--every rank's check passed-- checking (into=)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from memstore.core.attempts import listed
-from memstore.core.events import Body, shard_to_wire, spec_to_wire
-from memstore.core.facts import RestoreDecided, StepCommitted, StepRetired
+from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
-from memstore.core.steps import ADOPTED
-from recovery.inventory import Copy, ShardId, StepId
+from memstore.core.staging import Phase, Round
+from recovery.inventory import StepId
+from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
-Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking"]
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
-STAGE_STALL_S = 60.0  # a host that reports no end of staging for this long after the others is planned around
-
-
-@dataclass(slots=True)
-class Round:
-    """One get of one attempt."""
-
-    job: str
-    attempt: int
-    number: int
-    only_step: int | None
-    since_s: float
-    calls: dict[int, Call] = field(default_factory=dict)
-    phase: Phase = "gathering"
-    phase_since_s: float = 0.0
-    plan: RecoveryPlan | None = None
-    staged: dict[int, Body] = field(default_factory=dict)
-    checked: set[int] = field(default_factory=set)
-    failed_steps: dict[StepId, str] = field(default_factory=dict)
-    planned_s: float = 0.0
-    notes: list[str] = field(default_factory=list)
-    markers_call: int = 0
-
-    @property
-    def is_adopting(self) -> bool:
-        """A get without a step adopts what it returns; get(step=S) only reads (R22)."""
-        return self.only_step is None
+STAGE_LIMIT_S = 600.0  # for a get that names no deadline of its own
 
 
 class Rounds:
@@ -60,7 +32,6 @@ class Rounds:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.active: dict[str, Round] = {}
-        self.markers_calls = 0
 
     # -- gathering ----------------------------------------------------------------------------
 
@@ -73,6 +44,10 @@ class Rounds:
             self.catalog.refuse(call, "FencedError", f"job {name!r}: a newer attempt was opened")
             return
         only_step = body.get("step")
+        rank = int(body["rank"])
+        if only_step is None and self._is_over(attempt, rank) and name not in self.active:
+            self._repeat(call, attempt)
+            return
         if only_step is None and attempt.has_put:
             self.catalog.refuse(
                 call, "RecoveryError",
@@ -91,28 +66,48 @@ class Rounds:
                 "all ranks must pass the same step to get()",
             )  # fmt: skip
             return
-        active.calls[int(body["rank"])] = call
+        active.calls[rank] = call
+        self.attempt_open(now, name)
+
+    def attempt_open(self, now: float, name: str) -> None:
+        """Plan as soon as all ranks ask and every holder is fenced: from those inventories only (R21)."""
+        active = self.active.get(name)
+        job = self.catalog.jobs[name]
+        attempt = job.newest
+        if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
+            return
         if active.phase == "gathering" and len(active.calls) == attempt.world_size:
             self._list_markers(now, active, job, attempt)
 
-    def _enter(self, now: float, active: Round, phase: Phase) -> None:
-        active.phase, active.phase_since_s = phase, now
+    def _is_over(self, attempt: Attempt, rank: int) -> bool:
+        """This attempt's get was released, and the rank has not gone on from it: its answer was lost (R23)."""
+        seat = attempt.seats.get(rank)
+        return attempt.is_released and seat is not None and seat.step < 0
+
+    def _repeat(self, call: Call, attempt: Attempt) -> None:
+        """Give a rank what the others have: no barrier, they may be training already."""
+        if attempt.parent is None or attempt.parent_step is None:
+            self.catalog.answer(call, {"step": None})
+            return
+        call.body.update(step=attempt.parent_step, of_attempt=attempt.parent)
+        self.catalog.queries.ask("read", call)
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(h)]
         if attempt.config.get("durable") is None or not hosts:
             self._plan(now, active)
             return
-        self._enter(now, active, "listing")
-        self.markers_calls += 1
-        active.markers_call = self.markers_calls
+        active.enter(now, "listing")
+        active.unread, active.markers_call = "", self.catalog.durable.next_call()
         body = {"job": job.name, "durable": attempt.config["durable"], "call": active.markers_call}
-        self.catalog.tell(attempt.seats[0].host_id, "markers", body)
+        first = attempt.seats[0].host_id
+        self.catalog.tell(first if first in hosts else hosts[0], "markers", body)
 
-    def markers_listed(self, now: float, job: str, call: int) -> None:
-        """The durable markers of the job are in the catalog now."""
+    def markers_listed(self, now: float, job: str, call: int, why: str) -> None:
+        """The durable markers of the job are in the catalog now, or `why` says why not."""
         active = self.active.get(job)
         if active is not None and active.phase == "listing" and call == active.markers_call:
+            active.unread = why
             self._plan(now, active)
 
     # -- planning -----------------------------------------------------------------------------
@@ -122,16 +117,17 @@ class Rounds:
         attempt = job.attempts[active.attempt]
         inventory = job.inventory(
             live=self.catalog.hosts.live_ids(),
-            silent=() if is_grace_over else self.catalog.silent_hosts(now),
+            silent=() if is_grace_over else self.catalog.view.silent_hosts(job),
         )
         spans = job.spans(attempt.ordinal)
         only = None
         if active.only_step is not None:
             known = {*job.copies, *job.commits, *job.markers}
-            only = max((s for s in known if s.step == active.only_step), default=None)
+            found = [s for s in known if s.step == active.only_step]
+            only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
             if only is None:
                 have = sorted({s.step for s in known})
-                self._fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {listed(have)}")
+                self.fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {listed(have)}")
                 return
         result = plan(
             inventory,
@@ -144,9 +140,10 @@ class Rounds:
         active.plan, active.planned_s = result, now
         if result.verdict == "wait":
             if active.phase != "waiting":
-                self.catalog.note(f"job {job.name!r}: get waits for hosts {', '.join(sorted(result.wait_for))}: they hold the newest commit")
+                late = ", ".join(sorted(result.wait_for))
+                self.catalog.note(f"job {job.name!r}: get waits for hosts {late}: they hold the newest commit")
             self._enter_once(now, active, "waiting")
-        elif result.verdict == "none" and not is_grace_over and self.catalog.silent_hosts(now):
+        elif result.verdict == "none" and not is_grace_over and self.catalog.view.silent_hosts(job):
             # Whoever has not answered may know the job: None is for a job that nobody knows (R23).
             self._enter_once(now, active, "waiting")
         elif result.verdict == "none":
@@ -154,32 +151,39 @@ class Rounds:
         else:
             self._decide(now, active, job, attempt, result)
 
+    def plan_again(self, now: float, active: Round) -> None:
+        """The next candidate, or the same one from other sources, under a new number (R23)."""
+        attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        attempt.rounds_count += 1
+        active.number = attempt.rounds_count
+        self._plan(now, active)
+
     def _enter_once(self, now: float, active: Round, phase: Phase) -> None:
         if active.phase != phase:
-            self._enter(now, active, phase)
+            active.enter(now, phase)
 
     def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
-        if result.has_history or job.has_history:
+        # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
+        if job.has_history or active.failed_steps or active.unread:
             lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
             lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
-            self._fail(
+            lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
+            self.fail(
                 active, "RecoveryError",
                 f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
                 + "\n  ".join(lines)
                 + "\nBring the named hosts back and call get() again, or start over with connect(..., fresh=True)",
             )  # fmt: skip
             return
-        self._enter(now, active, "deciding")
-        self.catalog.record(
-            RestoreDecided(job.name, active.attempt, active.number, None, None, self.catalog.wall_s)
-        )
+        active.enter(now, "deciding")
+        self.catalog.record(RestoreDecided(job.name, active.attempt, active.number, None, None, self.catalog.wall_s))
 
     def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, result: RecoveryPlan) -> None:
         step = result.step
         if step is None:
             raise ValueError("a plan with a verdict has a step")
         if result.world_size != attempt.world_size:
-            self._fail(
+            self.fail(
                 active, "WorldSizeError",
                 f"job {job.name!r}: step {step.step} was put by {result.world_size} ranks, this attempt has "
                 f"{attempt.world_size}. Start {result.world_size} ranks, or read single shards with get(step, rank=r)",
@@ -195,26 +199,22 @@ class Rounds:
             active.failed_steps[step] = reason
             self._plan(now, active)
             return
-        self._enter(now, active, "deciding")
+        active.enter(now, "deciding")
         if not active.is_adopting:
-            self.start_staging(now, active)
+            self.catalog.staging.start(now, active)
             return
-        if step not in job.commits:
-            digests = tuple(result.digests[r] for r in range(result.world_size))
-            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in range(result.world_size))
-            self.catalog.record(
-                StepCommitted(
-                    job.name, step.attempt, step.step, result.world_size, digests, hosts, attempt.level_asked, True,
-                    ADOPTED, self.catalog.wall_s,
-                )  # fmt: skip
-            )
         self.catalog.record(
             RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.catalog.wall_s)
         )
 
     def _is_crash_looping(self, job: Job, attempt: Attempt, step: StepId) -> bool:
         window_s = float(attempt.config["crash_window_s"])
-        recent = [r for r in job.restores if r.step == step and self.catalog.wall_s - r.wall_s <= window_s]
+        recent = [
+            r for r in job.restores
+            if r.step == step and self.catalog.wall_s - r.wall_s <= window_s
+            # An attempt that was closed by all its ranks did not die of what it restored.
+            and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
+        ]  # fmt: skip
         return len(recent) >= int(attempt.config["max_restores"])
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
@@ -223,11 +223,12 @@ class Rounds:
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
             return
-        if fact.step is not None and fact.from_attempt is not None:
-            attempt.parent, attempt.parent_step = fact.from_attempt, fact.step
-            if fact.round > 0 and not any(r.attempt == fact.attempt for r in job.restores):
-                job.restores.append(Restore(StepId(fact.from_attempt, fact.step), fact.attempt, fact.wall_s))
-        attempt.has_restored = True
+        attempt.parent, attempt.parent_step = fact.from_attempt, fact.step
+        # A later decision of the same get takes the place of one that could not be staged.
+        job.restores = [r for r in job.restores if r.attempt != fact.attempt]
+        if fact.step is not None and fact.from_attempt is not None and fact.round > 0:
+            job.restores.append(Restore(StepId(fact.from_attempt, fact.step), fact.attempt, fact.wall_s))
+        attempt.has_restored, attempt.is_released = True, fact.step is None
         attempt.rounds_count = max(attempt.rounds_count, fact.round)
         active = self.active.get(fact.job)
         if is_replay or active is None or active.number != fact.round or active.phase != "deciding":
@@ -237,119 +238,37 @@ class Rounds:
             for call in active.calls.values():
                 self.catalog.answer(call, {"step": None})
         else:
-            self.start_staging(now, active)
-
-    # -- staging ------------------------------------------------------------------------------
-
-    def start_staging(self, now: float, active: Round) -> None:
-        """Order every host to bring its ranks' shards together and verify them."""
-        job, result = self.catalog.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("staging needs a plan")
-        self._enter(now, active, "staging")
-        active.staged.clear()
-        active.checked.clear()
-        runs: dict[int, list[list[Any]]] = {}
-        for t in result.transfers:
-            runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
-        durable = job.attempts[active.attempt].config.get("durable")
-        for rank, call in sorted(active.calls.items()):
-            shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
-            holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
-            body = {
-                "job": job.name, "round": active.number, "rank": rank, "shard": shard_to_wire(shard),
-                "spec": spec_to_wire(result.specs[rank]), "runs": runs.get(rank, []), "durable": durable,
-                "holders": sorted(holders), "attempt": active.attempt,
-            }  # fmt: skip
-            self.catalog.tell(call.host_id, "stage", body)
-
-    def staged(self, now: float, host_id: str, body: Body) -> None:
-        """A host staged one rank's shard, or says which chunks it could not get (R25)."""
-        active = self._current(body)
-        if active is None or active.phase != "staging" or active.plan is None:
-            return
-        rank = int(body["rank"])
-        if not body["ok"]:
-            self._source_failed(now, active, host_id, body)
-            return
-        active.staged[rank] = body
-        if len(active.staged) == len(active.calls):
-            self._enter(now, active, "checking")
-            for r, call in active.calls.items():
-                self.catalog.tell(call.host_id, "check", {"job": active.job, "round": active.number, "rank": r})
-
-    def _source_failed(self, now: float, active: Round, host_id: str, body: Body) -> None:
-        """Take the failed chunks out of the inventory on evidence, then plan anew; else fail the step."""
-        job, result = self.catalog.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            return
-        step, rank, progress = result.step, int(body["rank"]), False
-        for source, chunks in body.get("bad", {}).items():
-            copy = job.copies.get(step, {}).get(rank, {}).get(source)
-            if copy is not None and not set(chunks) <= copy.missing:
-                job.add_copy(Copy(copy.shard, copy.spec, copy.host, copy.missing | frozenset(int(i) for i in chunks)))
-                progress = True
-        active.notes.append(f"rank {rank}: {body['why']}")
-        if not progress:
-            active.failed_steps[step] = str(body["why"])
-        attempt = job.attempts[active.attempt]
-        attempt.rounds_count += 1
-        active.number = attempt.rounds_count
-        self._plan(now, active)
-
-    def checked(self, now: float, body: Body) -> None:
-        """A rank compared `into=` with the manifest (R26)."""
-        active = self._current(body)
-        if active is None or active.phase != "checking":
-            return
-        if not body["ok"]:
-            self._fail(active, str(body["error"][0]), f"rank {body['rank']}: {body['error'][1]}")
-            return
-        active.checked.add(int(body["rank"]))
-        if len(active.checked) == len(active.calls):
-            self._release(now, active)
-
-    def _current(self, body: Body) -> Round | None:
-        active = self.active.get(str(body["job"]))
-        return active if active is not None and active.number == body["round"] else None
-
-    def _release(self, now: float, active: Round) -> None:
-        job, result = self.catalog.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("a release needs a plan")
-        del self.active[active.job]
-        attempt = job.attempts[active.attempt]
-        newest_seen = max((s.step for s in (*job.copies, *job.commits)), default=result.step.step)
-        for seat in attempt.seats.values():
-            seat.last_active_s = now
-        shared = {
-            "step": result.step.step, "attempt": result.step.attempt, "verdict": result.verdict, "why": result.why,
-            "round": active.number, "ranks_moved": list(result.ranks_moved),
-            "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
-            "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
-            "steps_lost": max(0, newest_seen - result.step.step), "newest_seen": newest_seen,
-            "seconds": {
-                "gather": active.planned_s - active.since_s,
-                "transfer": now - active.planned_s,
-            },
-            "notes": active.notes[:10],
-        }  # fmt: skip
-        for rank, call in active.calls.items():
-            staged = active.staged[rank]
-            self.catalog.answer(call, {**shared, "shard": staged["shard"], "digest": staged["digest"]})
-        self.catalog.repair.consider(now, job)
+            self.catalog.staging.start(now, active)
 
     # -- ends ---------------------------------------------------------------------------------
 
-    def _fail(self, active: Round, name: str, message: str) -> None:
+    def fail(self, active: Round, name: str, message: str) -> None:
+        """End a round with the same error on all ranks."""
         self.active.pop(active.job, None)
         for call in active.calls.values():
             self.catalog.refuse(call, name, message)
 
+    def forget(self, name: str) -> None:
+        """The job was removed."""
+        self.abort(name, "FencedError", f"job {name!r} was removed")
+
+    def rank_gone(self, job: Job, rank: int) -> None:
+        """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""
+        active = self.active.get(job.name)
+        if active is None or rank not in active.calls or active.phase == "releasing":
+            return
+        if active.phase in ("gathering", "listing", "waiting"):
+            del active.calls[rank]
+            active.phase = "gathering"
+            if not active.calls:
+                del self.active[job.name]
+            return
+        self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
+
     def abort(self, job: str, name: str, message: str) -> None:
         """End a round that can no longer mean anything."""
         if job in self.active:
-            self._fail(self.active[job], name, message)
+            self.fail(self.active[job], name, message)
 
     def withdraw(self, call: Call) -> None:
         """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
@@ -379,11 +298,18 @@ class Rounds:
                 active.notes.append(f"durable storage did not list its markers within {MARKERS_DEADLINE_S:g} s")
                 self._plan(now, active)
             elif active.phase == "waiting":
-                self._plan(now, active, is_grace_over=waited_s > self.catalog.recovery_grace_s)
+                self._plan(now, active, is_grace_over=waited_s > self.catalog.rules.recovery_grace_s)
             elif active.phase in ("staging", "checking"):
                 dead = [c.host_id for c in active.calls.values() if not self.catalog.hosts.is_live(c.host_id)]
+                limit_s = max(float(c.body.get("timeout_s", STAGE_LIMIT_S)) for c in active.calls.values())
                 if dead:
-                    self._fail(active, "RecoveryError", f"host {dead[0]} died while the step was being restored: restart")
+                    why = f"host {dead[0]} died while the step was being restored: restart"
+                    self.fail(active, "RecoveryError", why)
+                elif waited_s > limit_s:
+                    done = active.staged if active.phase == "staging" else active.checked
+                    late = listed([r for r in sorted(active.calls) if r not in done])
+                    why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
+                    self.fail(active, "RecoveryError", why)
 
     def source_died(self, now: float, host_id: str) -> None:
         """A host died: rounds that fetch from it are planned again."""
@@ -391,7 +317,4 @@ class Rounds:
             if active.phase != "staging" or active.plan is None:
                 continue
             if any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers):
-                attempt = self.catalog.jobs[active.job].attempts[active.attempt]
-                attempt.rounds_count += 1
-                active.number = attempt.rounds_count
-                self._plan(now, active)
+                self.plan_again(now, active)

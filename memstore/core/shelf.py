@@ -239,7 +239,8 @@ class Shelf:
     def slots_needed(self, job: str, share: Share) -> int:
         """Slots the arena must have for this share beside all other jobs' shares and strays."""
         others = sum(s.total for name, s in self.shares.items() if name != job)
-        unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in self.shares and s.shard.job != job)
+        shared = {job, *self.shares}
+        unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
         return others + unshared + share.total
 
     def is_local(self, shard: ShardId) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memstore.core.events import shard_to_wire
+from memstore.core.events import Body, shard_to_wire
 from memstore.core.facts import StepAbandoned, StepCommitted
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.retention import kept_steps
@@ -15,7 +15,8 @@ from recovery.lineage import in_lineage
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
-ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
+SKIPPED = "another rank had no room for this step"
+STEPS_REMEMBERED = 1000  # phases of older steps say nothing that the newest commit does not say
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
 
 
@@ -27,55 +28,84 @@ class Steps:
 
     # -- events -------------------------------------------------------------------------------
 
-    def sealed(self, now: float, copy: Copy) -> None:
-        """A host holds a verified copy of a whole shard."""
-        shard = copy.shard
-        job = self.catalog.jobs.setdefault(shard.job, Job(shard.job))
+    def take_copy(self, copy: Copy) -> bool:
+        """Count a copy, from wherever it was heard of; False if its step was given up: then it is freed (R12)."""
+        shard, catalog = copy.shard, self.catalog
+        if shard.attempt <= catalog.removed.get(shard.job, 0):
+            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})
+            return False
+        job = catalog.jobs.setdefault(shard.job, Job(shard.job))
         step = StepId(shard.attempt, shard.step)
-        attempt = job.attempts.get(shard.attempt)
-        if step in job.abandoned or (
-            attempt is not None and attempt.steps.get(shard.step) in ("abandoned", "superseded")
-        ):
-            self.catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})
-            return
+        if step not in job.commits and self._is_given_up(job, step):
+            level = "skipped" if job.is_abandoned(step) else "superseded"
+            catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
+            return False
         job.add_copy(copy)
-        job.refusals.pop((shard, copy.host), None)
+        return True
+
+    def _is_given_up(self, job: Job, step: StepId) -> bool:
+        """Skipped, superseded, or older than a commit of its attempt: it will never be committed."""
+        attempt = job.attempts.get(step.attempt)
         if attempt is None:
+            return False
+        is_over = attempt.steps.get(step.step) in ("abandoned", "superseded")
+        return is_over or job.is_abandoned(step) or step.step < job.newest_commit(step.attempt)
+
+    def sealed(self, now: float, copy: Copy) -> None:
+        """A host holds a verified copy of a shard, whole or with chunks missing."""
+        if not self.take_copy(copy):
             return
-        attempt.has_put = attempt.has_put or attempt is job.newest
+        shard = copy.shard
+        job = self.catalog.jobs[shard.job]
+        attempt = job.attempts.get(shard.attempt)
+        if attempt is None or copy.missing:
+            return
+        job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
+            attempt.has_put = True
             seat = attempt.seats.get(shard.rank)
             if seat is not None:
                 seat.last_active_s, seat.step = now, max(seat.step, shard.step)
             attempt.steps.setdefault(shard.step, "open")
-        self.evaluate(job, step)
+        self.evaluate(job, StepId(shard.attempt, shard.step))
+
+    def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
+        """A host answered a fence with everything it has of a job (R21)."""
+        job = self.catalog.jobs.get(name)
+        if job is not None:
+            job.drop_host(host)
+        for copy in copies:
+            self.take_copy(copy)
+        if job is not None:
+            self.adopt(job)
+            self.evaluate_all(job)
 
     def adopt(self, job: Job) -> None:
-        """After a rebuild: what inventories hold beyond the newest commit of the newest attempt is open again."""
+        """What inventories hold of the newest attempt and no fact has ended is open again."""
         attempt = job.newest
         if attempt is None:
             return
-        newest = max((s.step for s in job.commits if s.attempt == attempt.ordinal), default=-1)
-        for step in job.copies:
-            if step.attempt == attempt.ordinal and step.step not in attempt.steps:
-                attempt.has_put = True
-                attempt.steps[step.step] = "open" if step.step > newest else "superseded"
-        for rank, seat in attempt.seats.items():
-            put = [s.step for s, ranks in job.copies.items() if s.attempt == attempt.ordinal and rank in ranks]
-            seat.step = max([seat.step, *put])
+        for step, ranks in job.copies.items():
+            if step.attempt != attempt.ordinal:
+                continue
+            attempt.has_put = True
+            attempt.steps.setdefault(step.step, "open")
+            for rank in ranks:
+                if rank in attempt.seats:
+                    attempt.seats[rank].step = max(attempt.seats[rank].step, step.step)
 
     def greet(self, job: Job, host: str) -> None:
-        """Tell a host's ranks of the newest commit: the word may have died with a controller or a holder."""
+        """Tell a host's ranks of the newest commit and skip: the word may have died with a controller or a holder."""
         attempt = job.newest
-        fact = max((c for s, c in job.commits.items() if attempt and s.attempt == attempt.ordinal), key=lambda c: c.step, default=None)
-        if attempt is not None and fact is not None:
-            self.catalog.tell(
-                host, "level",
-                {
-                    "job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed",
-                    "degraded": fact.is_degraded, "reason": fact.reason,
-                },
-            )  # fmt: skip
+        if attempt is None:
+            return
+        fact = job.commits.get(StepId(attempt.ordinal, job.newest_commit(attempt.ordinal)))
+        if fact is not None:
+            body = {"job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed"}
+            self.catalog.tell(host, "level", {**body, "degraded": fact.is_degraded, "reason": fact.reason})
+        if attempt.holes:
+            body = self._abandon_body(job, StepId(attempt.ordinal, attempt.holes[-1][0]), "skipped", SKIPPED)
+            self.catalog.tell(host, "abandon", body)
 
     def evaluate_all(self, job: Job) -> None:
         """Look again at every step that is not finished, oldest first, and at degraded commits."""
@@ -90,58 +120,69 @@ class Steps:
 
     def evaluate(self, job: Job, step: StepId) -> None:
         """Commit the step if the rule holds now; mend a degraded commit that has become whole."""
-        attempt = job.attempts.get(step.attempt)
-        if attempt is None:
-            return
         commit = job.commits.get(step)
         if commit is not None:
-            if commit.is_degraded:
-                fact = self.commit_rule(job, attempt, step)
-                if fact is not None and not fact.is_degraded and not self.catalog.is_recording(fact):
-                    self.catalog.record(fact)
+            fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
+            if fact is not None and not fact.is_degraded and not self._is_recording(fact):
+                self.catalog.record(fact)
             return
-        if attempt is not job.newest or attempt.phase == "closed" or attempt.steps.get(step.step) != "open":
+        attempt = job.attempts.get(step.attempt)
+        if attempt is None or attempt is not job.newest or attempt.phase == "closed":
             return
-        fact = self.commit_rule(job, attempt, step)
+        if attempt.steps.get(step.step) != "open":
+            return
+        if step.step < self._newest_decided(attempt):
+            return  # commits only go forward: the newer one supersedes this one
+        fact = self.commit_rule(job, attempt.world_size, step)
         if fact is not None:
             attempt.steps[step.step] = "committing"
             self.catalog.record(fact)
 
+    def _newest_decided(self, attempt: Attempt) -> int:
+        return max((n for n, phase in attempt.steps.items() if phase in ("committing", "committed")), default=-1)
+
+    def _is_recording(self, fact: StepCommitted) -> bool:
+        """True while a commit fact of the same step has not spread yet."""
+        key = (fact.job, fact.attempt, fact.step)
+        undone = self.catalog.log.undone()
+        return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in undone)
+
     # -- the rule -----------------------------------------------------------------------------
 
-    def commit_rule(self, job: Job, attempt: Attempt, step: StepId) -> StepCommitted | None:
+    def commit_rule(self, job: Job, world_size: int, step: StepId) -> StepCommitted | None:
         """Return the commit fact if every shard is on as many domains as the cluster now allows (R18)."""
-        ranks = job.copies.get(step, {})
-        if len(ranks) < attempt.world_size:
-            return None
-        placement = self.catalog.placement(job)
-        if placement is None:
+        ranks, commit = job.copies.get(step, {}), job.commits.get(step)
+        newest = job.newest  # it owns the step now, and its seats decide where the copies go (R22)
+        placement = self.catalog.view.placement(job)
+        if newest is None or placement is None or any(rank not in ranks for rank in range(world_size)):
             return None
         topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
         digests: list[str] = []
         hosts: list[tuple[str, ...]] = []
         reasons: list[str] = []
-        for rank in range(attempt.world_size):
+        for rank in range(world_size):
             copies = {h: c for h, c in ranks[rank].items() if self.catalog.hosts.is_live(h) and not c.missing}
+            if commit is not None:  # its digests are the truth; another shard is no copy of it (R14)
+                copies = {h: c for h, c in copies.items() if c.spec.digest == commit.digests[rank]}
             if not copies or len({c.spec.digest for c in copies.values()}) != 1:
                 return None
-            owner = self.catalog.owner_host(job, attempt, rank)
+            owner = self.catalog.view.owner_host(job, newest, rank)
             shard = ShardId(job.name, step.attempt, step.step, rank)
             wanted = [owner, *placement.targets.get(owner, ())]
             able = [h for h in wanted if h in copies or (shard, h) not in job.refusals]
             have = {topology.hosts[h].domain(placement.level) for h in copies}
             need = {topology.hosts[h].domain(placement.level) for h in able if h in topology.hosts}
-            if len(have) < max(len(need), int(attempt.config["min_copies"])):
+            if len(have) < max(len(need), int(newest.config["min_copies"])):
                 return None
-            if len(have) < attempt.replicas:
-                reasons.append(f"rank {rank} has {len(have)} of {attempt.replicas} copies")
+            if len(have) < newest.replicas:
+                reasons.append(f"rank {rank} has {len(have)} of {newest.replicas} copies")
             reasons += [f"{h}: {job.refusals[shard, h]}" for h in wanted if (shard, h) in job.refusals]
             digests.append(next(iter(copies.values())).spec.digest)
             hosts.append(tuple(sorted(copies)))
-        if is_finer(placement.level, attempt.level_asked, self.catalog.hosts.failure_domains):
-            reasons.insert(0, f"copies are spread over {placement.level}s, not {attempt.level_asked}s")
+        if is_finer(placement.level, newest.level_asked, self.catalog.hosts.failure_domains):
+            reasons.insert(0, f"copies are spread over {placement.level}s, not {newest.level_asked}s")
         return StepCommitted(
-            job.name, step.attempt, step.step, attempt.world_size, tuple(digests), tuple(hosts), placement.level,
+            job.name, step.attempt, step.step, world_size, tuple(digests), tuple(hosts), placement.level,
             bool(reasons), "; ".join(reasons[:3]), self.catalog.wall_s,
         )  # fmt: skip
 
@@ -152,7 +193,8 @@ class Steps:
         job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
-        job.restores = [r for r in job.restores if r.step > step or fact.reason == ADOPTED]
+        # Progress ends a crash loop; the commit of the restored step itself, or its mending, is none (R25).
+        job.restores = [r for r in job.restores if r.step >= step]
         attempt = job.attempts.get(fact.attempt)
         if attempt is not None:
             attempt.steps[fact.step] = "committed"
@@ -169,15 +211,21 @@ class Steps:
         self.catalog.durable.consider(now, job)
 
     def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
-        """No rank's copy of the step counts any more."""
+        """No rank's copy of the step counts any more, nor of those up to where all put again."""
         job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
-        step = StepId(fact.attempt, fact.step)
-        job.abandoned.add(step)
         attempt = job.attempts.get(fact.attempt)
-        if attempt is not None:
-            attempt.steps[fact.step] = "abandoned"
-        if not is_replay:
-            self._forget(job, step, "skipped", "another rank had no room for this step")
+        if attempt is None:
+            return
+        end = max(fact.resume, fact.step + 1)
+        if (fact.step, end) not in attempt.holes:
+            attempt.holes.append((fact.step, end))
+        attempt.resume_step = max(attempt.resume_step, end)
+        numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
+        for number in sorted(n for n in numbers if fact.step <= n < end):
+            if attempt.steps.get(number) not in ("committing", "committed"):
+                attempt.steps[number] = "abandoned"
+                if not is_replay:
+                    self._forget(job, StepId(fact.attempt, number), "skipped", SKIPPED)
 
     def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
         body = {"job": job.name, "attempt": attempt.ordinal, "step": step, "level": level, **extra}
@@ -190,16 +238,15 @@ class Steps:
         if attempt is not None and attempt is job.newest:
             self._tell_level(job, attempt, step.step, "durable", {"degraded": False, "reason": ""})
 
-    def _forget(self, job: Job, step: StepId, level: str, reason: str) -> None:
+    def _abandon_body(self, job: Job, step: StepId, level: str, reason: str) -> Body:
         attempt = job.attempts.get(step.attempt)
-        body = {
-            "job": job.name,
-            "attempt": step.attempt,
-            "step": step.step,
-            "level": level,
-            "reason": reason,
+        return {
+            "job": job.name, "attempt": step.attempt, "step": step.step, "level": level, "reason": reason,
             "resume": attempt.resume_step if attempt is not None else 0,
-        }
+        }  # fmt: skip
+
+    def _forget(self, job: Job, step: StepId, level: str, reason: str) -> None:
+        body = self._abandon_body(job, step, level, reason)
         for host in self.catalog.hosts.live_ids():
             self.catalog.tell(host, "abandon", body)
         job.copies.pop(step, None)
@@ -214,15 +261,18 @@ class Steps:
         if job is None or attempt is None or attempt.ordinal != body["attempt"]:
             self.catalog.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
             return
-        number = int(body["step"])
-        phase = attempt.steps.get(number)
-        if number >= attempt.resume_step and phase in (None, "open"):
-            newest_seen = max([number, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
-            attempt.resume_step = newest_seen + attempt.resume_gap
+        step = StepId(attempt.ordinal, int(body["step"]))
+        if self._newest_decided(attempt) > step.step:
+            attempt.steps.setdefault(step.step, "superseded")  # a newer step is whole: nothing to give up
+        elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
+            newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
+            attempt.resume_step = max(attempt.resume_step, newest_seen + attempt.resume_gap)
             attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
-        if phase in (None, "open"):
-            attempt.steps[number] = "abandoned"
-            self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number))
+            # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
+            attempt.holes.append((step.step, attempt.resume_step))
+            for number in [n for n, p in attempt.steps.items() if p == "open" and n >= step.step]:
+                attempt.steps[number] = "abandoned"
+            self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retain(job)  # an order to drop may have died with a controller: then its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})
 
@@ -247,10 +297,13 @@ class Steps:
             if is_open or not has_commit or not kept or (step.attempt == attempt.ordinal and step > max(kept)):
                 continue
             self._drop_step(job, step)
-        for step in [s for s in job.commits if s not in job.copies and s not in kept]:
+        # A commit is forgotten only beside a newer one: the last one is history even when its bytes are lost (R23).
+        for step in [s for s in job.commits if kept and s < max(kept) and s not in job.copies and s not in kept]:
             del job.commits[step]
-        for number in [n for n, p in attempt.steps.items() if kept and n < max(kept).step - 1000]:
+        newest = job.newest_commit(attempt.ordinal)
+        for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
             del attempt.steps[number]
+        attempt.holes = [h for h in attempt.holes if h[1] > newest]  # older ones are below the newest commit anyway
         self.catalog.compact()
 
     def shed(self, job: Job) -> None:

@@ -105,10 +105,15 @@ class Persister:
     def _list(self, body: dict[str, Any]) -> None:
         report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": []}
         try:
-            markers, problems = tier_from_url(body["durable"]).markers(str(body["job"]))
+            records, problems = tier_from_url(body["durable"]).marker_records(str(body["job"]))
             report["markers"] = [
-                [m.step.attempt, m.step.step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(m.specs.items())]]
-                for m in markers
+                [
+                    r.marker.step.attempt,
+                    r.marker.step.step,
+                    [[rank, spec_to_wire(spec)] for rank, spec in sorted(r.marker.specs.items())],
+                    dict(r.lineage),
+                ]
+                for r in records
             ]
             report["why"] = "; ".join(problems)
         except MemstoreError as exc:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
+
 from memstore.core.events import (
     Body,
     Event,
@@ -301,8 +303,8 @@ class FakeHolder:
 
     def _on_markers(self, body: Body) -> None:
         rows = [
-            [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())]]
-            for (job, attempt, step), (specs, _) in sorted(self.durable.markers.items())
+            [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())], lineage]
+            for (job, attempt, step), (specs, lineage) in sorted(self.durable.markers.items())
             if job == body["job"]
         ]
         why = self.durable.problem
@@ -310,3 +312,17 @@ class FakeHolder:
 
     def _on_ask(self, body: Body) -> None:
         self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
+
+
+def plain(body: Body) -> Body:
+    """As it comes off the wire: tuples are lists, and what cannot travel fails here."""
+    return dict(msgpack.unpackb(msgpack.packb(body), strict_map_key=False))
+
+
+def plain_event(event: Event) -> Event:
+    """Return the event as the controller reads it from a socket."""
+    if isinstance(event, Report):
+        return Report(event.host_id, event.kind, plain(event.body))
+    if isinstance(event, HostUp):
+        return HostUp(event.info, event.copies, event.journal_term, tuple(plain(b) for b in event.journal))
+    return event

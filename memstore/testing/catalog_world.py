@@ -13,8 +13,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgpack
-
 from memstore.config import Config
 from memstore.core.catalog import Catalog, Rules
 from memstore.core.events import (
@@ -24,16 +22,14 @@ from memstore.core.events import (
     Heard,
     HostInfo,
     HostLost,
-    HostUp,
     LeaseRenewed,
     Note,
     RankGone,
-    Report,
     Tell,
     Tick,
 )
 from memstore.core.job import Job
-from memstore.testing.catalog_holder import CHUNKS, Durable, FakeHolder, FakeRank
+from memstore.testing.catalog_holder import CHUNKS, Durable, FakeHolder, FakeRank, plain, plain_event
 from recovery.inventory import ShardId, ShardSpec, StepId
 
 TICK_S = 0.2
@@ -59,7 +55,7 @@ class CatalogWorld:
         self.delay_s = (0.001, 0.02)  # one message, least and most
         self.work_s = (0.01, 0.2)  # one push or staging
         fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "settle_s": 3.0, "failure_domains": ("zone", "rack")}
-        self.rules = Rules(**{**fields, **(rules or {})})  # type: ignore[arg-type]
+        self.rules = Rules(**{**fields, **(rules or {})})
         self.config = Config(connect_timeout_s=20.0, crash_window_s=600.0, **config).job_fields()
         self.durable = Durable()
         self.put_digests: dict[ShardId, str] = {}
@@ -151,7 +147,11 @@ class CatalogWorld:
         host, session = holder.host_id, self._sessions.get(holder.host_id)
         if session is None or not holder.is_up:
             return
-        self._deliver("up", host, lambda: self._sessions.get(host) == session and self._handle(_plain_event(event)))
+        self._deliver("up", host, lambda: self._hear(host, session, event))
+
+    def _hear(self, host: str, session: tuple[int, int], event: Event) -> None:
+        if self._sessions.get(host) == session:
+            self._handle(plain_event(event))
 
     def _deliver(self, way: str, host: str, work: Callable[[], object]) -> None:
         arrives_s = max(self.now + self.random.uniform(*self.delay_s), self._sent_s.get((way, host), 0.0))
@@ -184,7 +184,7 @@ class CatalogWorld:
         holder = self.holders[host]
         if self._sessions.get(host) != session or not holder.is_up:
             return
-        body = _plain(action.body)
+        body = plain(action.body)
         if isinstance(action, Tell):
             holder.obey(action.kind, body)
         else:
@@ -383,19 +383,6 @@ def describe(world: CatalogWorld) -> str:
         rows.append(f"{name}: attempt {newest.ordinal if newest else None}, commits {sorted(job.commits)}")
         rows += [f"  {(a.ordinal, a.phase, a.parent, a.parent_step, a.steps)}" for a in job.attempts.values()]
     return "\n".join([*rows, *world.notes[-20:]])
-
-
-def _plain(body: Body) -> Body:
-    """As it comes off the wire: tuples are lists, and what cannot travel fails here."""
-    return dict(msgpack.unpackb(msgpack.packb(body), strict_map_key=False))
-
-
-def _plain_event(event: Event) -> Event:
-    if isinstance(event, Report):
-        return Report(event.host_id, event.kind, _plain(event.body))
-    if isinstance(event, HostUp):
-        return HostUp(event.info, event.copies, event.journal_term, tuple(_plain(b) for b in event.journal))
-    return event
 
 
 def _last(found: Sequence[Body] | None) -> Body:

@@ -1,0 +1,132 @@
+"""Which hosts hold copies of a job, and what every host must know of the others. Pure (R13, R18, R29).
+
+Placement is kept per job and moved as little as possible when hosts come and go. Read `steps.py` for what is asked of
+these hosts, `repair.py` for how copies get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from memstore.core.job import Attempt, Job
+from placement.domains import is_finer, levels_of, spread_level
+from placement.groups import Placement, Strategy, place
+from placement.rebalance import rebalance
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+
+class ClusterView:
+    """Placement and addresses, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    def eligible_hosts(self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = ()) -> set[str]:
+        """Hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
+
+        Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
+        are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
+        """
+        hosts, now = self.catalog.hosts, self.catalog.now
+        wanted = set(rank_hosts)
+        live = {h for h in wanted if hosts.is_live(h)}
+        others = [h for h in hosts.live_ids() if h not in wanted]
+        labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
+        kept = set(prefer)
+        standins = [h for h in others if h not in labelled and not hosts.is_on_probation(now, h)]
+        standins.sort(key=lambda h: (h not in kept, h))
+        count = max(len(wanted) - len(live), replicas - len(live | labelled), 0)
+        return live | labelled | set(standins[:count])
+
+    def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
+        """The coarsest spread level the job ever had: what fewer racks must be measured against (R18)."""
+        hosts = self.catalog.hosts
+        topology = hosts.topology(sorted(self.eligible_hosts(rank_hosts, replicas)))
+        level = spread_level(topology, replicas).level
+        if before is None or before not in levels_of(hosts.failure_domains):
+            return level
+        return before if is_finer(level, before, hosts.failure_domains) else level
+
+    def placement(self, job: Job, before: Placement | None = None) -> Placement | None:
+        """Return where the newest attempt's copies go, among the hosts that are not dead."""
+        attempt = job.newest
+        if attempt is None:
+            return None
+        if job.placement is None:
+            rank_hosts = (seat.host_id for seat in attempt.seats.values())
+            prefer = before.targets if before is not None else ()
+            hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer)
+            if not hosts:
+                return None
+            topology = self.catalog.hosts.topology(sorted(hosts))
+            strategy = cast(Strategy, str(attempt.config["placement"]))
+            if before is None:
+                job.placement = place(topology, replicas=attempt.replicas, strategy=strategy)
+            else:
+                job.placement = rebalance(before, topology, replicas=attempt.replicas, strategy=strategy).placement
+        return job.placement
+
+    def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
+        """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
+        seat = attempt.seats.get(rank)
+        if seat is not None and self.catalog.hosts.is_live(seat.host_id):
+            return seat.host_id
+        for step in sorted(job.copies, reverse=True):
+            live = sorted(h for h in job.copies[step].get(rank, {}) if self.catalog.hosts.is_live(h))
+            if live:
+                placed = job.placement.targets if job.placement is not None else {}
+                return next((h for h in live if h in placed), live[0])
+        return seat.host_id if seat is not None else ""
+
+    def send_targets(self, job: Job, only_host: str | None = None) -> None:
+        """Tell hosts where to push the shards of their ranks (R13)."""
+        placement, attempt = self.placement(job), job.newest
+        if placement is None or attempt is None or attempt.phase == "fencing":
+            return
+        for host, targets in placement.targets.items():
+            if only_host in (None, host):
+                body = {"job": job.name, "attempt": attempt.ordinal, "targets": list(targets)}
+                self.catalog.tell(host, "targets", body)
+
+    def send_addresses(self) -> None:
+        """Tell every host how to reach every other one."""
+        rows = [
+            [s.info.host_id, s.info.address, s.info.port, s.info.incarnation, s.status]
+            for s in self.catalog.hosts.states.values()
+            if s.status != "dead"
+        ]
+        for host in self.catalog.hosts.live_ids():
+            self.catalog.tell(host, "view", {"hosts": rows})
+
+    def membership_changed(self, job: Job) -> None:
+        """Place anew with the fewest moves, claim room there, then see what commits."""
+        catalog = self.catalog
+        before = job.placement
+        job.placement = None
+        placement = self.placement(job, before=before)
+        attempt = job.newest
+        if placement is not None and attempt is not None and placement != before:
+            if attempt.needs or job.copies:
+                catalog.room.order(job, attempt)
+            self.send_targets(job)
+        catalog.repair.consider(catalog.now, job)
+        catalog.steps.evaluate_all(job)
+
+    def silent_hosts(self, job: Job) -> set[str]:
+        """Hosts that facts of the job name, neither answering nor known to be gone for long (R24).
+
+        Just after a start every announced host may know the job, so that None is not said too early (R23).
+        """
+        catalog, now = self.catalog, self.catalog.now
+        named = {h for commit in job.commits.values() for hosts in commit.hosts for h in hosts}
+        if now - catalog.started_s < catalog.rules.recovery_grace_s:
+            named |= catalog.expected_hosts
+        known_gone = {
+            h
+            for h, s in catalog.hosts.states.items()
+            if s.status == "dead" and now - s.since_s > catalog.rules.repair_after_s
+        }
+        return {h for h in named if not catalog.hosts.is_answering(h)} - known_gone

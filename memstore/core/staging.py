@@ -1,0 +1,192 @@
+"""What was decided is brought to every rank's host, verified, checked and adopted; then all hear of it. Pure (R23-R26).
+
+staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact spread--> answered
+   '--a source failed--> planned again under a new number (`rounds.py`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from memstore.core.events import Body, shard_to_wire, spec_to_wire
+from memstore.core.facts import RestoreReleased, StepCommitted
+from memstore.core.job import Call
+from recovery.inventory import Copy, ShardId, StepId
+from recovery.planner import RecoveryPlan
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
+Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "releasing"]
+
+
+@dataclass(slots=True)
+class Round:
+    """One get of one attempt."""
+
+    job: str
+    attempt: int
+    number: int
+    only_step: int | None
+    since_s: float
+    calls: dict[int, Call] = field(default_factory=dict)
+    phase: Phase = "gathering"
+    phase_since_s: float = 0.0
+    plan: RecoveryPlan | None = None
+    staged: dict[int, Body] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
+    failed_steps: dict[StepId, str] = field(default_factory=dict)
+    planned_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    markers_call: int = 0
+    unread: str = ""  # why durable storage could not say what it has: then nothing is certain to be missing
+
+    def enter(self, now: float, phase: Phase) -> None:
+        """Begin a phase: its deadline counts from now."""
+        self.phase, self.phase_since_s = phase, now
+
+    @property
+    def is_adopting(self) -> bool:
+        """A get without a step adopts what it returns; get(step=S) only reads (R22)."""
+        return self.only_step is None
+
+
+class Staging:
+    """Rounds that have decided, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    # -- staging ------------------------------------------------------------------------------
+
+    def start(self, now: float, active: Round) -> None:
+        """Order every host to bring its ranks' shards together and verify them."""
+        job, result = self.catalog.jobs[active.job], active.plan
+        if result is None or result.step is None:
+            raise ValueError("staging needs a plan")
+        if any(t.tier == "peer" and not self.catalog.hosts.is_live(str(t.source)) for t in result.transfers):
+            self.catalog.rounds.plan_again(now, active)
+            return
+        active.enter(now, "staging")
+        active.staged.clear()
+        active.checked.clear()
+        runs: dict[int, list[list[Any]]] = {}
+        for t in result.transfers:
+            runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
+        durable = job.attempts[active.attempt].config.get("durable")
+        for rank, call in sorted(active.calls.items()):
+            shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
+            holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
+            body = {
+                "job": job.name, "round": active.number, "rank": rank, "shard": shard_to_wire(shard),
+                "spec": spec_to_wire(result.specs[rank]), "runs": runs.get(rank, []), "durable": durable,
+                "holders": sorted(holders), "attempt": active.attempt,
+            }  # fmt: skip
+            self.catalog.tell(call.host_id, "stage", body)
+
+    def staged(self, now: float, host_id: str, body: Body) -> None:
+        """A host staged one rank's shard, or says which chunks it could not get (R25)."""
+        active = self._current(body)
+        if active is None or active.phase != "staging" or active.plan is None:
+            return
+        rank = int(body["rank"])
+        if not body["ok"]:
+            self._source_failed(now, active, host_id, body)
+            return
+        active.staged[rank] = body
+        if len(active.staged) == len(active.calls):
+            active.enter(now, "checking")
+            for r, call in active.calls.items():
+                self.catalog.tell(call.host_id, "check", {"job": active.job, "round": active.number, "rank": r})
+
+    def _source_failed(self, now: float, active: Round, host_id: str, body: Body) -> None:
+        """Take the failed chunks out of the inventory on evidence, then plan anew; else fail the step."""
+        job, result = self.catalog.jobs[active.job], active.plan
+        if result is None or result.step is None:
+            return
+        step, rank, progress = result.step, int(body["rank"]), False
+        for source, chunks in body.get("bad", {}).items():
+            copy = job.copies.get(step, {}).get(rank, {}).get(source)
+            if copy is not None and not set(chunks) <= copy.missing:
+                job.add_copy(Copy(copy.shard, copy.spec, copy.host, copy.missing | frozenset(int(i) for i in chunks)))
+                progress = True
+            elif copy is None and source != "durable":
+                progress = True  # its host died meanwhile, or it said so itself: the next plan does without it
+        active.notes.append(f"rank {rank}: {body['why']}")
+        if not progress:
+            active.failed_steps[step] = str(body["why"])
+        self.catalog.rounds.plan_again(now, active)
+
+    def checked(self, now: float, body: Body) -> None:
+        """A rank compared `into=` with the manifest (R26)."""
+        active = self._current(body)
+        if active is None or active.phase != "checking":
+            return
+        if not body["ok"]:
+            self.catalog.rounds.fail(active, str(body["error"][0]), f"rank {body['rank']}: {body['error'][1]}")
+            return
+        active.checked.add(int(body["rank"]))
+        if len(active.checked) == len(active.calls):
+            self._adopt(now, active)
+
+    def _current(self, body: Body) -> Round | None:
+        active = self.catalog.rounds.active.get(str(body["job"]))
+        return active if active is not None and active.number == body["round"] else None
+
+    def _adopt(self, now: float, active: Round) -> None:
+        """Every byte is there and verified: the step becomes this attempt's own, then all ranks hear of it (R22)."""
+        job, result = self.catalog.jobs[active.job], active.plan
+        attempt = job.attempts[active.attempt]
+        if result is None or result.step is None:
+            raise ValueError("an adoption needs a plan")
+        active.enter(now, "releasing")
+        if not active.is_adopting:
+            self._release(now, active)
+            return
+        step = result.step
+        if step not in job.commits:
+            digests = tuple(result.digests[r] for r in range(attempt.world_size))
+            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in range(attempt.world_size))
+            fact = StepCommitted(
+                job.name, step.attempt, step.step, attempt.world_size, digests, hosts, attempt.level_asked, True,
+                ADOPTED, self.catalog.wall_s,
+            )  # fmt: skip
+            self.catalog.record(fact)
+        self.catalog.record(RestoreReleased(job.name, attempt.ordinal))
+
+    def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
+        """The word has spread that everything was staged: from here on no rank can get another step (R23)."""
+        job = self.catalog.jobs.get(fact.job)
+        if job is not None and fact.attempt in job.attempts:
+            job.attempts[fact.attempt].is_released = True
+        active = self.catalog.rounds.active.get(fact.job)
+        if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
+            self._release(now, active)
+
+    def _release(self, now: float, active: Round) -> None:
+        job, result = self.catalog.jobs[active.job], active.plan
+        if result is None or result.step is None:
+            raise ValueError("a release needs a plan")
+        del self.catalog.rounds.active[active.job]
+        attempt = job.attempts[active.attempt]
+        newest_seen = max((s.step for s in (*job.copies, *job.commits)), default=result.step.step)
+        for seat in attempt.seats.values():
+            seat.last_active_s = now
+        shared = {
+            "step": result.step.step, "attempt": result.step.attempt, "verdict": result.verdict, "why": result.why,
+            "round": active.number, "ranks_moved": list(result.ranks_moved),
+            "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
+            "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
+            "steps_lost": max(0, newest_seen - result.step.step), "newest_seen": newest_seen,
+            "seconds": {
+                "gather": active.planned_s - active.since_s,
+                "transfer": now - active.planned_s,
+            },
+            "notes": active.notes[:10],
+        }  # fmt: skip
+        for rank, call in active.calls.items():
+            staged = active.staged[rank]
+            self.catalog.answer(call, {**shared, "shard": staged["shard"], "digest": staged["digest"]})
+        self.catalog.repair.consider(now, job)

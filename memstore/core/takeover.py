@@ -1,0 +1,135 @@
+"""How a catalog comes to know the past: from all journals at its start, from late hosts afterwards. Pure (R16, R17).
+
+    settling --every expected host up, or settle_s over--> serving
+
+A successor's catalog is the union of the surviving journals and inventories. What a late host adds may fill gaps of the
+past, but it changes no decision that was taken since: a commit of a step that was abandoned meanwhile is not taken.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memstore.core import facts as f
+from memstore.core.events import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
+from memstore.core.job import Job
+from recovery.inventory import Copy, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+
+class Takeover:
+    """Settling and late hosts, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.is_settled = False
+        self.journals: dict[str, list[f.Entry]] = {}
+        self.copies: dict[str, tuple[Copy, ...]] = {}
+        self.early: list[Event] = []  # calls that came while settling
+
+    def settle(self, event: Event) -> list[Event]:
+        """Before serving: gather journals and inventories. When there are enough, return what waited meanwhile."""
+        catalog, hosts = self.catalog, self.catalog.hosts
+        if isinstance(event, HostUp):
+            host = event.info.host_id
+            hosts.up(catalog.now, event.info)
+            self.journals.setdefault(host, []).extend(f.entry_from_wire(entry) for entry in event.journal)
+            self.copies[host] = event.copies
+        elif isinstance(event, Heard):
+            hosts.heard(catalog.now, event.host_id, event.stats)
+        elif isinstance(event, HostLost):
+            hosts.lost(catalog.now, event.host_id, event.why)
+            self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
+        elif isinstance(event, LeaseRenewed):
+            catalog.renew_lease(event.until_s)
+        elif not isinstance(event, Tick):
+            self.early.append(event)
+        waited_s = catalog.now - catalog.started_s
+        is_all_up = catalog.expected_hosts <= set(hosts.live_ids()) and waited_s >= catalog.rules.lease_s
+        if not hosts.live_ids() or not (is_all_up or waited_s >= catalog.rules.settle_s):
+            return []
+        self.is_settled = True
+        self._rebuild()
+        early, self.early = self.early, []
+        return early
+
+    def _rebuild(self) -> None:
+        """Apply every fact, then count the copies, then go on where the predecessor stopped."""
+        catalog = self.catalog
+        for fact in catalog.log.adopt(self.journals.values()):
+            catalog.apply(fact, is_replay=True)
+        for copies in self.copies.values():
+            for copy in copies:
+                catalog.steps.take_copy(copy)
+        self.journals, self.copies = {}, {}
+        for job in catalog.jobs.values():
+            catalog.steps.adopt(job)
+        for host in catalog.hosts.live_ids():
+            if host not in catalog.hosts.joined:
+                catalog.record(f.HostJoined(host, dict(catalog.hosts.states[host].info.labels)))
+            catalog.send_journal(host)
+            self.greet(host)
+        for job in catalog.jobs.values():
+            if job.newest is not None and job.newest.phase != "closed":
+                # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
+                catalog.attempts.fence_all(catalog.now, job.name)
+
+    def greet(self, host: str) -> None:
+        """Whatever a host must know before it serves: its peers, who is fenced, what was committed."""
+        self.catalog.view.send_addresses()
+        for job in self.catalog.jobs.values():
+            if job.newest is not None:
+                self.catalog.tell(host, "fence", {"job": job.name, "attempt": job.newest.ordinal})
+                self.catalog.view.send_targets(job, only_host=host)
+                self.catalog.steps.greet(job, host)
+
+    def host_up(self, event: HostUp) -> None:
+        """A holder's session began while serving: a newcomer, a late host or one that came back."""
+        catalog, host = self.catalog, event.info.host_id
+        changes = catalog.hosts.up(catalog.now, event.info)
+        if not changes:
+            return  # an older life of the holder (R3)
+        catalog.log.forget(host)
+        self._merge([f.entry_from_wire(entry) for entry in event.journal])
+        for job in catalog.jobs.values():
+            job.drop_host(host)
+        if host not in catalog.hosts.joined:
+            catalog.record(f.HostJoined(host, dict(event.info.labels)))
+        catalog.send_journal(host)
+        self.greet(host)
+        for copy in event.copies:
+            catalog.steps.sealed(catalog.now, copy)
+        catalog.changed(changes)
+
+    def _merge(self, journal: list[f.Entry]) -> None:
+        """Take facts that only this host had kept, and give them to all (R16)."""
+        catalog = self.catalog
+        late = [fact for fact in catalog.log.merge(journal) if self._is_welcome(fact)]
+        before = {name: job.newest for name, job in catalog.jobs.items()}
+        for fact in late:
+            catalog.apply(fact, is_replay=True)
+        if late:
+            for host in catalog.hosts.live_ids():
+                catalog.send_journal(host)
+        for name, job in catalog.jobs.items():
+            if job.newest is not None and job.newest is not before.get(name):
+                catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
+                catalog.attempts.fence_all(catalog.now, name)
+
+    def _is_welcome(self, fact: f.Fact) -> bool:
+        """A late fact may fill a gap; it may not contradict what was decided without it."""
+        job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
+        if isinstance(fact, f.HostJoined):
+            return fact.host_id not in self.catalog.hosts.joined
+        if isinstance(fact, f.JobRemoved) or getattr(fact, "attempt", 0) <= self.catalog.removed.get(fact.job, 0):
+            return False
+        if isinstance(fact, f.AttemptOpened):
+            return fact.attempt not in job.attempts
+        if isinstance(fact, f.StepCommitted):
+            return not job.is_abandoned(StepId(fact.attempt, fact.step))
+        if isinstance(fact, f.StepAbandoned):
+            return StepId(fact.attempt, fact.step) not in job.commits
+        # The rest speaks of the course of an attempt: for ours it is decided here, for older ones it is their past.
+        return job.newest is None or fact.attempt < job.newest.ordinal
