@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -167,6 +168,17 @@ def test_up_refuses_a_durable_directory_it_cannot_write(tmp_path: Path) -> None:
     result = run(None, "up", "--durable-check", str(tmp_path / "missing"))
     assert result.exit_code == 1
     assert str(tmp_path / "missing") in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["up", "down", "status"])
+def test_a_ray_address_where_nobody_listens_is_refused_at_once(verb: str) -> None:
+    """Ray would try for minutes; the command says which address and what to start."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it meanwhile
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        result = run(None, verb, "--address", address)
+    assert result.exit_code == 1
+    assert f"no Ray cluster answers at {address}" in result.stderr
 
 
 def test_a_fault_of_ours_is_one_line_that_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, config_or_usage, store_options
+from memstore.cli.options import Where, check_reachable, config_or_usage, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
@@ -113,6 +113,7 @@ def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def joined_ray(address: str | None) -> Iterator[None]:
     """Connect this process to a Ray cluster that runs; never start one, it would end with the command."""
+    check_reachable(address)
     import ray
 
     from memstore.shell.actors import NAMESPACE

@@ -1,0 +1,48 @@
+"""`memstore up` and `memstore down` on a Ray cluster of this machine (R3, R5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from memstore.cli import main
+from memstore.config import Config
+from memstore.testing.embedded import EmbeddedCluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def test_up_and_down_and_what_is_left() -> None:
+    """up starts a holder per host; down keeps the arenas, which --leftovers --discard then frees without Ray."""
+    name = f"c{secrets.token_hex(4)}"
+    config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
+    root = Path(config.arena_dir) / f"memstore-{os.getuid()}" / name
+
+    def run(*arguments: str, code: int = 0) -> dict[str, Any]:
+        result = CliRunner().invoke(main, [*arguments, "--store", name, "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout) if code == 0 else {"said": result.stderr}
+
+    start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1"]
+    with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False):
+        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]
+        assert run(*start)["hosts"] == ["h1", "h2"]
+        other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
+        assert "arena_bytes" in other
+        assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
+        assert run("status")["ray"]
+        kept = run("down")["kept"]
+        assert [(row["host"], row["is_live"]) for row in kept] == [("h1", False), ("h2", False)]
+        assert run(*start)["hosts"] == ["h1", "h2"]
+        assert run("down", "--discard")["kept"] == []
+        run(*start)
+        run("down")
+        assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
+        run("down", "--leftovers", "--discard")
+        assert not root.exists()
