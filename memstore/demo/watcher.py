@@ -114,8 +114,8 @@ class Watcher:
         got = run.restored[0]
         tiers = ", ".join(f"{mib(nbytes)} {tier}" for tier, nbytes in got.bytes_by_tier.items())
         self.say(
-            f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · {tiers}"
-            f" · every digest ok · {restore_seconds(run):.2f} s"
+            f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · "
+            f"{tiers} · every digest ok · {restore_seconds(run):.2f} s"
         )
 
 
