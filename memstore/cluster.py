@@ -96,7 +96,8 @@ def _create(config: Config) -> Any:
         ray.remote(ControllerActor)
         .options(
             name=controller_name(config.store), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
-            num_cpus=0, max_restarts=-1, max_concurrency=16,
+            # One byte, because Ray places an actor that asks for nothing at random and ignores a soft affinity.
+            num_cpus=0, memory=1, max_restarts=-1, max_concurrency=16,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
         )
         .remote(config.store_fields(), _secret(config))
