@@ -334,21 +334,16 @@ class Attempts:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
                     self._dismiss(name, "RecoveryError", _unreadable(name, why))
                 continue
-            for rank, call in list(gathering.joins.items()):
-                limit_s = float(call.body["config"]["connect_timeout_s"])
-                if now - call.since_s <= limit_s:
-                    continue
+            limits = [(c.since_s, float(c.body["config"]["connect_timeout_s"])) for c in gathering.joins.values()]
+            limit_s = next((limit_s for since_s, limit_s in limits if now - since_s > limit_s), None)
+            if limit_s is not None:  # one deadline for all, so that each of them is told the same ranks
                 missing = [r for r in range(gathering.world_size) if r not in gathering.joins]
-                self.catalog.refuse(
-                    call,
-                    "GatherTimeout",
+                what = "connected" if gathering.rewind_to is None else "called rewind()"
+                self._dismiss(
+                    name, "GatherTimeout",
                     f"connect to job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {gathering.world_size} "
-                    "have not connected. Every rank must call memstore.connect; raise connect_timeout_s if they are "
-                    "merely slow",
-                )
-                del gathering.joins[rank]
-            if not gathering.joins:
-                del self.gatherings[name]
+                    f"have not {what}. Every rank must call it; raise connect_timeout_s if they are merely slow",
+                )  # fmt: skip
 
     def rewind(self, call: Call) -> None:
         """Collective: open a new attempt whose parent step is the one named (R22)."""

@@ -24,7 +24,9 @@ class ClusterView:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
 
-    def eligible_hosts(self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = ()) -> set[str]:
+    def eligible_hosts(
+        self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
+    ) -> set[str]:
         """Hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
 
         Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
@@ -39,7 +41,15 @@ class ClusterView:
         standins = [h for h in others if h not in labelled and not hosts.is_on_probation(now, h)]
         standins.sort(key=lambda h: (h not in kept, h))
         count = max(len(wanted) - len(live), replicas - len(live | labelled), 0)
-        return live | labelled | set(standins[:count])
+        chosen = live | labelled | set(standins[:count])
+        if level_asked != "host":
+            covered = {hosts.states[h].info.labels.get(level_asked) for h in chosen} - {None}
+            for host in standins[count:]:
+                value = hosts.states[host].info.labels.get(level_asked)
+                if len(covered) < replicas and value is not None and value not in covered:
+                    chosen.add(host)
+                    covered.add(value)
+        return chosen
 
     def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
         """The coarsest spread level the job ever had: what fewer racks must be measured against (R18)."""
@@ -58,7 +68,7 @@ class ClusterView:
         if job.placement is None:
             rank_hosts = (seat.host_id for seat in attempt.seats.values())
             prefer = before.targets if before is not None else ()
-            hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer)
+            hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
                 return None
             topology = self.catalog.hosts.topology(sorted(hosts))

@@ -156,16 +156,15 @@ class Room:
             attempt = job.attempts[active.attempt]
             self._finish(job, active)
             limit_s = float(attempt.config["connect_timeout_s"])
-            for rank, call in list(active.calls.items()):
-                if active.is_ordered or now - call.since_s <= limit_s:
-                    continue
-                missing = self._missing(job, attempt)
-                self.catalog.refuse(
-                    call, "GatherTimeout",
-                    f"first put of job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {attempt.world_size} "
-                    "have not put. Every rank must put every step; raise connect_timeout_s if they are merely slow",
-                )  # fmt: skip
-                del active.calls[rank]
-                attempt.needs.pop(rank, None)
+            if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
+                missing = listed(self._missing(job, attempt))
+                why = (
+                    f"first put of job {name!r}: after {limit_s:g} s ranks {missing} of {attempt.world_size} have not "
+                    "put. Every rank must put every step; raise connect_timeout_s if they are merely slow"
+                )
+                for rank, call in active.calls.items():
+                    self.catalog.refuse(call, "GatherTimeout", why)
+                    attempt.needs.pop(rank, None)
+                active.calls.clear()
             if not active.calls and not active.is_claimed:
                 self.active.pop(name, None)

@@ -67,6 +67,7 @@ class Rounds:
             )  # fmt: skip
             return
         active.calls[rank] = call
+        active.withdrawn.discard(rank)
         self.attempt_open(now, name)
 
     def attempt_open(self, now: float, name: str) -> None:
@@ -278,7 +279,8 @@ class Rounds:
             return
         gone = active.calls.pop(int(call.body["rank"]), None)
         attempt = self.catalog.jobs[active.job].attempts[active.attempt]
-        missing = [r for r in range(attempt.world_size) if r not in active.calls and r != int(call.body["rank"])]
+        active.withdrawn.add(int(call.body["rank"]))
+        missing = [r for r in range(attempt.world_size) if r not in active.calls and r not in active.withdrawn]
         if gone is not None:
             self.catalog.refuse(
                 gone, "GatherTimeout",

@@ -41,6 +41,7 @@ class Round:
     planned_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     markers_call: int = 0
+    withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
     unread: str = ""  # why durable storage could not say what it has: then nothing is certain to be missing
 
     def enter(self, now: float, phase: Phase) -> None:

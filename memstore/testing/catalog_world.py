@@ -78,6 +78,7 @@ class CatalogWorld:
         self._repeat(TICK_S, lambda: self._handle(Tick()))
         self._repeat(BEAT_S, self._beat)
         self._repeat(LEASE_EVERY_S, self._renew)
+        self.run_until(lambda: self.served.is_settled, 5.0)
 
     # -- time ---------------------------------------------------------------------------------
 

@@ -1,0 +1,189 @@
+"""Connect is collective, attempts are numbered by the store, and opening one fences the older ones (R20, R21)."""
+
+from __future__ import annotations
+
+import pytest
+
+from memstore.core.events import RankCall
+from memstore.testing.catalog_world import JOB, CatalogWorld
+
+
+def test_ranks_gather_and_get_one_ordinal() -> None:
+    """Nobody is let in before all ranks are there; then all are in attempt 1."""
+    world = CatalogWorld(3)
+    first = [world.join(r, 3, "k") for r in range(2)]
+    world.run(5.0)
+    assert not any(r.answers for r in first)
+    last = world.join(2, 3, "k")
+    world.run(1.0)
+    assert [r.attempt for r in (*first, last)] == [1, 1, 1]
+
+
+def test_a_late_rank_is_named_when_the_deadline_passes() -> None:
+    """A gathering that misses ranks ends with an error that names them."""
+    world = CatalogWorld(3)
+    ranks = [world.join(r, 3, "k") for r in (0, 2)]
+    world.run(25.0)
+    for rank in ranks:
+        assert rank.error("join").startswith("GatherTimeout")
+        assert "ranks 1 of 3 have not connected" in rank.error("join")
+
+
+def test_a_second_launch_is_refused_while_the_first_trains() -> None:
+    """Another launcher gets JobBusyError naming rank and host, and takeover fences the first."""
+    world = CatalogWorld(3)
+    first = world.launch(3)
+    world.get(first)
+    assert world.put_all(first, 1)
+    other = world.join(0, 1, "other", launcher="somebody else")
+    world.run(1.0)
+    assert other.error("join").startswith("JobBusyError")
+    assert "is alive on host h0 (pid 1000, step 1)" in other.error("join")
+    taker = world.join(0, 1, "third", launcher="somebody else", takeover=True)
+    world.run(1.0)
+    assert taker.attempt == 2
+    assert all(rank.is_fenced for rank in first)
+
+
+def test_dead_ranks_do_not_make_a_job_busy() -> None:
+    """A launch by another launcher is let in once the processes of the first are proved dead."""
+    world = CatalogWorld(3)
+    first = world.launch(3)
+    world.get(first)
+    for rank in first:
+        world.kill_rank(rank)
+    world.run(1.0)
+    again = world.launch(3, launcher="somebody else")
+    assert [r.attempt for r in again] == [2, 2, 2]
+
+
+def test_a_rank_that_restarts_before_its_first_get_keeps_the_attempt() -> None:
+    """A newer join of the same rank takes the seat; the process it replaced cannot come back after a takeover."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3, "k")
+    world.kill_rank(ranks[1])
+    newcomer = world.join(1, 3, "k", host="h2")
+    world.run(2.0)
+    assert newcomer.attempt == 1
+    world.crash_controller()
+    world.run(5.0)
+    seat = world.job().attempts[1].seats[1]
+    assert (seat.nonce, seat.host_id) == (newcomer.nonce, "h2")
+    assert world.get([ranks[0], newcomer, ranks[2]]) == [{"step": None}] * 3
+
+
+def test_a_rank_that_restarts_after_its_get_waits_for_the_others() -> None:
+    """Once the attempt has restored, a newer join starts the next gathering, which all ranks must join."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3, "k")
+    world.get(ranks)
+    world.kill_rank(ranks[1])
+    newcomer = world.join(1, 3, "k")
+    world.run(2.0)
+    assert not newcomer.answers
+    others = [world.join(r, 3, "k") for r in (0, 2)]
+    world.run(2.0)
+    assert [r.attempt for r in (newcomer, *others)] == [2, 2, 2]
+    third = [world.join(r, 3, "k") for r in range(3)]
+    world.run(2.0)
+    assert [r.attempt for r in third] == [2, 2, 2]  # untouched: the same launch again
+
+
+def test_the_key_of_a_closed_attempt_is_spent() -> None:
+    """A launch that reuses the key of an attempt that was closed, or overtaken, is refused."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2, "first")
+    for rank in ranks:
+        world.call(rank, "close")
+    world.run(1.0)
+    late = world.join(0, 2, "first")
+    world.run(1.0)
+    assert "every launch needs a new key" in late.error("join")
+    second = world.launch(2, "second")
+    assert [r.attempt for r in second] == [2, 2]
+
+
+def test_ranks_that_disagree_on_the_world_are_refused() -> None:
+    """All ranks of one launch must name the same world size, and a rank inside it."""
+    world = CatalogWorld(2)
+    world.join(0, 2, "k")
+    other = world.join(1, 3, "k")
+    outside = world.join(5, 3, "x")
+    world.run(1.0)
+    assert "all ranks of one launch must agree" in other.error("join")
+    assert "rank 5 is outside the world of 3" in outside.error("join")
+
+
+def test_a_newer_launch_dismisses_an_incomplete_one() -> None:
+    """Ranks that gathered for an older launch are told at once, not at their deadline."""
+    world = CatalogWorld(3)
+    old = world.join(0, 3, "old")
+    world.run(1.0)
+    ranks = [world.join(r, 3, "new") for r in range(3)]
+    world.run(1.0)
+    assert old.error("join").startswith("FencedError")
+    assert [r.attempt for r in ranks] == [1, 1, 1]
+
+
+def test_two_launches_at_once_get_two_ordinals() -> None:
+    """A launch that completes while the fact of the one before still spreads gets a number of its own."""
+    world = CatalogWorld(2)
+    world.run(2.0)
+    world.has_lease = False
+    catalog = world.served
+    catalog.lease_until_s = -1.0
+    for state in catalog.hosts.states.values():
+        state.last_heard_s = -100.0  # no lease and nobody heard: facts wait
+    for number, key in enumerate(("a", "b")):
+        body = {
+            "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
+            "fresh": False, "takeover": False, "config": world.config,
+        }  # fmt: skip
+        catalog.handle(world.now, RankCall("h0", 100 + number, "join", body))
+    assert [fact.attempt for fact in catalog.log.undone()] == [1, 2]  # type: ignore[union-attr]
+
+
+def test_a_frozen_host_is_fenced_before_it_serves_again() -> None:
+    """Fencing does not wait for a silent host for ever; its ranks are fenced when it comes back."""
+    world = CatalogWorld(3)
+    old = world.launch(3)
+    world.silence("h2")
+    world.run(8.0)
+    ranks = [world.join(r, 2, "new", host=f"h{r}") for r in range(2)]
+    world.run(2.0)
+    assert [r.attempt for r in ranks] == [2, 2]
+    world.thaw("h2")
+    world.run(3.0)
+    assert old[2].is_fenced
+
+
+def test_a_removed_job_forgets_everybody_who_waits() -> None:
+    """Removing a job answers its callers, and a new job of that name never reuses an ordinal."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    world.call(ranks[0], "get", step=1, timeout_s=60.0)
+    world.run(0.5)
+    world.call(ranks[1], "rm", force=True)
+    world.run(2.0)
+    assert "was removed" in ranks[0].error("get")
+    assert world.served.jobs == {}
+    assert all(not holder.copies for holder in world.holders.values())
+    again = world.launch(2)
+    assert [r.attempt for r in again] == [2, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rewinding_ranks_must_name_the_same_step(rank: int) -> None:
+    """A rank that rewinds elsewhere than the ranks that wait ends their wait at once."""
+    world = CatalogWorld(2, keep_steps=2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    assert world.put_all(ranks, 2)
+    for number, step in ((rank, 1), (1 - rank, 2)):
+        process = ranks[number]
+        world.call(process, "rewind", step=step, nonce=process.nonce, key=process.key, world_size=2)
+        world.run(0.5)
+    assert "another rank rewinds" in ranks[rank].error("rewind")
