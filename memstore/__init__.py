@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from memstore.api import Reader as Reader
     from memstore.api import connect as connect
     from memstore.api import reader as reader
+    from memstore.checkpoint import Checkpoint as Checkpoint
+    from memstore.checkpoint import StepInfo as StepInfo
     from memstore.cluster import ClusterStatus as ClusterStatus
     from memstore.cluster import start as start
     from memstore.cluster import status as status
     from memstore.cluster import stop as stop
     from memstore.shell.registry import register as register
-    from memstore.store import Checkpoint as Checkpoint
-    from memstore.store import StepInfo as StepInfo
     from memstore.store import Store as Store
     from memstore.ticket import Ticket as Ticket
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoint": "memstore.store",
+    "Checkpoint": "memstore.checkpoint",
     "ClusterStatus": "memstore.cluster",
     "Reader": "memstore.api",
-    "StepInfo": "memstore.store",
+    "StepInfo": "memstore.checkpoint",
     "Store": "memstore.store",
     "Ticket": "memstore.ticket",
     "connect": "memstore.api",

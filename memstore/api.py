@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from memstore.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
 from memstore.config import Config, check_name
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena_folder import arena_folder
@@ -17,7 +18,7 @@ from memstore.shell.host_id import current_node_labels, rank_host
 from memstore.shell.launch import detect_launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.tool import ASK_S, Tool, store_root
-from memstore.store import Checkpoint, StepInfo, Store, open_shard, step_infos
+from memstore.store import Store
 
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from memstore.config import Config
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
+from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import read_secret
 from memstore.shell.arena_lock import is_held, owner
 from memstore.shell.tool import any_tool, store_root
@@ -33,13 +34,15 @@ class ClusterStatus:
     jobs: list[dict[str, Any]] = field(default_factory=list)
     term: int = 0
     failure_domains: list[str] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
     ray: str = ""
+    version: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, JSON-able."""
         return {
-            "store": self.store, "ray": self.ray, "term": self.term, "failure_domains": self.failure_domains,
-            "hosts": self.hosts, "jobs": self.jobs,
+            "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
+            "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
         }  # fmt: skip
 
 
@@ -163,7 +166,10 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
         join_ray(address)
     body = ask("status", config=config)
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-    return ClusterStatus(config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], ray_address)
+    return ClusterStatus(
+        config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
+        version(__package__ or "memstore"),
+    )  # fmt: skip
 
 
 def stop(
@@ -225,7 +231,7 @@ def remove_leftovers(config: Config | None = None, hosts: list[str] | None = Non
             if hosts is not None:
                 raise ConfigError(f"the arena of host {row['host']} belongs to a live holder, pid {row['pid']}: stop it first")
             continue
-        shutil.rmtree(row["folder"])
+        Arena.destroy(row["folder"])
         removed.append(row["host"])
     root = store_root(config or Config())
     with contextlib.suppress(OSError):

@@ -1,0 +1,107 @@
+"""What a get returns, and the last check of its bytes: shared by Store and Reader (R7, R26)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memstore.core.manifest import Manifest, decode_manifest
+from memstore.errors import DigestMismatch, IntegrityError
+from memstore.shell.digests import chunk_digests
+from memstore.shell.rank_link import RankLink
+from memstore.shell.state_decode import decode_state
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One step the store knows, for people."""
+
+    attempt: int
+    step: int
+    committed: bool
+    degraded: str
+    durable: bool
+    copies: int
+    nbytes: int
+    in_lineage: bool
+    retired: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a get returned on this rank; `bytes_by_tier` and `seconds_by_phase` are of the whole job."""
+
+    step: int
+    attempt: int
+    state: Any
+    nbytes: int
+    verdict: str
+    reason: str
+    steps_lost: int
+    ranks_moved: tuple[int, ...] = ()
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+
+def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
+    """Verify a staged shard once more where it lies, then copy it out and unpin it (R7)."""
+    started_s = time.perf_counter()
+    manifest = decode_manifest(bytes(answer["manifest"]))
+    try:
+        views = verified_views(link, manifest, answer["slots"])
+        state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
+    finally:
+        link.notify({"k": "unpin", "pin": answer["pin"]})
+    seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
+    seconds["load"] = time.perf_counter() - started_s
+    return Checkpoint(
+        step=int(answer["step"]),
+        attempt=int(answer["attempt"]),
+        state=state,
+        nbytes=manifest.nbytes,
+        verdict=str(answer["verdict"]),
+        reason=str(answer["why"]),
+        steps_lost=int(answer.get("steps_lost", 0)),
+        ranks_moved=tuple(answer.get("ranks_moved", ())),
+        bytes_by_tier=dict(answer.get("bytes", {})),
+        seconds_by_phase=seconds,
+    )
+
+
+def verified_views(link: RankLink, manifest: Manifest, slots: Sequence[int | None]) -> list[memoryview]:
+    """Return the slots' bytes in stream order; DigestMismatch if they changed since staging."""
+    mapping = link.map_arena()
+    views = []
+    for index, (chunk, slot) in enumerate(zip(manifest.chunks, slots, strict=True)):
+        if slot is None:
+            raise IntegrityError(f"chunk {index} of {manifest.shard} was lost after staging: call get() again")
+        views.append(mapping.view(slot, chunk.nbytes))
+    for index, (chunk, digest) in enumerate(zip(manifest.chunks, chunk_digests(views), strict=True)):
+        if digest != chunk.digest:
+            raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging: call get() again")
+    return views
+
+
+def step_infos(body: dict[str, Any]) -> list[StepInfo]:
+    """Return StepInfo rows from the controller's answer."""
+    return [
+        StepInfo(
+            int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
+            int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
+        )
+        for r in body["steps"]
+    ]  # fmt: skip
+
+
+def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]) -> str:
+    """The one log line of a restore: what, from where, how long, and why nothing newer."""
+    tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
+    seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
+    lost = f"{got.steps_lost} steps lost" if got.steps_lost else "0 steps lost"
+    unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
+    return (
+        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers} · {seconds} s · "
+        f"every digest ok{' · not used: ' + unused if unused else ''}"
+    )
