@@ -195,9 +195,10 @@ class RankLink:
     def call_soon(self, verb: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Ask the controller through the holder; the future holds its answer."""
         future: Future[dict[str, Any]] = Future()
-        message = {"k": "call", "id": next(self.call_ids), "verb": verb, "body": body}
+        call_id = next(self.call_ids)
+        message = {"k": "call", "id": call_id, "verb": verb, "body": body}
         with self.room:
-            self.calls[message["id"]] = (future, message)
+            self.calls[call_id] = (future, message)
         self.outbox.put(lambda: self._send(message))
         return future
 
