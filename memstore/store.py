@@ -272,6 +272,20 @@ class Store:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got
 
+    def agree(self, *, timeout_s: float = 600.0) -> int | None:
+        """Adopt the step that get() would return without loading its bytes; collective, the same on every rank (R27).
+
+        For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
+        """
+        self._check_open()
+        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None}
+        answer = self._collective("get", body, timeout_s)
+        if answer["step"] is None:
+            return None
+        self._link.notify({"k": "unpin", "pin": answer["pin"]})
+        self._last_step = self._floor = int(answer["step"])
+        return self._last_step
+
     def _collective(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Ask, withdraw when the deadline passes, and take the result if it is already decided (R23)."""
         future = self._link.call_soon(verb, body)
