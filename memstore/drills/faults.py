@@ -1,0 +1,220 @@
+"""How things are broken, and how it is checked that they are. Runs on the machine of the victim.
+
+Everything here takes and returns plain values, so that it can be called in this process or through a Ray actor.
+A fault that did not take effect is a DrillError: a drill that broke nothing proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.errors import DrillError, MemstoreError, TransportError
+from memstore.shell.arena_folder import check_folder, open_file, read_secret
+from memstore.shell.arena_lock import is_alive, owner, process_start_time
+from memstore.shell.arena_mapping import ARENA_NAME
+from memstore.shell.listener import connect_tcp
+from memstore.shell.manifest_folder import MANIFESTS_NAME
+from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SLOTS_NAME, SlotState, read_file_header
+
+GONE_S = 20.0
+POLL_S = 0.01
+PROBE_S = 1.0
+
+Process = tuple[int, int]  # pid and start time: the pid alone may be another process by now
+
+
+def holder_process(folder: str) -> Process:
+    """Return the live holder of an arena folder; DrillError if there is none."""
+    holding = owner(folder)
+    if holding is None or not holding.is_alive():
+        raise DrillError(f"no live holder owns {folder}: the store was not healthy before the drill")
+    return holding.pid, holding.start_time
+
+
+def process_of(pid: int) -> Process:
+    """Return a live process with its start time; DrillError if it is gone."""
+    start = process_start_time(pid)
+    if start is None:
+        raise DrillError(f"pid {pid} is gone already")
+    return pid, start
+
+
+def kill(processes: list[Process]) -> int:
+    """SIGKILL processes that still are who they were; return how many."""
+    count = 0
+    for pid, start in processes:
+        if is_alive(pid, start):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                count += 1
+    return count
+
+
+def wait_gone(processes: list[Process], timeout_s: float = GONE_S) -> int:
+    """Return how many processes are gone, which is all of them; DrillError if one still lives."""
+    deadline_s = time.monotonic() + timeout_s
+    while left := [pid for pid, start in processes if is_alive(pid, start)]:
+        if time.monotonic() > deadline_s:
+            raise DrillError(f"pids {left[:10]} still run {timeout_s:g} s after SIGKILL: the fault did not take effect")
+        time.sleep(POLL_S)
+    return len(processes)
+
+
+def arena_identity(folder: str) -> tuple[int, int] | None:
+    """Return device and inode of the arena file; None if there is none. A new life has another."""
+    try:
+        status = (Path(folder) / ARENA_NAME).lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def secret_of(folder: str) -> bytes:
+    """Return the store's secret, to probe a holder with; DrillError if the folder has none."""
+    secret = read_secret(Path(folder))
+    if secret is None:
+        raise DrillError(f"{folder} has no secret: this is not the arena of a started store")
+    return secret
+
+
+def arena_nbytes(folder: str) -> int:
+    """Return the memory behind an arena folder."""
+    return sum(p.stat().st_blocks * 512 for p in Path(folder).rglob("*") if p.is_file())
+
+
+def destroy_arena(folder: str) -> int:
+    """Remove an arena and all that lies beside it, whoever held it; return the bytes that were there."""
+    path = Path(folder)
+    if not path.exists():
+        return 0
+    nbytes = arena_nbytes(folder)
+    # Out of the way in one step first: a successor that starts right now finds nothing or its own.
+    doomed = check_folder(path).with_name(f"{path.name}-lost-{time.time_ns()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+    return nbytes
+
+
+def check_destroyed(folder: str, before: tuple[int, int] | None) -> None:
+    """Raise DrillError if the arena file of before the fault is still there."""
+    now = arena_identity(folder)
+    if before is None:
+        raise DrillError(f"{folder} had no arena file before the fault: there was nothing to lose")
+    if now == before:
+        raise DrillError(
+            f"the arena file in {folder} is still there: a host that keeps its memory is not lost, so this run would "
+            "prove nothing"
+        )
+
+
+def check_silent(record: dict[str, Any], store: str, secret: bytes) -> None:
+    """Raise DrillError if a holder of the store still answers where the victim listened.
+
+    Somebody else may have been given the port since, so an open port alone means nothing: the handshake does.
+    """
+    with contextlib.suppress(TransportError):
+        connect_tcp(
+            str(record["address"]), int(record["port"]), secret=secret, store=store, identity={"role": "probe"},
+            timeout_s=PROBE_S,
+        ).close()  # fmt: skip
+        raise DrillError(
+            f"the holder at {record['address']}:{record['port']} still answers: the fault did not take effect"
+        )
+
+
+def jobs_here(folder: str) -> list[str]:
+    """Return the jobs with a shard in an arena."""
+    return sorted({manifest.shard.job for manifest in _manifests(folder)})
+
+
+def flip_chunk(folder: str, job: str, step: int, rank: int, where: float) -> dict[str, Any]:
+    """Flip one byte of a sealed chunk of a shard in the arena file, behind the holder's back.
+
+    Args:
+        where: 0 <= where < 1 picks the chunk, and the byte in it.
+
+    Returns:
+        chunk, slot, offset (in the file), digest (hex, before), nbytes.
+
+    Raises:
+        DrillError: the shard or its slot is not there, or the byte is not changed after the write.
+    """
+    shard = next(
+        (m for m in _manifests(folder) if (m.shard.job, m.shard.step, m.shard.rank) == (job, step, rank)), None
+    )
+    if shard is None:
+        raise DrillError(f"{folder} holds no shard of rank {rank} of step {step}: there is nothing to corrupt")
+    index = int(where * len(shard.chunks))
+    chunk = shard.chunks[index]
+    slot, chunk_bytes = _sealed_slot(folder, chunk.digest)
+    at = slot * chunk_bytes + int(where * 997) % chunk.nbytes
+    fd = open_file(Path(folder), ARENA_NAME, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, at)[0]
+        os.pwrite(fd, bytes([byte ^ 0x40]), at)
+        damaged = os.pread(fd, chunk.nbytes, slot * chunk_bytes)
+    finally:
+        os.close(fd)
+    if chunk_digest(damaged) == chunk.digest:
+        raise DrillError(f"slot {slot} of {folder} has its old digest after a byte was flipped")
+    return {"chunk": index, "slot": slot, "offset": at, "digest": chunk.digest.hex(), "nbytes": chunk.nbytes}
+
+
+def is_sealed_damage(folder: str, flipped: dict[str, Any]) -> bool:
+    """Say whether the damaged slot still counts as a good copy of its chunk: it must not."""
+    fd = open_file(Path(folder), SLOTS_NAME, os.O_RDONLY)
+    arena = open_file(Path(folder), ARENA_NAME, os.O_RDONLY)
+    try:
+        chunk_bytes = read_file_header(fd, Path(folder)).chunk_bytes
+        record = np.frombuffer(
+            os.pread(fd, RECORD_DTYPE.itemsize, HEADER_NBYTES + flipped["slot"] * RECORD_DTYPE.itemsize), RECORD_DTYPE
+        )[0]
+        data = os.pread(arena, flipped["nbytes"], flipped["slot"] * chunk_bytes)
+    finally:
+        os.close(fd)
+        os.close(arena)
+    is_claimed = record["state"] == SlotState.SEALED and record["digest"].tobytes().hex() == flipped["digest"]
+    return bool(is_claimed) and chunk_digest(data).hex() != flipped["digest"]
+
+
+def _manifests(folder: str) -> list[Manifest]:
+    """Read the manifests of a live holder's arena without touching anything there."""
+    found = []
+    for path in sorted((Path(folder) / MANIFESTS_NAME).glob("[0-9a-f]*")):
+        with contextlib.suppress(OSError, MemstoreError):  # dropped while we looked
+            found.append(decode_manifest(path.read_bytes()))
+    return found
+
+
+def _sealed_slot(folder: str, digest: bytes) -> tuple[int, int]:
+    """Return the slot that is sealed with a digest, and the slots' size."""
+    fd = open_file(Path(folder), SLOTS_NAME, os.O_RDONLY)
+    try:
+        header = read_file_header(fd, Path(folder))
+        table = np.frombuffer(os.pread(fd, header.slots_count * RECORD_DTYPE.itemsize, HEADER_NBYTES), RECORD_DTYPE)
+    finally:
+        os.close(fd)
+    for slot in np.flatnonzero(table["state"] == SlotState.SEALED).tolist():
+        if table[slot]["digest"].tobytes() == digest:
+            return slot, header.chunk_bytes
+    raise DrillError(f"no sealed slot of {folder} has digest {digest.hex()}: the shard lacks a chunk")
+
+
+#: What a drill may ask the victim's machine to do, by name.
+HANDS: dict[str, Callable[..., Any]] = {
+    work.__name__: work
+    for work in (
+        holder_process, process_of, kill, wait_gone, arena_identity, arena_nbytes, destroy_arena, check_destroyed,
+        jobs_here, secret_of, check_silent, flip_chunk, is_sealed_damage,
+    )
+}  # fmt: skip

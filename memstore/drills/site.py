@@ -1,0 +1,205 @@
+"""The cluster a drill runs on: its own embedded one, or the one that is running, where it may touch less."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.cluster import ask, join_ray
+from memstore.config import Config
+from memstore.drills import faults
+from memstore.drills.ranks import Rank, RankPool
+from memstore.drills.report import gib
+from memstore.errors import DrillError, MemstoreError
+from memstore.shell.actors import NAMESPACE, controller_name
+from memstore.shell.arena_folder import arena_folder
+from memstore.shell.ray_membership import RayMembership
+from memstore.testing.embedded import EmbeddedCluster
+
+POLL_S = 0.05
+ASK_S = 5.0
+HANDS_S = 60.0
+WAIT_S = 60.0
+
+
+class Hands:
+    """Runs a fault on the machine of its node."""
+
+    def do(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Run one function of `faults.HANDS`."""
+        return faults.HANDS[name](*args)
+
+
+class Site:
+    """A running store, reached through Ray. `is_own` says whether the drill brought it."""
+
+    is_own = False
+
+    def __init__(self, config: Config, address: str | None = None) -> None:
+        join_ray(address)
+        self.config = config
+        self.pool = RankPool()
+        self._hands: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """End what the drill started."""
+        self.pool.close()
+        for actor in self._hands.values():
+            ray.kill(actor)
+        self._hands.clear()
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Ask the controller; TransportError while it is away."""
+        return ask("status", config=self.config, timeout_s=ASK_S)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """Return the status of one job; DrillError if the store does not know it."""
+        for row in self.status()["jobs"]:
+            if row["job"] == name:
+                return dict(row)
+        raise DrillError(f"the store does not know job {name!r}")
+
+    def live_hosts(self) -> list[str]:
+        """Hosts that can take ranks, sorted."""
+        return sorted(row["host"] for row in self.status()["hosts"] if row["status"] == "live")
+
+    def record(self, host: str) -> dict[str, Any]:
+        """Return what a host's holder announced: address, port, node, pid."""
+        found = RayMembership(self.config.store).hosts().get(host)
+        if found is None:
+            raise DrillError(f"host {host!r} has no holder: the store has {', '.join(self.live_hosts())}")
+        return found
+
+    def nodes(self) -> dict[str, str]:
+        """Host -> Ray node that carries its holder."""
+        return {host: str(r["node"]) for host, r in RayMembership(self.config.store).hosts().items()}
+
+    def folder(self, host: str) -> str:
+        """The arena folder of a host, on that host."""
+        return str(arena_folder(self.config.arena_dir, store=self.config.store, host=host))
+
+    def wait_for(self, what: str, check: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+        """Poll until `check` returns something true; an answer that fails to come counts as no.
+
+        Raises:
+            DrillError: it did not within `timeout_s`; names `what` and the last error.
+        """
+        deadline_s, last = time.monotonic() + timeout_s, ""
+        while time.monotonic() < deadline_s:
+            try:
+                found = check()
+                if found:
+                    return found
+            except MemstoreError as exc:
+                last = f"; last error: {type(exc).__name__}: {exc}"
+            time.sleep(POLL_S)
+        raise DrillError(f"waited {timeout_s:g} s in vain for {what}{last}")
+
+    def wait_hosts_live(self, hosts: list[str]) -> None:
+        """Wait until every one of the hosts has a holder that answers."""
+        self.wait_for(f"hosts {', '.join(hosts)} to be live", lambda: set(hosts) <= set(self.live_hosts()))
+
+    # -- breaking -----------------------------------------------------------------------------
+
+    def do(self, host: str, name: str, *args: Any) -> Any:
+        """Run one of `faults.HANDS` on the machine of a host."""
+        if host not in self._hands:
+            self._hands[host] = (
+                ray.remote(Hands)
+                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(self.nodes()[host], soft=False))
+                .remote()
+            )
+        try:
+            return ray.get(self._hands[host].do.remote(name, args), timeout=HANDS_S)
+        except ray.exceptions.RayTaskError as exc:
+            raise DrillError(f"{name} on {host}: {exc.cause if exc.cause is not None else exc}") from exc
+        except ray.exceptions.RayError as exc:
+            raise DrillError(f"{name} on {host} did not answer: {str(exc).splitlines()[0]}") from exc
+
+    def controller_process(self) -> tuple[str, faults.Process]:
+        """A host on the controller's machine, and its process there."""
+        actor = ray.get_actor(controller_name(self.config.store), namespace=NAMESPACE)
+        described = ray.get(actor.describe.remote(), timeout=HANDS_S)
+        host = next((h for h, node in self.nodes().items() if node == described["node"]), None)
+        if host is None:
+            raise DrillError("the controller's node has no holder: the drill cannot reach its process")
+        return host, self.do(host, "process_of", int(described["pid"]))
+
+    def may_lose(self, hosts: list[str]) -> bool:
+        """Say whether `lose_host` may be called for all of them."""
+        return True
+
+    def lose_memory(self, host: str, ranks: list[Rank]) -> int:
+        """Kill the holder and the drill's ranks of a host, destroy its arena; the store starts a new, empty one."""
+        folder, record = self.folder(host), self.record(host)
+        secret = self.do(host, "secret_of", folder)
+        victims = [self.do(host, "holder_process", folder), *((r.pid, r.start) for r in ranks if r.host == host)]
+        before = self.do(host, "arena_identity", folder)
+        self.do(host, "kill", victims)
+        self.do(host, "wait_gone", victims)
+        nbytes = int(self.do(host, "destroy_arena", folder))
+        self.do(host, "check_destroyed", folder, before)
+        self.do(host, "check_silent", record, self.config.store, secret)
+        return nbytes
+
+    def lose_host(self, host: str, ranks: list[Rank]) -> str:
+        """Lose a host as far as this site may; return what was done, in words. Checked to have taken effect."""
+        nbytes = self.lose_memory(host, ranks)
+        return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
+
+    def heal(self) -> None:
+        """Bring back what the drill took away."""
+
+
+class EmbeddedSite(Site):
+    """An embedded cluster: raylets on this machine, of which any but the head may be lost whole."""
+
+    is_own = True
+
+    def __init__(self, cluster: EmbeddedCluster) -> None:
+        super().__init__(cluster.config)
+        self.cluster = cluster
+        self.lost: dict[str, dict[str, str]] = {}
+
+    @property
+    def head(self) -> str:
+        """The host that carries Ray's head and this driver."""
+        return next(iter(self.cluster.labels))
+
+    def do(self, host: str, name: str, *args: Any) -> Any:
+        """All hosts are this machine."""
+        return faults.HANDS[name](*args)
+
+    def may_lose(self, hosts: list[str]) -> bool:
+        """Not the head: the driver and the GCS live there."""
+        return self.head not in hosts
+
+    def lose_host(self, host: str, ranks: list[Rank]) -> str:
+        """Every process of the raylet, checked one by one; the arena, checked to be gone."""
+        folder, record = self.folder(host), self.record(host)
+        secret, victims = faults.secret_of(folder), self.cluster.node_processes(host)
+        strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
+        if strangers:
+            raise DrillError(f"ranks {strangers} on {host} are not below its raylet: killing it would not kill them")
+        before = faults.arena_identity(folder)
+        self.lost[host] = dict(self.cluster.labels[host])
+        self.pool.forget(host)
+        done = self.cluster.lose_host(host)
+        faults.wait_gone(victims)
+        faults.check_destroyed(folder, before)
+        faults.check_silent(record, self.config.store, secret)
+        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
+
+    def heal(self) -> None:
+        """Machines with the lost ones' labels join."""
+        for host, labels in list(self.lost.items()):
+            faults.destroy_arena(self.folder(host))
+            self.cluster.add_node(host, labels)
+            del self.lost[host]
+        self.wait_hosts_live(list(self.cluster.labels))
