@@ -81,8 +81,10 @@ class Takeover:
         self.catalog.view.send_addresses()
         for job in self.catalog.jobs.values():
             if job.newest is not None:
-                self.catalog.tell(host, "fence", {"job": job.name, "attempt": job.newest.ordinal})
+                self.catalog.attempts.send_fence(host, job.name, job.newest)
                 self.catalog.view.send_targets(job, only_host=host)
+                if job.newest.phase != "closed" and (job.newest.needs or job.copies):
+                    self.catalog.room.order(job, job.newest, only_host=host)  # shares are not journalled
                 self.catalog.steps.greet(job, host)
 
     def host_up(self, event: HostUp) -> None:

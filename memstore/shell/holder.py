@@ -181,6 +181,7 @@ class Holder:
             seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self.info.host_id}
             for host in [h for h, p in self.peers.items() if seen.get(h) != (p.address, p.port)]:
                 self.peers.pop(host).close()
+            self.peer_server.keep_senders(set(seen))
             for host, (address, port) in seen.items():
                 if host not in self.peers:
                     self.peers[host] = Peer(
@@ -270,7 +271,7 @@ class Holder:
         elif kind == "fence":
             job, attempt = str(body["job"]), int(body["attempt"])
             self.fences[job] = max(self.fences.get(job, 0), attempt)
-            self.orders.submit(self._logged, self._fence, job, attempt)
+            self.orders.submit(self._logged, self._fence, job, attempt, body.get("members", []))
         elif kind == "targets":
             self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
         elif kind == "reserve":
@@ -315,12 +316,12 @@ class Holder:
             self.journal.append(records)
         self._queue({"k": "ack", "seq": int(body["seq"])})
 
-    def _fence(self, job: str, attempt: int) -> None:
+    def _fence(self, job: str, attempt: int, members: list[str]) -> None:
         """Older processes are refused from now on; answer with what is here (R21)."""
         with self.vault.lock:
             self.vault.shelf.abort_older(job, attempt)
             self.vault.flush()
-        self.ranks.fence(job, attempt, FENCE_DRAIN_S)
+        self.ranks.fence(job, attempt, FENCE_DRAIN_S, members)
         with self.vault.lock:
             copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id, job)]
         self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})

@@ -17,7 +17,7 @@ from memstore.core.events import shard_to_wire
 from memstore.core.manifest import decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
 from memstore.core.wire import Kind
-from memstore.errors import CapacityError, DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_tcp
 from memstore.shell.vault import Vault
@@ -38,6 +38,7 @@ class Peer:
         self.host_id, self.address, self.port = host_id, address, port
         self._secret, self._store, self._identity, self._streams = secret, store, identity, streams
         self._idle: list[Channel] = []
+        self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(streams, thread_name_prefix=f"memstore-peer-{host_id}")
         self.is_closed = False
@@ -47,7 +48,7 @@ class Peer:
         """Drop all connections; calls under way fail."""
         with self._lock:
             self.is_closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle = [*self._idle, *self._borrowed], []
         for channel in idle:
             channel.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -64,11 +65,16 @@ class Peer:
                 self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
                 timeout_s=CONNECT_TIMEOUT_S,
             )  # fmt: skip
+        with self._lock:
+            self._borrowed.add(channel)
         try:
             yield channel
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._borrowed.discard(channel)
         with self._lock:
             if not self.is_closed and len(self._idle) < self._streams:
                 self._idle.append(channel)
@@ -98,7 +104,10 @@ class Peer:
 
     def over_streams(self, batches: Sequence[list[int]], work: Callable[[list[int]], None]) -> None:
         """Run `work` on every batch over the streams; the first error is raised after all have ended."""
-        futures: list[Future[None]] = [self._workers.submit(work, batch) for batch in batches]
+        try:
+            futures: list[Future[None]] = [self._workers.submit(work, batch) for batch in batches]
+        except RuntimeError as exc:  # its workers are shut down
+            raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
         errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
@@ -192,7 +201,7 @@ class Peer:
                     channel.skip_bulk(timeout_s=CALL_TIMEOUT_S)
                     bad.append(index)
                     continue
-                number = self._slot(vault)
+                number = vault.take_slot_growing()
                 try:
                     channel.recv_bulk_into(vault.arena.view(number, frame.bulk_bytes), timeout_s=CALL_TIMEOUT_S)
                 except MemstoreError:
@@ -202,13 +211,6 @@ class Peer:
                     bad.append(index)
             channel.recv(timeout_s=CALL_TIMEOUT_S)
         return bad
-
-    def _slot(self, vault: Vault) -> int:
-        try:
-            return vault.take_slot()
-        except CapacityError:
-            vault.ensure_free(1)
-            return vault.take_slot()
 
 
 _request_ids = iter(range(1, 1 << 62))

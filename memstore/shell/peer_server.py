@@ -43,14 +43,13 @@ class PeerServer:
         self.host_id = host_id
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
-        self.openers: dict[tuple[str, ShardId], int] = {}  # draft -> connections that feed it
+        self.feeders: dict[tuple[str, ShardId], set[Channel]] = {}  # open draft -> connections that feed it
         self.lock = threading.Lock()
         self.received_bytes = 0
         self.digest_errors_count = 0
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
-        drafts: set[tuple[str, ShardId]] = set()
         try:
             while True:
                 frame = channel.recv(timeout_s=None)
@@ -58,23 +57,24 @@ class PeerServer:
                     return
                 if frame.kind is not Kind.CALL:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
-                self._answer(channel, frame, drafts)
+                self._answer(channel, frame)
         except PeerUnreachable:
             return
         finally:
-            for name, shard in drafts:
-                self._leave(name, shard)
+            self._leave(channel)
 
-    def _answer(self, channel: Channel, frame: Frame, drafts: set[tuple[str, ShardId]]) -> None:
+    def _answer(self, channel: Channel, frame: Frame) -> None:
         body = frame.body
         do = str(body.get("do"))
         try:
             if do == "chunks":
-                reply = self._chunks(channel, frame, drafts)
+                reply = self._chunks(channel, frame)
+            elif do == "offer":
+                reply = self._offer(channel, body)
             elif do == "fetch":
                 reply = self._fetch(channel, frame)
             else:
-                handler = {"offer": self._offer, "seal": self._seal, "abort": self._abort, "manifest": self._manifest}
+                handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest}
                 reply = handler[do](body) if do in handler else {}
             channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
         except (KeyError, TypeError, ValueError) as exc:
@@ -88,7 +88,7 @@ class PeerServer:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def _offer(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _offer(self, channel: Channel, body: dict[str, Any]) -> dict[str, Any]:
         """Admit or refuse a shard before a byte of it travels (R10, R13)."""
         shard, sender, attempt = shard_from_wire(body["shard"]), str(body["sender"]), int(body["attempt"])
         if self.is_fenced(shard.job, attempt):
@@ -102,19 +102,19 @@ class PeerServer:
         if why is not None:
             return {"ok": False, "why": why, "is_final": False}
         self.vault.open_draft(sender, shard, digests, sizes, attempt)
+        with self.lock:
+            self.feeders[sender, shard] = {channel}
         return {"ok": True, "have": False}
 
-    def _chunks(self, channel: Channel, frame: Frame, drafts: set[tuple[str, ShardId]]) -> dict[str, Any]:
+    def _chunks(self, channel: Channel, frame: Frame) -> dict[str, Any]:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
         body = frame.body
         shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:
             return {"ok": False, "why": "no such draft"}
-        if (sender, shard) not in drafts:
-            drafts.add((sender, shard))
-            with self.lock:
-                self.openers[sender, shard] = self.openers.get((sender, shard), 0) + 1
+        with self.lock:
+            self.feeders.setdefault((sender, shard), set()).add(channel)
         want = [int(i) for i in body["want"]]
         lack = [i for i in want if draft.slots[i] is None]
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
@@ -147,29 +147,45 @@ class PeerServer:
         if draft is None:
             return {"ok": False, "missing": [], "why": "no such draft: it was aborted or fenced"}
         if manifest.shard != shard or tuple(c.digest for c in manifest.chunks) != draft.digests:
-            self.vault.abort_draft(sender, shard)
+            self._abort(body)
             return {"ok": False, "missing": [], "why": "the manifest names other chunks than the offer"}
         if self.is_fenced(shard.job, draft.attempt):
-            self.vault.abort_draft(sender, shard)
+            self._abort(body)
             return {"ok": False, "missing": [], "why": f"attempt {draft.attempt} is fenced here"}
         if draft.missing:
             return {"ok": False, "missing": draft.missing, "why": f"{len(draft.missing)} chunks are missing"}
         shelved = self.vault.finish(sender, data)
+        with self.lock:
+            self.feeders.pop((sender, shard), None)
         self.on_sealed(Copy(shard, shelved.spec, self.host_id))
         return {"ok": True, "missing": [], "digest": shard_digest(data)}
 
     def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.vault.abort_draft(str(body["sender"]), shard_from_wire(body["shard"]))
+        sender, shard = str(body["sender"]), shard_from_wire(body["shard"])
+        with self.lock:
+            self.feeders.pop((sender, shard), None)
+        self.vault.abort_draft(sender, shard)
         return {}
 
-    def _leave(self, sender: str, shard: ShardId) -> None:
+    def _leave(self, channel: Channel) -> None:
+        """A connection ended: drafts that nobody feeds any more give their room back."""
         with self.lock:
-            left = self.openers.get((sender, shard), 1) - 1
-            self.openers[sender, shard] = left
-            if left > 0:
-                return
-            del self.openers[sender, shard]
-        self.vault.abort_draft(sender, shard)
+            for channels in self.feeders.values():
+                channels.discard(channel)
+            orphans = [key for key, channels in self.feeders.items() if not channels]
+            for key in orphans:
+                del self.feeders[key]
+        for sender, shard in orphans:
+            self.vault.abort_draft(sender, shard)
+
+    def keep_senders(self, hosts: set[str]) -> None:
+        """Hosts out of the view are dead: what they began here gives its room back, even if no socket has ended."""
+        with self.lock:
+            orphans = [key for key in self.feeders if key[0] not in hosts]
+            for key in orphans:
+                del self.feeders[key]
+        for sender, shard in orphans:
+            self.vault.abort_draft(sender, shard)
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -78,10 +78,11 @@ class Stager:
             if not lacking:
                 self._keep(key, pinned)
                 return {}
-            self.holder.report("sealed", {"copies": [self.holder.copy_body(pinned[0])]})
             planned = {i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)}
             if planned & set(lacking):
-                bad[self.holder.info.host_id] = sorted(planned & set(lacking))
+                bad[self.holder.info.host_id] = sorted(planned & set(lacking))  # evidence for the next plan
+            else:
+                self.holder.sealed(pinned[0])
             self.vault.unpin(*pinned)
         data = self._manifest(body, shard, spec.digest)
         manifest = decode_manifest(data)
@@ -167,7 +168,7 @@ class Stager:
         tier = tier_from_url(url)
         bad = []
         for index in chunks:
-            number = self.vault.take_slot()
+            number = self.vault.take_slot_growing()
             try:
                 tier.read_chunk_into(draft.shard, index, self.vault.arena.view(number, sizes[index]))
             except MemstoreError:

@@ -221,6 +221,14 @@ class Vault:
             raise CapacityError("no free slot to receive into: the arena's shares are used up")
         return number
 
+    def take_slot_growing(self) -> int:
+        """Take a slot for a restore, growing the arena if its shares are used up (R10); CapacityError at the limit."""
+        with self._grow_lock:
+            with self.lock:
+                needed = len(self.table.slots) + (not self.table.free)
+            self._grow_to(needed)
+            return self.take_slot()
+
     def keep_chunk(self, draft: Draft, index: int, number: int, nbytes: int) -> bool:
         """Check the received bytes against the draft's digest; keep them, or free the slot and return False."""
         is_good = chunk_digest(self.arena.view(number, nbytes)) == draft.digests[index]

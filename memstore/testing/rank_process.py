@@ -106,6 +106,8 @@ class RankProcess:
 
     def kill(self) -> None:
         """SIGKILL; returns when the process is gone."""
+        if self._lines.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._channel.settimeout(REPLY_S)
@@ -280,7 +282,7 @@ class Rank:
     def do_train(self, first: int, last: int, timeout_s: float = 30.0) -> dict[str, Any]:
         """Put the steps and wait for the commit of the last one."""
         for step in range(first, last + 1):
-            self.do_put(step)
+            self.do_put(step, timeout_s=timeout_s)
         return self.do_wait(last, timeout_s=timeout_s)
 
     def do_ticket(self, step: int) -> dict[str, Any]:
