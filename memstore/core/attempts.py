@@ -248,8 +248,13 @@ class Attempts:
         live = set(self.catalog.hosts.live_ids())
         self.fence_waits[name] = (live, now + FENCE_DEADLINE_S)
         for host in sorted(live):
-            self.catalog.tell(host, "fence", {"job": name, "attempt": attempt.ordinal})
+            self.send_fence(host, name, attempt)
         self.progress_fence(now, name)
+
+    def send_fence(self, host: str, name: str, attempt: Attempt) -> None:
+        """Order a host to refuse processes of older attempts; those that came along by a rewind are no older ones."""
+        members = [seat.nonce for seat in attempt.seats.values()]
+        self.catalog.tell(host, "fence", {"job": name, "attempt": attempt.ordinal, "members": members})
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""

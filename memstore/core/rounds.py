@@ -197,7 +197,7 @@ class Rounds:
                 "committed since: the training dies of it"
             )
             self.catalog.record(StepRetired(job.name, step.attempt, step.step, reason))
-            active.failed_steps[step] = reason
+            job.retired[step] = reason  # at once, for this round's next plan; the fact is for those to come
             self._plan(now, active)
             return
         active.enter(now, "deciding")

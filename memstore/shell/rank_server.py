@@ -13,6 +13,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -279,12 +280,16 @@ class RankServer:
             if link.rank == body["rank"]:
                 link.send({"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)})
 
-    def fence(self, job: str, attempt: int, timeout_s: float) -> None:
-        """Refuse older processes; wait until what they handed over completely is digested (R21)."""
+    def fence(self, job: str, attempt: int, timeout_s: float, members: Collection[str] = ()) -> None:
+        """Refuse older processes; wait until what they handed over completely is digested (R21).
+
+        A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
+        """
         for link in self.of_job(job):
             if link.attempt and link.attempt < attempt:
                 link.is_idle.wait(timeout_s)
-                link.send({"k": "fenced", "attempt": attempt})
+                if link.nonce not in members:
+                    link.send({"k": "fenced", "attempt": attempt})
 
     def reap(self) -> None:
         """Reclaim the leases of processes that are proved dead, and say so (R8, R20)."""

@@ -187,7 +187,8 @@ class FakeHolder:
         job, attempt = body["job"], int(body["attempt"])
         self.fences[job] = max(self.fences.get(job, 0), attempt)
         for rank in self.ranks.values():
-            rank.is_fenced = rank.is_fenced or (rank.job == job and 0 < rank.attempt < attempt)
+            is_older = rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in body["members"]
+            rank.is_fenced = rank.is_fenced or is_older
         copies = [copy_to_wire(c) for c in self.copies.values() if c.shard.job == job]
         self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 

@@ -1,0 +1,106 @@
+"""Missing copies come back where placement wants them, surplus ones go, and the last good step never does (R19, R29)."""
+
+from __future__ import annotations
+
+from memstore.core.events import Report, shard_to_wire
+from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_world import JOB, CatalogWorld
+from recovery.inventory import ShardId, StepId
+
+
+def trained(hosts: int, world_size: int, last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job of `world_size` ranks with steps 1 to `last` committed."""
+    world = CatalogWorld(hosts, **config)
+    ranks = world.launch(world_size)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        assert world.put_all(ranks, step)
+    return world, ranks
+
+
+def test_a_stand_in_takes_the_copies_of_a_dead_host() -> None:
+    """Without anybody asking, an idle host gets what a dead one held, after it is dead for good."""
+    world, _ = trained(4, 3)
+    world.kill_host("h1")
+    world.run(2.0)
+    assert "h3" not in world.holders_of(StepId(1, 1), 1)
+    world.run(10.0)
+    assert all(len(world.holders_of(StepId(1, 1), rank)) == 2 for rank in range(3))
+
+
+def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
+    """A holder that restarts with its memory within repair_after_s gets nothing and loses nothing."""
+    world, _ = trained(4, 3)
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.kill_host("h1", keep_memory=True)
+    world.run(2.0)
+    world.return_host("h1")
+    world.run(10.0)
+    assert not any(kind == "push" for h in world.holders.values() for kind, _ in h.orders)
+    assert world.holders["h3"].copies == {}
+
+
+def test_a_rank_that_moved_gets_its_copies_moved_and_the_old_ones_freed() -> None:
+    """Ownership moves at once, copies follow: new hosts are filled first, then the old copies go (R27)."""
+    world, _ = trained(4, 2)
+    ranks = [world.join(r, 2, "k", host=f"h{2 + r}", launcher="launcher") for r in range(2)]
+    world.run(2.0)
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    world.run(10.0)
+    for rank in range(2):
+        assert world.holders_of(StepId(1, 1), rank) == ["h2", "h3"]
+
+
+def test_a_lost_replica_is_rebuilt() -> None:
+    """A copy that its host reports lost is pushed again (R30)."""
+    world, _ = trained(2, 2)
+    shard = ShardId(JOB, 1, 1, 0)
+    del world.holders["h1"].copies[shard]
+    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(shard)]}))
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 1), 0) == ["h0", "h1"]
+
+
+def test_nothing_is_dropped_before_a_newer_commit() -> None:
+    """The last committed step stays whole while newer ones are put, skipped and abandoned (I5)."""
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.skip(ranks[1], 2)
+    world.run(2.0)
+    world.put(ranks[0], ranks[0].resume_step)
+    world.run(2.0)
+    assert world.holders_of(StepId(1, 1), 0) == world.holders_of(StepId(1, 1), 1) == ["h0", "h1"]
+    assert world.put_all(ranks, ranks[0].resume_step)
+    world.run(1.0)
+    assert world.holders_of(StepId(1, 1), 0) == []
+
+
+def test_a_relaunch_keeps_the_restored_step_until_its_first_commit() -> None:
+    """Neither a restore nor the first put of a new attempt drops what was restored."""
+    world, _ = trained(2, 2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.reserve(ranks)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 1), 1) == ["h0", "h1"]
+
+
+def test_the_commit_of_a_retired_step_stays_history() -> None:
+    """A step that may not be offered any more is still history: the job does not start from nothing."""
+    world, ranks = trained(2, 2)
+    world.call(ranks[0], "retire", attempt=1, step=1, reason="its bytes are bad")
+    world.run(1.0)
+    answers = world.get(world.launch(2))
+    assert "its bytes are bad" in answers[0]["error"]
+
+
+def test_copies_stay_while_the_cluster_cannot_hold_enough_apart() -> None:
+    """With too few hosts for the replicas asked, no copy is surplus."""
+    world, _ = trained(3, 2, replicas=3)
+    assert len(world.holders_of(StepId(1, 1), 0)) == 3
+    world.kill_host("h0")
+    world.run(10.0)
+    assert world.holders_of(StepId(1, 1), 0) == ["h1", "h2"]

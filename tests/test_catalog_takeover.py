@@ -1,0 +1,143 @@
+"""Losing the controller loses nothing: a successor knows every fact and finishes what was begun (R16, R17)."""
+
+from __future__ import annotations
+
+import pytest
+
+from memstore.core import facts as f
+from memstore.core.fact_log import FactLog
+from memstore.testing.catalog_world import CatalogWorld
+from recovery.inventory import StepId
+
+MOMENTS_S = [0.001, 0.004, 0.012, 0.03, 0.06, 0.1, 0.2, 0.4]
+
+
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_a_crash_while_ranks_connect(moment_s: float) -> None:
+    """Whenever the controller dies, all ranks end in one attempt with one number."""
+    world = CatalogWorld(3)
+    ranks = [world.join(r, 3, "k") for r in range(3)]
+    world.run(moment_s)
+    world.crash_controller()
+    assert world.run_until(lambda: all(r.answers.get("join") for r in ranks), 20.0)
+    assert {r.attempt for r in ranks} == {1}
+    assert not any(r.errors for r in ranks)
+
+
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_a_crash_while_ranks_restore(moment_s: float) -> None:
+    """All ranks get the same step, also those whose answer died with the controller."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    ranks = world.launch(3)
+    for rank in ranks:
+        world.call(rank, "get", step=None, timeout_s=60.0)
+    world.run(moment_s)
+    world.crash_controller()
+    assert world.run_until(lambda: all(r.answers.get("get") for r in ranks), 20.0), [r.errors for r in ranks]
+    world.check_restored([r.answers["get"][-1] for r in ranks])
+    assert {r.answers["get"][-1]["step"] for r in ranks} == {1}
+    assert world.put_all(ranks, 2)
+
+
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_a_crash_at_the_first_put(moment_s: float) -> None:
+    """Room that was claimed stays claimed: no rank waits for one that was answered already."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    for rank in ranks:
+        world.call(rank, "reserve", slots=4)
+    world.run(moment_s)
+    world.crash_controller()
+    assert world.run_until(lambda: all(r.answers.get("reserve") for r in ranks), 15.0), [r.errors for r in ranks]
+
+
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_a_crash_while_a_step_commits(moment_s: float) -> None:
+    """A step that was on its way is committed by the successor, and every ticket hears of it."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    world.reserve(ranks)
+    for rank in ranks:
+        world.put(rank, 1)
+    world.run(moment_s)
+    world.crash_controller()
+    assert world.run_until(lambda: all(r.tickets[1] == "committed" for r in ranks), 20.0)
+    world.run(5.0)
+    assert StepId(1, 1) in world.job().commits
+    assert world.put_all(ranks, 2)
+
+
+def test_the_commit_of_a_late_host_is_taken_and_given_to_all() -> None:
+    """A host that comes up late with facts that nobody else kept fills the gap, and its facts spread again."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    world.kill_host("h2", keep_memory=True)
+    for name in ("h0", "h1"):
+        world.holders[name].journal = []
+    world.crash_controller()
+    world.run(6.0)
+    assert world.job().commits == {}
+    world.return_host("h2")
+    world.run(3.0)
+    assert StepId(1, 1) in world.job().commits
+    assert {len(h.journal) for h in world.holders.values()} == {len(world.served.log.entries)}
+    world.check_restored(world.get(world.launch(3)))
+
+
+def test_a_late_fact_of_an_old_term_is_no_pending_fact_of_this_one() -> None:
+    """Sequence numbers may come twice across terms: what a late host brings is neither sent nor applied again."""
+    log = FactLog(term=2)
+    log.adopt([[f.Entry(1, 1, f.JobRemoved("a"))]])
+    mine = log.append(f.JobRemoved("b"))
+    late = f.Entry(1, 2, f.JobRemoved("c"))
+    assert log.merge([late]) == [late.fact]
+    assert log.pending == [mine]
+    log.ack("h0", mine.seq)
+    assert log.spread(lambda hosts, fact: bool(hosts)) == [mine.fact]
+    assert log.spread(lambda hosts, fact: True) == []
+    assert log.append(f.JobRemoved("d")).seq == 3
+
+
+def test_a_late_commit_of_a_step_that_was_skipped_meanwhile_is_refused() -> None:
+    """A step that a rank skipped under the successor is never committed by an older journal (R12)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.reserve(ranks)
+    world.skip(ranks[0], 5)
+    world.run(1.0)
+    fact = f.StepCommitted("train", 1, 5, 2, ("x", "y"), (("h1",), ("h1",)), "host", False, "", 0.0)
+    world.crash_controller()
+    world.run(5.0)
+    world.holders["h1"].journal.append(f.entry_to_wire(f.Entry(1, 99, fact)))
+    world.kill_host("h1", keep_memory=True)
+    world.return_host("h1")
+    world.run(3.0)
+    assert StepId(1, 5) not in world.job().commits
+
+
+def test_without_a_lease_nothing_is_decided() -> None:
+    """A controller that neither renewed its term nor hears from all holders records nothing until it does (R17)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    world.reserve(ranks)
+    world.has_lease = False
+    world.silence("h2")
+    world.run(4.0)
+    for rank in ranks[:2]:
+        world.put(rank, 1)
+    world.run(0.5)
+    world.call(ranks[0], "skip", step=1)
+    world.run(0.3)
+    assert [type(fact).__name__ for fact in world.served.log.waiting] == ["StepAbandoned"]
+    world.has_lease = True
+    world.run(2.0)
+    assert world.served.log.waiting == []
