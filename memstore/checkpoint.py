@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.manifest import Manifest, decode_manifest
+from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DigestMismatch, IntegrityError
-from memstore.shell.digests import chunk_digests
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_decode import decode_state
 
@@ -77,10 +76,10 @@ def verified_views(link: RankLink, manifest: Manifest, slots: Sequence[int | Non
     for index, (chunk, slot) in enumerate(zip(manifest.chunks, slots, strict=True)):
         if slot is None:
             raise IntegrityError(f"chunk {index} of {manifest.shard} was lost after staging: call get() again")
-        views.append(mapping.view(slot, chunk.nbytes))
-    for index, (chunk, digest) in enumerate(zip(manifest.chunks, chunk_digests(views), strict=True)):
-        if digest != chunk.digest:
+        view = mapping.view(slot, chunk.nbytes)
+        if chunk_digest(view) != chunk.digest:
             raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging: call get() again")
+        views.append(view)
     return views
 
 
