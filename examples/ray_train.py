@@ -3,7 +3,8 @@
     python examples/ray_train.py --ranks 4
 
 On the Ray cluster of this machine (`ray start`), else on a local one. Lose a host, or stop the script and start it
-again: training goes on after the newest committed step. `memstore status` shows what is stored.
+again: training goes on after the newest committed step. `memstore status` shows what is stored; `memstore down
+--leftovers` frees it after a local run.
 """
 
 from __future__ import annotations

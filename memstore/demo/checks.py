@@ -55,8 +55,8 @@ def committed_step(run: Run, kill: Kill) -> int:
     """
     killed = killed_attempt(run, kill)
     announced = [s.committed for s in run.steps if s.attempt == killed]
-    restored = [r.step for r in run.restored if r.attempt > killed]
-    return max([kill.committed, *announced, *restored])
+    restored = [(r.attempt, r.step) for r in run.restored if r.attempt > killed]
+    return max([kill.committed, *announced, *[step for _, step in sorted(restored)[:1]]])
 
 
 def steps_redone(run: Run) -> list[int]:
