@@ -12,7 +12,7 @@ from memstore.testing.catalog_world import JOB, CatalogWorld, describe
 from recovery.inventory import StepId
 from recovery.planner import plan
 
-SEEDS_COUNT = 240
+SEEDS_COUNT = 160
 SEEDS_PER_TEST = 20
 EVENTS_COUNT = 14
 

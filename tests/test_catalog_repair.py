@@ -1,4 +1,4 @@
-"""Missing copies come back where placement wants them, surplus ones go, and the last good step never does (R19, R29)."""
+"""Missing copies come back where placement wants them, surplus ones go, the last good step never does (R19, R29)."""
 
 from __future__ import annotations
 

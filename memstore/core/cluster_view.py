@@ -60,13 +60,18 @@ class ClusterView:
             return level
         return before if is_finer(level, before, hosts.failure_domains) else level
 
-    def placement(self, job: Job, before: Placement | None = None) -> Placement | None:
-        """Return where the newest attempt's copies go, among the hosts that are not dead."""
+    def placement(self, job: Job) -> Placement | None:
+        """Return where the newest attempt's copies go, among the hosts that are not dead.
+
+        A host that comes back before anything was copied in its place finds everything as it was: the moves count from
+        `Job.home`, not from what held while it was away.
+        """
         attempt = job.newest
         if attempt is None:
             return None
         if job.placement is None:
             rank_hosts = (seat.host_id for seat in attempt.seats.values())
+            before = job.home
             prefer = before.targets if before is not None else ()
             hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
@@ -116,7 +121,7 @@ class ClusterView:
         catalog = self.catalog
         before = job.placement
         job.placement = None
-        placement = self.placement(job, before=before)
+        placement = self.placement(job)
         attempt = job.newest
         if placement is not None and attempt is not None and placement != before:
             if attempt.needs or job.copies:

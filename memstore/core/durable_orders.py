@@ -195,3 +195,4 @@ class DurableOrders:
         if state.active is not None and host_id in state.active.waits.values():
             self._abandon(job, state, f"host {host_id} died while it wrote")
             state.last_started_step = None
+            state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait

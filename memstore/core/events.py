@@ -7,7 +7,7 @@ values; shards travel as `[job, attempt, step, rank]`, specs as
 
 Orders to a holder (`Tell.kind`):
     journal        seq, records | reset         append facts (R16); answered by FactAck
-    fence          job, attempt, members        refuse older processes except members (nonces); answer with the inventory (R21)
+    fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     view           hosts                        addresses of all hosts, for peers
     targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
     reserve        job, attempt, call, ranks, guest_slots      claim room (R10)

@@ -97,6 +97,7 @@ class Job:
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
     placement: Placement | None = None
+    home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
 
     @property

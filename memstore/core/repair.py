@@ -43,6 +43,8 @@ class Repair:
         if attempt is None or attempt.phase == "fencing" or job.name in self.catalog.rounds.active:
             return
         is_waiting = self._may_come_back(now, attempt)
+        if not is_waiting:
+            job.home = self.catalog.view.placement(job)
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
             if is_open or (step in job.commits and not is_waiting):

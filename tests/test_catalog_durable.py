@@ -1,0 +1,98 @@
+"""Durable storage: parts, then the marker, and a job that RAM forgot comes back from it (R31)."""
+
+from __future__ import annotations
+
+from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_world import CatalogWorld
+
+
+def trained(last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job with a durable directory and steps 1 to `last` committed and written."""
+    world = CatalogWorld(2, durable="/durable", durable_every=1, **config)
+    ranks = world.launch(2)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        assert world.put_all(ranks, step)
+        world.run(2.0)
+    return world, ranks
+
+
+def forget_ram(world: CatalogWorld) -> None:
+    """All machines lose power; empty ones come up."""
+    for host in list(world.holders):
+        world.kill_host(host)
+        world.holders[host].restart(keep_memory=False)
+    world.crash_controller()
+    world.run(6.0)
+
+
+def test_a_committed_step_becomes_durable() -> None:
+    """Every part, then the marker; then the tickets rise."""
+    world, ranks = trained()
+    assert list(world.durable.markers) == [("train", 1, 1)]
+    assert [r.tickets[1] for r in ranks] == ["durable", "durable"]
+
+
+def test_only_the_newest_durable_steps_are_kept() -> None:
+    """durable_keep bounds what stays; the newest never goes."""
+    world, _ = trained(last=4, durable_keep=2)
+    world.run(2.0)
+    assert sorted(step for _, _, step in world.durable.markers) == [3, 4]
+
+
+def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
+    """With every machine's memory gone, the next attempt is numbered after the marker and restores its step."""
+    world, _ = trained(last=2)
+    forget_ram(world)
+    ranks = world.launch(2)
+    assert [r.attempt for r in ranks] == [2, 2]
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {(a["attempt"], a["step"], a["verdict"]) for a in answers} == {(1, 2, "durable")}
+    assert world.put_all(ranks, 3)
+
+
+def test_a_job_known_to_durable_storage_alone_is_history() -> None:
+    """A first put without a get is refused also when only markers remember the job (R19)."""
+    world, _ = trained()
+    forget_ram(world)
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    assert ranks[0].error("reserve").startswith("CommitError")
+
+
+def test_storage_that_cannot_be_read_is_no_reason_to_start_over() -> None:
+    """If no host knows the job and its markers cannot be listed, connect says so; nobody begins at step 0 (R23)."""
+    world, _ = trained()
+    forget_ram(world)
+    world.durable.problem = "permission denied"
+    ranks = world.launch(2)
+    assert ranks[0].error("join").startswith("RecoveryError")
+    assert "permission denied" in ranks[0].error("join")
+    world.durable.problem = ""
+    assert world.get(world.launch(2))[0]["step"] == 1
+
+
+def test_a_writer_that_dies_ends_the_write_and_the_next_one_goes_on() -> None:
+    """The marker is never written without all parts; another host writes what the dead one owed."""
+    world, ranks = trained()
+    world.work_s = (1.0, 1.5)
+    for rank in ranks:
+        world.put(rank, 2)
+    assert world.run_until(lambda: ranks[0].tickets[2] == "committed", 10.0)
+    world.run(0.3)
+    world.kill_host("h1")
+    world.run(10.0)
+    assert ("train", 1, 2) in world.durable.markers
+
+
+def test_a_failed_write_is_told_and_training_goes_on() -> None:
+    """A full disk shows in the status; commits do not wait for it."""
+    world, ranks = trained()
+    world.durable.problem = "no space left"
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    assert world.served.durable.state("train").problem == "no space left"
+    world.durable.problem = ""
+    assert world.put_all(ranks, 3)
+    assert world.run_until(lambda: ranks[0].tickets[3] == "durable", 5.0)
