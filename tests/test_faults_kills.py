@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memstore.testing.fleet import Fleet
-from memstore.testing.processes import ProcessCluster, wait_for
+from memstore.testing.processes import ProcessCluster
 from memstore.testing.rank_process import RankNursery, together
 
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
@@ -33,7 +33,7 @@ def test_a_rank_killed_in_mid_copy_loses_only_its_own_step(tmp_path: Path, nurse
 
 @pytest.mark.parametrize("victims", ["holder", "controller", "holder and controller"])
 def test_puts_go_on_by_themselves_after_a_kill(tmp_path: Path, nursery: RankNursery, victims: str) -> None:
-    """SIGKILL of a holder, the controller or both under running ranks: nothing raises, commits go on, all restorable."""
+    """SIGKILL of a holder, the controller or both under running ranks: nothing raises, and commits go on."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery, stall_budget_s=0.5)
         ranks = fleet.begin(["h0", "h1"], last_step=2)

@@ -60,7 +60,7 @@ def test_a_late_host_is_given_up_after_the_grace(tmp_path: Path, nursery: RankNu
 
 
 def test_forgotten_terms_are_outranked(tmp_path: Path, nursery: RankNursery) -> None:
-    """A controller of a fresh cluster starts below the terms in the journals: it takes a higher one and serves (R17)."""
+    """A fresh cluster's controller starts below the terms in the journals: it takes a higher one and serves (R17)."""
     with ProcessCluster(tmp_path, {"h0": THREE["h0"], "h1": THREE["h1"]}) as cluster:
         fleet = Fleet(cluster, nursery)
         for last in (2, 4):  # a second controller, so that the journals hold more than one term

@@ -5,17 +5,37 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
+from typing import Any
 
 from memstore.config import Config
 from memstore.shell.controller import Controller
+from memstore.shell.durable_directory import DirectoryTier
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.membership import DirectoryMembership
 
 PR_SET_PDEATHSIG = 1
+GATE_S = 60.0
+
+
+def hold_durable_writes(gate: Path) -> None:
+    """Make every durable write of this process wait for a file, as one to a file system that hangs."""
+    real = DirectoryTier.write_part
+
+    def held(self: DirectoryTier, *args: Any, **kwargs: Any) -> bool:
+        gate.with_name(f"{gate.name}.waits-{os.getpid()}").touch()
+        deadline_s = time.monotonic() + GATE_S
+        while not gate.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return real(self, *args, **kwargs)
+
+    DirectoryTier.write_part = held  # type: ignore[method-assign]
 
 
 def main(argv: list[str]) -> int:
@@ -32,12 +52,12 @@ def main(argv: list[str]) -> int:
             config, membership, secret=secret, settle_s=spec["settle_s"], on_exit=lambda why: over.set()
         )  # its threads are daemons
     else:
+        if spec["durable_gate"]:
+            hold_durable_writes(Path(spec["durable_gate"]))
         identity = HostIdentity(spec["host"], read_boot_id(), True, spec["labels"])
         holder = Holder(identity, config, secret=secret, arena_limit_bytes=spec["arena_limit_bytes"])
         info = holder.info
-        membership.announce(
-            info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation}
-        )
+        membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
     over.wait()
     return 0
 

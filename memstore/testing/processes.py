@@ -46,9 +46,11 @@ class ProcessCluster:
     """Holders by host id plus one controller. A context manager that leaves nothing behind."""
 
     def __init__(
-        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int = 64 << 20, **config: Any
-    ) -> None:
+        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int = 64 << 20,
+        durable_gate: Path | None = None, **config: Any,
+    ) -> None:  # fmt: skip
         self.folder = folder
+        self.durable_gate = durable_gate  # durable writes wait until this file is there
         self.secret = secrets.token_bytes(32)
         fields = {"chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0, **config}
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, interface="127.0.0.1", **fields)
@@ -103,7 +105,11 @@ class ProcessCluster:
     def start_holder(self, host: str) -> None:
         """Start a holder on a host; it adopts the arena that is there."""
         self.holders[host] = self._spawn(
-            "holder", host=host, labels=self.labels[host], arena_limit_bytes=self.config.arena_bytes
+            "holder",
+            host=host,
+            labels=self.labels[host],
+            arena_limit_bytes=self.config.arena_bytes,
+            durable_gate=str(self.durable_gate or ""),
         )
 
     def add_host(self, host: str, labels: Mapping[str, str]) -> None:

@@ -216,7 +216,14 @@ class Rank:
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
 
     def do_connect(
-        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256, **options: Any
+        self,
+        job: str,
+        rank: int,
+        world_size: int,
+        config: dict[str, Any],
+        seed: int = 1,
+        kib: int = 256,
+        **options: Any,
     ) -> dict[str, Any]:
         """Join a job."""
         from memstore.api import connect

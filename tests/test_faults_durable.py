@@ -1,0 +1,100 @@
+"""The durable tier: used for what RAM lost, never waited for by a put (R31)."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from memstore.testing.fleet import Fleet
+from memstore.testing.processes import ProcessCluster, wait_for
+from memstore.testing.rank_process import RankNursery, fail_together, together
+
+TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
+
+
+def test_all_memory_lost_is_restored_from_durable_storage(tmp_path: Path, nursery: RankNursery) -> None:
+    """The first committed step is on disk at once, with its marker; both hosts lose their memory, and it comes back."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS, recovery_grace_s=0.5) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
+        assert [path.name for path in durable.rglob("marker")] == ["marker"]
+        together(ranks, "train", first=1, last=3)
+        fleet.kill(ranks)
+        for host in ("h0", "h1"):
+            cluster.lose_host(host)
+            cluster.start_holder(host)
+        cluster.wait_live("h0", "h1")
+        ranks, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (0, "durable")
+        assert got["bytes"]["peer"] == got["bytes"]["local"] == 0
+        together(ranks, "train", first=1, last=2)
+
+
+def test_durable_storage_alone_knows_the_job(tmp_path: Path, nursery: RankNursery) -> None:
+    """No holder, journal or controller of the old store is left: the marker alone makes get return its step (R23)."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "one", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        fleet.kill(ranks)
+    with ProcessCluster(tmp_path / "two", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (0, "durable")
+        together(ranks, "train", first=1, last=2)
+
+
+def test_an_unwritable_directory_shows_in_status_and_touches_nothing(tmp_path: Path, nursery: RankNursery) -> None:
+    """The durable path lies below a file: puts commit without a stall, status has the problem with the path (R31)."""
+    (tmp_path / "file").write_text("not a directory")
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(tmp_path / "file" / "durable"), durable_every=1)
+        ranks = fleet.launch(["h0", "h1"])
+        for refused in fail_together(ranks, "get"):  # whether the job has history cannot be known (R23)
+            assert refused.error == "RecoveryError"
+            assert str(tmp_path / "file" / "durable") in refused.message
+        fleet.kill(ranks)
+        ranks = fleet.launch(["h0", "h1"], fresh=True)
+        for step in range(4):
+            assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 5
+            together(ranks, "wait", step=step)
+        wait_for(lambda: cluster.job("train")["durable_problem"], "the problem in status")
+        assert "durable" in cluster.job("train")["durable_problem"]
+
+
+def test_a_full_directory_shows_in_status_and_commits_go_on(tmp_path: Path, nursery: RankNursery) -> None:
+    """Writes begin to fail after the first durable step: commits go on in RAM, status says what failed (R31)."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        for process in cluster.holders.values():  # a file may not grow beyond this any more: journals fit, parts do not
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+        for step in range(1, 4):
+            together(ranks, "train", first=step, last=step)
+        wait_for(lambda: cluster.job("train")["durable_problem"], "the problem in status")
+        assert cluster.job("train")["durable_step"] == 0
+        assert cluster.job("train")["committed_step"] == 3
+
+
+def test_stuck_storage_is_never_waited_for(tmp_path: Path, nursery: RankNursery) -> None:
+    """Writes hang until they are let go: puts and commits go on meanwhile, and the durable step comes after (R31)."""
+    durable, gate = tmp_path / "durable", tmp_path / "gate"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS, durable_gate=gate) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        wait_for(lambda: len(list(tmp_path.glob("gate.waits-*"))) == 2, "both hosts to stand before the gate")
+        for step in range(1, 6):
+            assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 1
+            together(ranks, "wait", step=step)
+        assert cluster.job("train")["durable_step"] is None
+        gate.touch()
+        wait_for(lambda: cluster.job("train")["durable_step"] is not None, "a durable step")
