@@ -233,12 +233,15 @@ def test_rewind_opens_an_attempt_from_an_older_step() -> None:
     assert answers[0]["step"] == 1
     for rank in ranks:
         rank.has_room, rank.answers["reserve"] = False, []
+    world.reserve(ranks)
+    world.skip(ranks[0], 2)  # makes room of whatever may go
+    world.run(1.0)
     assert world.holders_of(StepId(1, 2), 0) != []
-    assert world.put_all(ranks, 2)
+    assert world.put_all(ranks, 3)
     world.run(1.0)
     assert world.holders_of(StepId(1, 2), 0) == []
     answers = world.get(world.launch(3))
-    assert (answers[0]["attempt"], answers[0]["step"]) == (2, 2)
+    assert (answers[0]["attempt"], answers[0]["step"]) == (2, 3)
 
 
 def test_get_of_a_step_prefers_the_lineage() -> None:
