@@ -57,8 +57,8 @@ class HostUp:
 
     info: HostInfo
     copies: tuple[Copy, ...] = ()
-    journal_term: int = 0
     journal: tuple[Body, ...] = ()
+    ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
 
 
 @dataclass(frozen=True, slots=True)

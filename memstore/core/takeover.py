@@ -8,6 +8,7 @@ past, but it changes no decision that was taken since: a commit of a step that w
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from memstore.core import facts as f
@@ -27,6 +28,7 @@ class Takeover:
         self.is_settled = False
         self.journals: dict[str, list[f.Entry]] = {}
         self.copies: dict[str, tuple[Copy, ...]] = {}
+        self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
         self.early: list[Event] = []  # calls that came while settling
 
     def settle(self, event: Event) -> list[Event]:
@@ -37,6 +39,8 @@ class Takeover:
             hosts.up(catalog.now, event.info)
             self.journals.setdefault(host, []).extend(f.entry_from_wire(entry) for entry in event.journal)
             self.copies[host] = event.copies
+            if event.ranks is not None:
+                self.ranks[host] = event.ranks
         elif isinstance(event, Heard):
             hosts.heard(catalog.now, event.host_id, event.stats)
         elif isinstance(event, HostLost):
@@ -66,6 +70,10 @@ class Takeover:
         self.journals, self.copies = {}, {}
         for job in catalog.jobs.values():
             catalog.steps.adopt(job)
+            for seat in job.newest.seats.values() if job.newest is not None else ():
+                if seat.host_id in self.ranks and seat.nonce not in self.ranks[seat.host_id]:
+                    # It may be about to come back, so it is not gone; but nobody is kept out in its name (R20).
+                    seat.last_active_s = -math.inf
         for host in catalog.hosts.live_ids():
             if host not in catalog.hosts.joined:
                 catalog.record(f.HostJoined(host, dict(catalog.hosts.states[host].info.labels)))

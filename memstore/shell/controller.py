@@ -51,7 +51,9 @@ TICK_S = 0.1
 class Session:
     """One holder's connection: a reader thread and a writer thread."""
 
-    def __init__(self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]) -> None:
+    def __init__(
+        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]
+    ) -> None:
         self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
         self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._on_event = on_event
@@ -320,5 +322,5 @@ def event_from_body(host: str, body: dict[str, Any]) -> Event | None:
             bool(body["is_explicit"]), dict(body["labels"]), int(body["limit_bytes"]),
         )  # fmt: skip
         copies = tuple(copy_from_wire(item, host) for item in body["copies"])
-        return HostUp(info, copies, 0, tuple(body["journal"]))
+        return HostUp(info, copies, tuple(body["journal"]), tuple(str(nonce) for nonce in body["ranks"]))
     return Report(host, str(kind), body)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
 from memstore.shell.listener import Listener, connect_unix
+from memstore.shell.orphan import drop_orphan, touch
 from memstore.shell.peer_client import Peer
 from memstore.shell.peer_server import PeerServer
 from memstore.shell.persister import Persister
@@ -49,11 +49,10 @@ REAP_S = 0.25  # how often dead owners of leases are looked for
 FENCE_DRAIN_S = 5.0
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
 LOCK_TIMEOUT_S = 10.0
-USED_NAME = "used"  # touched whenever a rank connects
 
 
 class Holder:
-    """One host's holder. `start` serves; `close` leaves every byte in the arena for a successor."""
+    """One host's holder, serving once made; `close` leaves every byte in the arena for a successor."""
 
     def __init__(
         self,
@@ -110,10 +109,9 @@ class Holder:
         )  # fmt: skip
         self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
+        loops = {"heartbeat": self._heartbeat_loop, "reap": self._reap_loop, "scrub": self.scrubber.run}
         self._threads = [
-            threading.Thread(target=self._heartbeat_loop, name="memstore-heartbeat", daemon=True),
-            threading.Thread(target=self._reap_loop, name="memstore-reap", daemon=True),
-            threading.Thread(target=self.scrubber.run, name="memstore-scrub", daemon=True),
+            threading.Thread(target=run, name=f"memstore-{name}", daemon=True) for name, run in loops.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -250,9 +248,9 @@ class Holder:
             session = self.session
             if session is None:
                 continue
-            stats = {**self.vault.stats(), "digest_errors": self.peer_server.digest_errors_count, "scrub": self.scrubber.found_count}
+            found = {"digest_errors": self.peer_server.digest_errors_count, "scrub": self.scrubber.found_count}
             with contextlib.suppress(TransportError):
-                session.send_now({"k": "beat", "stats": stats})
+                session.send_now({"k": "beat", "stats": {**self.vault.stats(), **found}})
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
@@ -324,7 +322,8 @@ class Holder:
         self.ranks.fence(job, attempt, FENCE_DRAIN_S, members)
         with self.vault.lock:
             copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id, job)]
-        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+            # Queued under the lock: a seal that comes after the inventory is reported after it.
+            self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _reserve(self, body: dict[str, Any]) -> None:
         """Claim the room, or say with numbers why not (R9, R10)."""
@@ -353,11 +352,12 @@ class Holder:
 
     def _drop(self, body: dict[str, Any]) -> None:
         shards = [shard_from_wire(item) for item in body["shards"]]
-        for job in {shard.job for shard in shards}:
+        jobs = {shard.job for shard in shards}
+        for job in jobs:
             self.stager.release(job)
         for shard in shards:
             self.vault.drop(shard)
-        for job in {shard.job for shard in shards}:
+        for job in jobs:
             self.ranks.grant_job(job)
 
     def _ask(self, body: dict[str, Any]) -> None:
@@ -385,17 +385,4 @@ class Holder:
 
     def used(self) -> None:
         """A rank connected: the arena is not an orphan (R5)."""
-        (self.folder / USED_NAME).touch()
-
-
-def drop_orphan(folder: Path, ttl_s: float) -> None:
-    """Empty an arena that no rank has connected to for `ttl_s`: its job is over (R5). The caller holds the lock."""
-    used = folder / USED_NAME
-    if used.exists() and time.time() - used.stat().st_mtime > ttl_s:
-        log.warning("dropping the arena in %s: no rank connected for %.0f s", folder, ttl_s)
-        for name in ("arena", "slots", "journal"):
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "manifests", ignore_errors=True)
-        used.unlink()
-    if not used.exists():
-        used.touch(mode=0o600)
+        touch(self.folder)

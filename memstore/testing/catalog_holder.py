@@ -111,7 +111,7 @@ class FakeHolder:
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory and journal."""
-        return HostUp(self.info, tuple(self.copies.values()), self.term, tuple(self.journal))
+        return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal))
 
     def restart(self, *, keep_memory: bool) -> None:
         """A new holder process takes the host's memory over, or finds none."""
@@ -325,5 +325,5 @@ def plain_event(event: Event) -> Event:
     if isinstance(event, Report):
         return Report(event.host_id, event.kind, plain(event.body))
     if isinstance(event, HostUp):
-        return HostUp(event.info, event.copies, event.journal_term, tuple(plain(b) for b in event.journal))
+        return HostUp(event.info, event.copies, tuple(plain(b) for b in event.journal), event.ranks)
     return event
