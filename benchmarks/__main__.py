@@ -36,7 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
         nbytes=chosen.nbytes or nbytes, rounds=chosen.rounds or rounds, chunk_bytes=chosen.chunk_bytes,
         with_ray=not chosen.without_ray,
     )  # fmt: skip
-    about = {"size": name, "machine": harness.machine(), "rounds": options.rounds, "warmups": options.warmups}
+    about = {
+        "size": name,
+        "machine": harness.machine(),
+        "rounds": options.rounds,
+        "warmups": options.warmups,
+        "chunk_bytes": options.chunk_bytes,
+    }
     print(f"{about['machine']}\n{options.rounds} interleaved rounds after {options.warmups} warm-ups\n")
     print(harness.HEAD, flush=True)
     records: list[harness.Record] = []

@@ -11,7 +11,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -183,7 +182,6 @@ def write(records: list[Record], about: dict[str, Any], out: Path) -> Path:
     """Write one JSON file for the run and return its path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{about['size']}.json"
-    body = {**about, "command": f"python -m benchmarks {' '.join(sys.argv[1:])}".strip()}
-    body["records"] = [record.to_dict() for record in records]
+    body = {**about, "records": [record.to_dict() for record in records]}
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return path
