@@ -32,7 +32,7 @@ def holder_folder(config: Config) -> Path:
 
 
 def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank: int, world_size: int) -> RankLink:
-    """Connect to this host's holder: start an absent store through Ray once, wait for one that is coming back (R3, R4)."""
+    """Connect to this host's holder: start an absent store through Ray once, wait for one that returns (R3, R4)."""
     began_s = time.monotonic()
     has_started = False
     while True:
@@ -91,9 +91,7 @@ def connect(
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     start = process_start_time(os.getpid()) or 0
     nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
-    link = open_link(
-        config, address=address, nonce=nonce, job=job, rank=launch.rank, world_size=launch.world_size
-    )
+    link = open_link(config, address=address, nonce=nonce, job=job, rank=launch.rank, world_size=launch.world_size)
     try:
         check_store_fields(config, link.welcome["store"])
         joined = link.call(
@@ -106,7 +104,9 @@ def connect(
             config.connect_timeout_s + ASK_S,
         )  # fmt: skip
         if config.durable is None and launch.rank == 0:
-            log.warning("memstore %s: durable storage is off: losing every copy of a shard loses the run (durable=)", job)
+            log.warning(
+                "memstore %s: durable storage is off: losing every copy of a shard loses the run (durable=)", job
+            )
         return Store(link, launch, config, joined, job=job)
     except BaseException:
         link.close()

@@ -227,7 +227,14 @@ class Store:
         except Exception as exc:
             error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
         self._link.notify(
-            {"k": "checked", "job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
+            {
+                "k": "checked",
+                "job": self.job,
+                "round": body["round"],
+                "rank": self.rank,
+                "ok": error is None,
+                "error": error,
+            }
         )
 
     # -- get ----------------------------------------------------------------------------------

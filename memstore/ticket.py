@@ -67,7 +67,7 @@ class Ticket:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError(
-                        f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see `memstore status`, "
-                        "or wait longer with timeout_s="
+                        f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see "
+                        "`memstore status`, or wait longer with timeout_s="
                     )
                 self._changed.wait(left_s)

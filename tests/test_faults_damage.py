@@ -84,7 +84,7 @@ def test_a_step_with_no_good_copy_left_is_not_restored(tmp_path: Path, nursery: 
 
 
 def test_damage_is_not_adopted(tmp_path: Path, nursery: RankNursery) -> None:
-    """A bit flips while no holder runs: the next holder drops the slot on adoption, and get still returns every byte."""
+    """A bit flips while no holder runs: the next one drops the slot on adoption, and get still returns every byte."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)

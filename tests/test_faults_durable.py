@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, fail_together, together
+from memstore.testing.rank_process import RankNursery, together
 
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
@@ -49,22 +49,30 @@ def test_durable_storage_alone_knows_the_job(tmp_path: Path, nursery: RankNurser
         together(ranks, "train", first=1, last=2)
 
 
-def test_an_unwritable_directory_shows_in_status_and_touches_nothing(tmp_path: Path, nursery: RankNursery) -> None:
-    """The durable path lies below a file: puts commit without a stall, status has the problem with the path (R31)."""
+def test_a_durable_directory_that_is_none_is_refused_at_connect(tmp_path: Path, nursery: RankNursery) -> None:
+    """The durable path lies below a file: connect says which path, for whether the job has history is unknown (R23)."""
     (tmp_path / "file").write_text("not a directory")
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, durable=str(tmp_path / "file" / "durable"), durable_every=1)
-        ranks = fleet.launch(["h0", "h1"])
-        for refused in fail_together(ranks, "get"):  # whether the job has history cannot be known (R23)
-            assert refused.error == "RecoveryError"
-            assert str(tmp_path / "file" / "durable") in refused.message
-        fleet.kill(ranks)
-        ranks = fleet.launch(["h0", "h1"], fresh=True)
+        fleet = Fleet(cluster, nursery, durable=str(tmp_path / "file" / "durable"))
+        refused = fleet.spawn(["h0"])[0].fails("connect", **fleet.connect_command(0, 1))
+        assert refused.error == "RecoveryError"
+        assert str(tmp_path / "file" / "durable") in refused.message
+
+
+def test_a_directory_that_breaks_shows_in_status_and_touches_nothing(tmp_path: Path, nursery: RankNursery) -> None:
+    """The durable directory goes away under a running job: puts commit all the same, status names the problem (R31)."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1)
+        ranks, _ = fleet.resume(["h0", "h1"])
+        durable.rmdir()
+        durable.write_text("not a directory")
         for step in range(4):
             assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 5
             together(ranks, "wait", step=step)
         wait_for(lambda: cluster.job("train")["durable_problem"], "the problem in status")
-        assert "durable" in cluster.job("train")["durable_problem"]
+        assert str(durable) in cluster.job("train")["durable_problem"]
 
 
 def test_a_full_directory_shows_in_status_and_commits_go_on(tmp_path: Path, nursery: RankNursery) -> None:

@@ -25,7 +25,7 @@ def all_sound(cluster: ProcessCluster) -> bool:
 
 
 def test_a_rank_frozen_in_mid_copy_harms_nothing_when_it_wakes(tmp_path: Path, nursery: RankNursery) -> None:
-    """Rank stopped in mid-copy, its holder replaced, the arena filled by another job, rank woken: all slots verify (R8)."""
+    """A rank stops in mid-copy, its holder is replaced, the arena fills, the rank wakes: all slots verify (R8)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)
@@ -78,7 +78,7 @@ def test_a_fenced_rank_that_wakes_in_mid_copy_is_refused(tmp_path: Path, nursery
 
 
 def test_a_frozen_holder_is_replaced_by_killing_exactly_it(tmp_path: Path, nursery: RankNursery) -> None:
-    """A successor finds the lock held by a holder that does not answer: it kills that pid, adopts, and puts go on (R2)."""
+    """A successor finds a lock owner that does not answer: it kills that pid, adopts, and puts go on (R2)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery, stall_budget_s=0.2)
         ranks = fleet.begin(["h0", "h1"], last_step=2)

@@ -1,4 +1,4 @@
-"""SIGKILL of a rank, a holder, the controller, or all of them: every committed step stays restorable (R2, R8, R16, R17)."""
+"""SIGKILL of a rank, a holder, the controller, or several: every committed step stays restorable (R2, R8, R16, R17)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,15 @@ class Peer:
     """One other holder."""
 
     def __init__(
-        self, host_id: str, address: str, port: int, *, secret: bytes, store: str, identity: dict[str, Any], streams: int
+        self,
+        host_id: str,
+        address: str,
+        port: int,
+        *,
+        secret: bytes,
+        store: str,
+        identity: dict[str, Any],
+        streams: int,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
         self._secret, self._store, self._identity, self._streams = secret, store, identity, streams
@@ -144,7 +152,9 @@ class Peer:
             if not wanted:
                 raise PeerRefused(str(sealed["why"]), is_final=True)
         self.call({"do": "abort", "shard": shard, "sender": sender})
-        raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+        raise PeerRefused(
+            f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
+        )
 
     def _send_batch(
         self, vault: Vault, shelved: Shelved, sender: str, batch: list[int], throttle: Callable[[int], None]

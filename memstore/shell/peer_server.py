@@ -199,7 +199,10 @@ class PeerServer:
     def _manifest(self, body: dict[str, Any]) -> dict[str, Any]:
         shelved, pin = self._pinned(body)
         try:
-            return {"manifest": self.vault.manifest(shelved), "copy": copy_to_wire(Copy(shelved.shard, shelved.spec, "", shelved.missing))}
+            return {
+                "manifest": self.vault.manifest(shelved),
+                "copy": copy_to_wire(Copy(shelved.shard, shelved.spec, "", shelved.missing)),
+            }
         finally:
             self.vault.unpin(shelved, pin)
 
@@ -212,10 +215,11 @@ class PeerServer:
                 view = self.vault.chunk_view(shelved, index) if 0 <= index < len(shelved.slots) else None
                 if view is None:
                     lacking.append(index)
-                    channel.send(Kind.CHUNK, frame.request_id, {"i": index, "lacking": True}, deadline_s=CHUNK_TIMEOUT_S)
+                    channel.send(
+                        Kind.CHUNK, frame.request_id, {"i": index, "lacking": True}, deadline_s=CHUNK_TIMEOUT_S
+                    )
                 else:
                     channel.send(Kind.CHUNK, frame.request_id, {"i": index}, [view], deadline_s=CHUNK_TIMEOUT_S)
         finally:
             self.vault.unpin(shelved, pin)
         return {"lacking": lacking}
-

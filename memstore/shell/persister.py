@@ -81,7 +81,9 @@ class Persister:
         shelved, pin = pinned
         try:
             tier: DurableTier = tier_from_url(body["durable"])
-            return tier.write_part(shard, self.holder.vault.manifest(shelved), self._chunks(shelved), should_stop=stop.is_set)
+            return tier.write_part(
+                shard, self.holder.vault.manifest(shelved), self._chunks(shelved), should_stop=stop.is_set
+            )
         finally:
             self.holder.vault.unpin(shelved, pin)
 

@@ -86,7 +86,8 @@ class RankLink:
             channel.send(
                 Kind.EVENT, 0,
                 {
-                    "k": "hello", "nonce": self.nonce, "pid": os.getpid(), "start": process_start_time(os.getpid()) or 0,
+                    "k": "hello", "nonce": self.nonce, "pid": os.getpid(),
+                    "start": process_start_time(os.getpid()) or 0,
                     "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": held, "is_tool": self.is_tool,
                 },
                 deadline_s=CONNECT_S,
@@ -177,7 +178,12 @@ class RankLink:
                 calls, self.calls = self.calls, {}
                 self.room.notify_all()
             for future, _ in calls.values():
-                future.set_exception(FencedError(f"job {self.job!r}: attempt {self.fenced_by} was opened; this process belongs to attempt {self.attempt}"))
+                future.set_exception(
+                    FencedError(
+                        f"job {self.job!r}: attempt {self.fenced_by} was opened; this process belongs to attempt "
+                        f"{self.attempt}"
+                    )
+                )
         elif kind == "check":
             self.on_event(body)
 

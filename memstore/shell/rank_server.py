@@ -110,7 +110,8 @@ class RankServer:
         fenced = self.holder.fences.get(link.job, 0)
         link.send(
             {
-                "k": "welcome", "kept": kept, "stale": stale, "host": self.holder.info.host_id, "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
+                "k": "welcome", "kept": kept, "stale": stale, "host": self.holder.info.host_id,
+                "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
                 "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
             }
         )  # fmt: skip
@@ -261,7 +262,13 @@ class RankServer:
 
     def level(self, body: dict[str, Any]) -> None:
         """Tell the tickets of a step."""
-        message = {"k": "level", "step": body["step"], "level": body["level"], "reason": body.get("reason", ""), "degraded": bool(body.get("degraded"))}
+        message = {
+            "k": "level",
+            "step": body["step"],
+            "level": body["level"],
+            "reason": body.get("reason", ""),
+            "degraded": bool(body.get("degraded")),
+        }
         if body["level"] in ("committed", "durable"):
             self.committed[body["job"]] = message
         for link in self.of_job(body["job"]):
@@ -272,13 +279,24 @@ class RankServer:
         """An abandoned step names the step from which all put again (R12)."""
         for link in self.of_job(body["job"]):
             if link.attempt == body["attempt"]:
-                link.send({"k": "level", "step": body["step"], "level": body["level"], "reason": body["reason"], "degraded": False, "resume": body["resume"]})
+                link.send(
+                    {
+                        "k": "level",
+                        "step": body["step"],
+                        "level": body["level"],
+                        "reason": body["reason"],
+                        "degraded": False,
+                        "resume": body["resume"],
+                    }
+                )
 
     def check(self, body: dict[str, Any], shelved: Shelved) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
         for link in self.of_job(body["job"]):
             if link.rank == body["rank"]:
-                link.send({"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)})
+                link.send(
+                    {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
+                )
 
     def fence(self, job: str, attempt: int, timeout_s: float, members: Collection[str] = ()) -> None:
         """Refuse older processes; wait until what they handed over completely is digested (R21).
@@ -306,11 +324,12 @@ class RankServer:
                 link.channel.close()
             self.holder.rank_gone(nonce)
         with self.vault.lock:
-            strangers = [o for o in self.vault.table.leases if o not in self.owners.values() and not is_alive(o.pid, o.start)]
+            strangers = [
+                o for o in self.vault.table.leases if o not in self.owners.values() and not is_alive(o.pid, o.start)
+            ]
             for owner in strangers:
                 self.vault.table.reclaim(owner)
             self.vault.flush()
         with contextlib.suppress(KeyError):
             for job in {link.job for link in self.links.values() if link.job}:
                 self.grant_job(job)
-

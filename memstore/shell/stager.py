@@ -78,7 +78,9 @@ class Stager:
             if not lacking:
                 self._keep(key, pinned)
                 return {}
-            planned = {i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)}
+            planned = {
+                i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)
+            }
             if planned & set(lacking):
                 bad[self.holder.info.host_id] = sorted(planned & set(lacking))  # evidence for the next plan
             else:

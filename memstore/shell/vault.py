@@ -117,10 +117,15 @@ class Vault:
             self.arena.headers.write(
                 number,
                 SlotHeader(
-                    state=HeaderState(int(slot.state)), nbytes=slot.nbytes, digest=slot.digest or bytes(16),
-                    owner_pid=slot.owner.pid if slot.owner else 0, owner_start=slot.owner.start if slot.owner else 0,
-                    attempt=slot.attempt, generation=slot.owner.link if slot.owner else 0, last_verified=slot.verified_s,
-                ),  # fmt: skip
+                    state=HeaderState(int(slot.state)),
+                    nbytes=slot.nbytes,
+                    digest=slot.digest or bytes(16),
+                    owner_pid=slot.owner.pid if slot.owner else 0,
+                    owner_start=slot.owner.start if slot.owner else 0,
+                    attempt=slot.attempt,
+                    generation=slot.owner.link if slot.owner else 0,
+                    last_verified=slot.verified_s,
+                ),
             )
 
     # -- room (R9, R10) -----------------------------------------------------------------------
@@ -194,7 +199,9 @@ class Vault:
 
     # -- receiving from a peer or from durable storage ------------------------------------------
 
-    def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int) -> Draft:
+    def open_draft(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int
+    ) -> Draft:
         """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
         self._verify_old(digests, sizes)
         with self.lock:

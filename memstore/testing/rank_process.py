@@ -230,7 +230,7 @@ class Rank:
         from memstore.config import Config
 
         self.seed, self.kib = seed, kib
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
         self.store = connect(job, rank=rank, world_size=world_size, config=Config(**fields), **options)
         return {"attempt": self.store.attempt}
 
@@ -238,20 +238,21 @@ class Rank:
         """The state of this rank at a step."""
         import torch
 
-        made = arrays(self.seed, self.store.rank, step, self.kib)
+        made = arrays(self.seed, self.store.rank, abs(step), self.kib)
         return {"model": {name: torch.from_numpy(value) for name, value in made.items()}, "step": step}
 
     def do_put(self, step: int, hold: bool = False, extra: str = "", kib: int = 0, **options: Any) -> dict[str, Any]:
         """Put; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
-        from memstore import store as module
+        import memstore.store
 
+        module: Any = memstore.store
         self.kib = kib or self.kib
         state = self.state(step)
         if extra == "unsupported":
             state["hook"] = {"callback": object()}
         real = module.copy_into
         if hold:
-            module.copy_into = self._held_copy  # type: ignore[assignment]
+            module.copy_into = self._held_copy
         try:
             ticket = self.store.put(step, state, **options)
         finally:
