@@ -357,6 +357,7 @@ class Queries:
 
     def tick(self) -> None:
         """Hosts that died do not answer."""
+        self.reads = {n: read for n, read in self.reads.items() if self.catalog.hosts.is_live(read[0].host_id)}
         self._finish_asks()
 
     def _remove(self, call: Call) -> None:

@@ -293,8 +293,9 @@ class Vault:
             number, view = shelved.slots[index], self.chunk_view(shelved, index)
             if number is not None and view is not None and chunk_digest(view) != shelved.digests[index]:
                 with self.lock:
-                    self.shelf.condemn(number)
-                    self.flush()
+                    if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
+                        self.shelf.condemn(number)
+                        self.flush()
         return sorted(shelved.missing)
 
     def verify_slot(self, number: int) -> list[Shelved]:
