@@ -36,7 +36,9 @@ class Steps:
             return False
         job = catalog.jobs.setdefault(shard.job, Job(shard.job))
         step = StepId(shard.attempt, shard.step)
-        if step not in job.commits and self._is_given_up(job, step):
+        # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
+        is_staged = step in catalog.pinned_steps(job)
+        if step not in job.commits and not is_staged and self._is_given_up(job, step):
             level = "skipped" if job.is_abandoned(step) else "superseded"
             catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
             return False
