@@ -229,7 +229,9 @@ def remove_leftovers(config: Config | None = None, hosts: list[str] | None = Non
             continue
         if row["is_live"]:
             if hosts is not None:
-                raise ConfigError(f"the arena of host {row['host']} belongs to a live holder, pid {row['pid']}: stop it first")
+                raise ConfigError(
+                    f"the arena of host {row['host']} belongs to a live holder, pid {row['pid']}: stop it first"
+                )
             continue
         Arena.destroy(row["folder"])
         removed.append(row["host"])

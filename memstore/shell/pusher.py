@@ -56,7 +56,9 @@ class Pusher:
 
     def order(self, body: dict[str, Any]) -> None:
         """A push ordered by the controller."""
-        self.submit(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=bool(body["is_repair"]))
+        self.submit(
+            shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=bool(body["is_repair"])
+        )
 
     def submit(self, shard: ShardId, digest: str, target: str, *, is_repair: bool, done: Any = None) -> None:
         """Queue one push unless the same one is under way."""
@@ -99,10 +101,12 @@ class Pusher:
                 peer = self.holder.peer(target)
                 throttle = self.repair_limit if is_repair else _unthrottled
                 attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
-                peer.push(self.holder.vault, shelved, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
+                peer.push(
+                    self.holder.vault, shelved, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle
+                )
                 return "", True
             except PeerRefused as exc:
-                why, is_final = str(exc), bool(exc.is_final)
+                why, is_final = str(exc), bool(getattr(exc, "is_final", False))
             except (PeerUnreachable, TransportError) as exc:
                 why = f"cannot reach {target}: {exc}"
             finally:
