@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def drill(name: str, config: Config, as_json: bool, **given: Any) -> int:
             os.environ.setdefault(variable, value)
     logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
 
-    words = click.get_text_stream("stderr" if as_json else "stdout")
+    words = sys.stderr if as_json else sys.stdout
 
     def tell(line: str) -> None:
         click.echo(line, file=words)

@@ -128,7 +128,7 @@ class DrillRun:
 
     def _before(self) -> None:
         """Ranks put a few steps; the newest is committed with every copy where it should be."""
-        live = self.site.live_hosts()
+        live = self.site.places()
         if len(live) < self.config.replicas:
             raise DrillError(f"{len(live)} hosts are live, replicas={self.config.replicas}: start more hosts")
         self.hosts = [live[i % len(live)] for i in range(self.options.ranks_count)]
@@ -272,8 +272,10 @@ class DrillRun:
     def _redundant(self) -> None:
         """Copies complete again, and training goes on: the next step is committed."""
         started_s = time.monotonic()
+        flapping = [h["host"] for h in self.site.status()["hosts"] if h["is_on_probation"]]
         try:
-            self.wait_redundant()
+            if not flapping:  # such a host is given no second copy by repair, only by the next put (R29)
+                self.wait_redundant()
         except DrillError as exc:
             self.broken.append(f"copies are not complete again: {exc}")
             return
@@ -282,6 +284,9 @@ class DrillRun:
         collect([r.actor.put.remote(step, step) for r in self.ranks], "put after the restore")
         collect([r.actor.wait.remote("committed", SETTLE_S) for r in self.ranks], "commit after the restore")
         took = f"{self.report.seconds['redundant']:.1f} s after restore"
+        if flapping:
+            self.wait_redundant()
+            took = f"by the next put ({', '.join(flapping)} died too often lately for repair to trust, R29)"
         self.timeline.line("redundant", f"{self.copies_text()} again, {took}; training went on with step {step}")
 
     def _pass_words(self) -> str:
@@ -310,7 +315,7 @@ class DrillRun:
         if self.config.durable is not None:
             shutil.rmtree(Path(self.config.durable) / self.job, ignore_errors=True)
         with contextlib.suppress(MemstoreError):
-            self.site.heal()
+            self.site.end_drill()
 
 
 def run_drill(name: str, site: Site, options: Options, tell: Callable[[str], None] = lambda line: None) -> Report:

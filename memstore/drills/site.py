@@ -84,6 +84,10 @@ class Site:
         """The arena folder of a host, on that host."""
         return str(arena_folder(self.config.arena_dir, store=self.config.store, host=host))
 
+    def places(self) -> list[str]:
+        """Live hosts in the order in which ranks are given to them."""
+        return self.live_hosts()
+
     def wait_for(self, what: str, check: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
         """Poll until `check` returns something true; an answer that fails to come counts as no.
 
@@ -153,8 +157,8 @@ class Site:
         nbytes = self.lose_memory(host, ranks)
         return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
 
-    def heal(self) -> None:
-        """Bring back what the drill took away."""
+    def end_drill(self) -> None:
+        """A drill has ended: bring back what it took away."""
 
 
 class EmbeddedSite(Site):
@@ -165,6 +169,7 @@ class EmbeddedSite(Site):
     def __init__(self, cluster: EmbeddedCluster) -> None:
         super().__init__(cluster.config)
         self.cluster = cluster
+        self.heals_at_once = True  # after each drill, else when told
         self.lost: dict[str, dict[str, str]] = {}
 
     @property
@@ -175,6 +180,10 @@ class EmbeddedSite(Site):
     def do(self, host: str, name: str, *args: Any) -> Any:
         """All hosts are this machine."""
         return faults.HANDS[name](*args)
+
+    def places(self) -> list[str]:
+        """The head last: it cannot be lost, so fewer ranks than hosts should leave it out."""
+        return sorted(self.live_hosts(), key=lambda host: (host == self.head, host))
 
     def may_lose(self, hosts: list[str]) -> bool:
         """Not the head: the driver and the GCS live there."""
@@ -195,6 +204,11 @@ class EmbeddedSite(Site):
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config.store, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
+
+    def end_drill(self) -> None:
+        """Replace the lost hosts, if that is wanted now."""
+        if self.heals_at_once:
+            self.heal()
 
     def heal(self) -> None:
         """Machines with the lost ones' labels join."""
