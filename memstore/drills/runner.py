@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,12 @@ class DrillRun:
         self.report.victims = self.scene.victims()
         gone = {host for host in self.scene.hosts if self.scene.leaves(host)}
         left = [host for host in live if host not in gone]
-        places = [host if host not in gone else left[i % len(left)] for i, host in enumerate(self.hosts)]
+        # Not to a host that has the copy already, else no byte would need to move; with two hosts there is no other.
+        others = [host for host in left if host not in self.scene.holders]
+        if gone and not others and not self.options.is_beyond:
+            self.promise = replace(self.promise, verdicts=self.promise.verdicts | {"local"}, needs=None)
+        others = others or left
+        places = [host if host not in gone else others[i % len(others)] for i, host in enumerate(self.hosts)]
         self.spares = self.site.pool.take(places, nodes)
         where = "the drill's own cluster" if self.site.is_own else "scratch job on your cluster"
         name = f"{self.drill.name}{' --beyond' if self.options.is_beyond else ''}"

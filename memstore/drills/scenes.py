@@ -81,7 +81,8 @@ class Scene:
 
     def lose_memories(self) -> list[str]:
         """The twin's part: every host with a copy loses its memory; checked host by host."""
-        self.effect = f"{', '.join(self.hosts)}: processes gone, ports silent, arena files gone (each checked)"
+        if self.hosts:
+            self.effect += f"; {', '.join(self.hosts)}: processes gone, ports silent, arena files gone (each checked)"
         return [
             f"{host} lost its holder and its arena ({self.site.lose_memory(host, self.run.ranks) >> 20} MiB)"
             for host in self.hosts
@@ -155,7 +156,7 @@ class KillHost(Scene):
         return self.hosts
 
     def leaves(self, host: str) -> bool:
-        return self.site.is_own
+        return True  # on a running cluster it comes back empty, but a launcher would not wait for the machine
 
     def may_hit(self, holders: list[str]) -> bool:
         hosts = holders if self.run.options.is_beyond else holders[:1]
@@ -204,6 +205,7 @@ class KillHolder(Scene):
         host = self.holders[0]
         folder, record = self.site.folder(host), self.site.record(host)
         if self.run.options.is_beyond:
+            self.effect = "the holder is gone with its memory"
             return "; ".join(self.lose_memories())
         self.arena = self.site.do(host, "arena_identity", folder)
         self.puts = self.begin_puts()
