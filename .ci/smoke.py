@@ -19,7 +19,7 @@ def main() -> None:
     home = Path(memstore.__file__).resolve()
     if Path(sys.argv[1]).resolve() in home.parents:
         raise SystemExit(f"smoke: memstore came from the checkout ({home}), not from the wheel")
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * MIB, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * MIB, log_to_driver=False)
     name = f"smoke-{os.getpid()}"
     config = memstore.Config(store=name, arena_bytes=64 * MIB, replicas=1)
     memstore.start(config=config)

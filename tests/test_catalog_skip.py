@@ -51,14 +51,14 @@ def test_a_skip_of_a_step_a_newer_one_overtook_changes_nothing() -> None:
     assert world.put_all(ranks, 3)
 
 
-def test_a_newer_commit_supersedes_older_open_steps() -> None:
-    """An older step that lacks a rank ends superseded when a newer one is committed, and its copies go."""
+def test_a_newer_commit_ends_older_open_steps() -> None:
+    """An older step that lacks a rank is given up when all go on past it, and its copies go."""
     world, ranks = trained(keep_steps=1)
     world.put(ranks[0], 1)
     world.run(1.0)
     assert world.put_all(ranks, 2)
     world.run(1.0)
-    assert ranks[0].tickets[1] == "superseded"
+    assert ranks[0].tickets[1] == "skipped"
     assert world.holders_of(StepId(1, 1), 0) == []
 
 
@@ -100,3 +100,17 @@ def test_a_skip_outlives_the_controller() -> None:
     assert ranks[0].resume_step == 2
     assert world.job().is_abandoned(StepId(1, 1))
     assert world.put_all(ranks, 2)
+
+
+def test_a_step_that_one_rank_never_put_does_not_hold_the_room_for_ever() -> None:
+    """A rank that goes on past a step without having sealed it gives it up for all; later steps commit (R12)."""
+    world, ranks = trained(keep_steps=1)
+    assert world.put_all(ranks, 1)
+    world.put(ranks[0], 2)  # rank 1's copy of step 2 failed: nobody skipped it, nobody will ever seal it
+    world.run(1.0)
+    world.put(ranks[1], 3)
+    world.run(1.0)
+
+    assert ranks[0].tickets[2] == "skipped"
+    assert world.holders_of(StepId(1, 2), 0) == []
+    assert world.put_all(ranks, 4)

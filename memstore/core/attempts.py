@@ -72,7 +72,8 @@ class Attempts:
 
     def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
         seat = attempt.seats.get(int(body["rank"]))
-        return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed"
+        is_leaving = seat is not None and seat.rank in self.closes.get(body["job"], ())  # it said close: a new life
+        return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
 
     def _replaces_seat(self, attempt: Attempt, body: dict[str, Any]) -> bool:
         """Until a rank completed a get or put, a newer join of one rank replaces it inside the attempt."""

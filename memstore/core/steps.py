@@ -68,8 +68,22 @@ class Steps:
             seat = attempt.seats.get(shard.rank)
             if seat is not None:
                 seat.last_active_s, seat.step = now, max(seat.step, shard.step)
+                if copy.host == seat.host_id:
+                    self._give_up_passed(job, attempt, shard)
             attempt.steps.setdefault(shard.step, "open")
         self.evaluate(job, StepId(shard.attempt, shard.step))
+
+    def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
+        """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
+
+        Nobody skipped it (the rank's copy failed, or it never put), and it would hold the other ranks' room for ever.
+        """
+        for number in sorted(n for n, phase in attempt.steps.items() if phase == "open" and n < shard.step):
+            step = StepId(attempt.ordinal, number)
+            if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
+                attempt.steps[number] = "abandoned"
+                attempt.holes.append((number, number + 1))
+                self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
         """A host answered a fence with everything it has of a job (R21)."""

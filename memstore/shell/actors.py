@@ -195,6 +195,7 @@ class ControllerActor:
         node_id = node["NodeID"]
         # Long enough for a new holder to be dialled before it counts as missing again.
         self.retry_s[node_id] = time.monotonic() + RETRY_S
+        actor: Any = None
         try:
             actor = (
                 ray.remote(HolderActor)
@@ -211,8 +212,13 @@ class ControllerActor:
             if started["shared"]:
                 ray.kill(actor)
             else:
-                self.actors[node_id] = actor
+                # The one before it is dead or frozen: its successor has the lock.
+                old, self.actors[node_id] = self.actors.get(node_id), actor
+                if old is not None:
+                    ray.kill(old)
         except Exception as exc:
+            if actor is not None:
+                ray.kill(actor)  # a holder that could not start must not wait for ever beside the next try
             cause = getattr(exc, "cause", None) or exc
             self.errors[node_id] = f"{type(cause).__name__}: {cause}"
             log.warning("memstore: no holder on node %s: %s", node_id[:12], self.errors[node_id])

@@ -7,12 +7,11 @@ holds up nobody. It never imports torch or ray.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from memstore.config import Config
@@ -113,7 +112,9 @@ class Controller:
         self.sessions: dict[str, Session] = {}
         self.dialling: set[str] = set()
         self.lock = threading.Lock()
-        self._new_catalog(membership.claim_term(0))
+        self._stale_term = 0  # a term some holder obeys that is above ours
+        self._is_stale = threading.Event()
+        self._new_catalog(membership.claim_term(0), membership.hosts())
         self._threads = [
             threading.Thread(target=self._run, name="memstore-catalog", daemon=True),
             threading.Thread(target=self._dial_loop, name="memstore-dial", daemon=True),
@@ -122,7 +123,7 @@ class Controller:
         for thread in self._threads:
             thread.start()
 
-    def _new_catalog(self, term: int) -> None:
+    def _new_catalog(self, term: int, expected_hosts: Iterable[str]) -> None:
         config, now = self.config, time.monotonic()
         self.term = term
         self.catalog = Catalog(
@@ -134,12 +135,13 @@ class Controller:
                 repair_after_s=config.repair_after_s, recovery_grace_s=config.recovery_grace_s,
                 lease_s=self.lease_s if term > 1 else config.heartbeat_s, settle_s=self.settle_s,
             ),
-            expected_hosts=self.membership.hosts(),
+            expected_hosts=expected_hosts,
         )  # fmt: skip
 
     def close(self) -> None:
         """Stop; holders keep everything."""
         self.stopping.set()
+        self._is_stale.set()
         self.events.put((None, {"k": "tick"}))
         with self.lock:
             sessions = list(self.sessions.values())
@@ -203,9 +205,13 @@ class Controller:
     def _run(self) -> None:
         next_tick_s = time.monotonic()
         while not self.stopping.is_set():
-            with contextlib.suppress(queue.Empty):
+            try:
                 session, body = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
                 self._take(session, body)
+            except queue.Empty:
+                pass  # only the tick is due
+            except Exception:
+                log.exception("the controller goes on after an event it could not take")
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self._handle(Tick())
@@ -214,6 +220,8 @@ class Controller:
         if session is None:
             if body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
+            elif body["k"] == "term":
+                self._begin_term(int(body["term"]), body["hosts"])
             return
         host = session.host_id
         with self.lock:
@@ -224,7 +232,9 @@ class Controller:
             return
         try:
             if body.get("k") == "stale":
-                self._outranked(int(body["term"]))
+                if int(body["term"]) > self.term:
+                    self._stale_term = int(body["term"])
+                    self._is_stale.set()  # the lease thread asks the membership: that may block
                 return
             event = event_from_body(host, body)
             if event is not None:
@@ -274,28 +284,38 @@ class Controller:
     # -- terms (R17) --------------------------------------------------------------------------
 
     def _lease_loop(self) -> None:
-        """Renew the lease while no newer controller has claimed a term."""
-        while not self.stopping.wait(self.lease_s / 3):
+        """Renew the lease while no newer controller has claimed a term; the only thread that asks the membership."""
+        while not self.stopping.is_set():
+            is_stale = self._is_stale.wait(self.lease_s / 3)
+            if self.stopping.is_set():
+                return
             try:
                 newest = self.membership.newest_term()
-            except MemstoreError:
+                if newest > self.term:
+                    self._exit(f"a controller of term {newest} has taken over from term {self.term}")
+                    return
+                if is_stale:
+                    self._is_stale.clear()
+                    # Holders remember a term that the membership does not know: it is an earlier cluster's.
+                    log.info("holders remember term %d: taking a higher one", self._stale_term)
+                    term = self.membership.claim_term(self._stale_term)
+                    self.events.put((None, {"k": "term", "term": term, "hosts": list(self.membership.hosts())}))
+                    self.term = term
+            except MemstoreError as exc:
+                log.warning("the membership does not answer: %s", exc)
+                if is_stale:
+                    self._is_stale.set()
+                    self.stopping.wait(self.lease_s / 3)
                 continue  # hearing from every holder also keeps the lease (R17)
-            if newest > self.term:
-                self._exit(f"a controller of term {newest} has taken over from term {self.term}")
-                return
             self.events.put((None, {"k": "lease", "until_s": time.monotonic() + self.lease_s}))
 
-    def _outranked(self, term: int) -> None:
-        """A holder knows a higher term: ours is stale, or the terms of an earlier cluster were forgotten."""
-        if self.membership.newest_term() > self.term:
-            self._exit(f"a holder obeys term {term}, this controller has {self.term}")
-            return
-        log.info("holders remember term %d: taking a higher one", term)
+    def _begin_term(self, term: int, expected_hosts: list[str]) -> None:
+        """Start over under a higher term: every session begins again with an inventory."""
         with self.lock:
             sessions, self.sessions = list(self.sessions.values()), {}
         for session in sessions:
             session.close()
-        self._new_catalog(self.membership.claim_term(term))
+        self._new_catalog(term, expected_hosts)
 
     def _exit(self, why: str) -> None:
         log.warning("controller exits: %s", why)
