@@ -185,6 +185,55 @@ def test_a_source_that_dies_while_staging_is_replaced() -> None:
     assert answers[0]["step"] == 1
 
 
+@pytest.mark.parametrize("why", ["PeerUnreachable: connection reset", "CapacityError: the arena is full"])
+def test_a_broken_transfer_fails_the_get_and_never_the_step(why: str) -> None:
+    """What says nothing about the bytes costs this get, with the cause named; the next one gets the same step (R25)."""
+    world, _ = trained(last=2, keep_steps=2)
+    ranks = world.launch(3)
+    world.holders["h1"].staging_fails = why
+    errors = [a["error"] for a in world.get(ranks)]
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("RecoveryError: step 2 ")
+    assert why in errors[0]
+    assert all(not c.missing for hosts in world.job().copies[StepId(1, 2)].values() for c in hosts.values())
+    world.holders["h1"].staging_fails = ""
+    for rank in ranks:
+        rank.errors.clear()
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert answers[0]["step"] == 2
+
+
+def test_a_source_that_falls_silent_while_staging_is_replaced() -> None:
+    """A frozen source is no evidence: staging waits until it is dead, then another copy serves the same step (R25)."""
+    world, _ = trained(hosts=4, last=2, replicas=3, keep_steps=2)
+    world.kill_host("h0")
+    world.run(1.0)
+    ranks = [world.join(r, 4, "k", host="h3") for r in range(4)]
+    world.run(1.0)
+    world.work_s = (0.1, 0.2)
+    for rank in ranks:
+        world.call(rank, "get", step=None, timeout_s=60.0)
+    world.run(0.08)
+    world.silence("h1")
+    world.run(20.0)
+    answers = [r.answers["get"][-1] for r in ranks]
+    world.check_restored(answers)
+    assert answers[0]["step"] == 2
+
+
+def test_a_lost_check_order_is_given_again() -> None:
+    """A rank whose link is down when the check is due is asked again; the get does not wait for its deadline (R26)."""
+    world, _ = trained(last=1)
+    ranks = world.launch(3)
+    world.holders["h1"].checks_lost = 1
+    started_s = world.now
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert answers[0]["step"] == 1
+    assert world.now - started_s < 10.0
+
+
 def test_a_mismatch_of_into_fails_the_round_for_all() -> None:
     """One rank whose `into=` does not fit ends the get on every rank before anything is written (R26)."""
     world, _ = trained(last=1)

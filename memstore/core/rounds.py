@@ -312,6 +312,8 @@ class Rounds:
                     late = listed([r for r in sorted(active.calls) if r not in done])
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
+                elif active.phase == "checking":
+                    self.catalog.staging.tick(now, active)
 
     def source_died(self, now: float, host_id: str) -> None:
         """A host died: rounds that fetch from it are planned again."""

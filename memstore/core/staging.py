@@ -1,7 +1,7 @@
 """What was decided is brought to every rank's host, verified, checked and adopted; then all hear of it. Pure (R23-R26).
 
 staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact spread--> answered
-   '--a source failed--> planned again under a new number (`rounds.py`)
+   '--a source lacks chunks--> planned again under a new number (`rounds.py`)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
+CHECK_AGAIN_S = 2.0  # an order given to a rank whose link is down is lost
 Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "releasing"]
 
 
@@ -37,6 +38,7 @@ class Round:
     plan: RecoveryPlan | None = None
     staged: dict[int, Body] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
+    check_again_s: float = 0.0  # when ranks that have not answered are asked again
     failed_steps: dict[StepId, str] = field(default_factory=dict)
     planned_s: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -88,37 +90,60 @@ class Staging:
             self.catalog.tell(call.host_id, "stage", body)
 
     def staged(self, now: float, host_id: str, body: Body) -> None:
-        """A host staged one rank's shard, or says which chunks it could not get (R25)."""
+        """A host staged one rank's shard, or says which chunks their sources lack (R25)."""
         active = self._current(body)
         if active is None or active.phase != "staging" or active.plan is None:
             return
         rank = int(body["rank"])
         if not body["ok"]:
-            self._source_failed(now, active, host_id, body)
+            self._staging_failed(now, active, body)
             return
         active.staged[rank] = body
         if len(active.staged) == len(active.calls):
             active.enter(now, "checking")
-            for r, call in active.calls.items():
-                self.catalog.tell(call.host_id, "check", {"job": active.job, "round": active.number, "rank": r})
+            self._order_checks(now, active)
 
-    def _source_failed(self, now: float, active: Round, host_id: str, body: Body) -> None:
-        """Take the failed chunks out of the inventory on evidence, then plan anew; else fail the step."""
+    def _staging_failed(self, now: float, active: Round, body: Body) -> None:
+        """Plan anew without the chunks that their sources say they lack; anything else fails the get, never the step.
+
+        A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
+        """
         job, result = self.catalog.jobs[active.job], active.plan
         if result is None or result.step is None:
             return
-        step, rank, progress = result.step, int(body["rank"]), False
-        for source, chunks in body.get("bad", {}).items():
+        step, rank, bad = result.step, int(body["rank"]), body.get("bad", {})
+        if not bad:
+            self.catalog.rounds.fail(
+                active, "RecoveryError",
+                f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
+                f"{active.calls[rank].host_id}: {body['why']}. Nothing is known to be lost and no older step was "
+                "taken: call get() again once the cause is gone",
+            )  # fmt: skip
+            return
+        for source, chunks in bad.items():
             copy = job.copies.get(step, {}).get(rank, {}).get(source)
-            if copy is not None and not set(chunks) <= copy.missing:
-                job.add_copy(Copy(copy.shard, copy.spec, copy.host, copy.missing | frozenset(int(i) for i in chunks)))
-                progress = True
-            elif copy is None and source != "durable":
-                progress = True  # its host died meanwhile, or it said so itself: the next plan does without it
+            if copy is None:
+                continue
+            missing = copy.missing | frozenset(int(i) for i in chunks)
+            if len(missing) >= copy.spec.chunks_count:
+                job.drop_copy(copy.shard, source)
+            else:
+                job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
         active.notes.append(f"rank {rank}: {body['why']}")
-        if not progress:
+        if set(bad) == {"durable"}:  # the plan turns to it only for what is nowhere else
             active.failed_steps[step] = str(body["why"])
         self.catalog.rounds.plan_again(now, active)
+
+    def tick(self, now: float, active: Round) -> None:
+        """A rank whose link was down has not heard its check order: give it again, it may be repeated."""
+        if now >= active.check_again_s:
+            self._order_checks(now, active)
+
+    def _order_checks(self, now: float, active: Round) -> None:
+        active.check_again_s = now + CHECK_AGAIN_S
+        for rank, call in active.calls.items():
+            if rank not in active.checked:
+                self.catalog.tell(call.host_id, "check", {"job": active.job, "round": active.number, "rank": rank})
 
     def checked(self, now: float, body: Body) -> None:
         """A rank compared `into=` with the manifest (R26)."""

@@ -10,13 +10,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from memstore.core.events import shard_to_wire
 from memstore.core.manifest import decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
-from memstore.core.wire import Kind
+from memstore.core.wire import Kind, error_from_body
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_tcp
@@ -26,6 +26,7 @@ from recovery.inventory import ShardId
 BATCH_CHUNKS = 8  # chunks of one request: 32 MiB, so that a round trip costs little and streams share evenly
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+_T = TypeVar("_T")
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 
@@ -90,18 +91,22 @@ class Peer:
         channel.close()
 
     def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """One request, one reply. A connection that went stale while idle is replaced once."""
+        """One request, one reply."""
+        return self._converse(lambda channel: channel.request(body, timeout_s=timeout_s).body)
+
+    def _converse(self, work: Callable[[Channel], _T]) -> _T:
+        """Run `work`, which may be repeated, on a connection; one that went stale while idle is replaced once."""
         with self._lock:
             had_idle = bool(self._idle)
         try:
             with self.channel() as channel:
-                return channel.request(body, timeout_s=timeout_s).body
+                return work(channel)
         except PeerUnreachable:
             if not had_idle:
                 raise
         self.drop_idle()
         with self.channel() as channel:
-            return channel.request(body, timeout_s=timeout_s).body
+            return work(channel)
 
     def drop_idle(self) -> None:
         """Forget idle connections: the peer has restarted."""
@@ -116,8 +121,11 @@ class Peer:
             futures: list[Future[None]] = [self._workers.submit(work, batch) for batch in batches]
         except RuntimeError as exc:  # its workers are shut down
             raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
-        errors = [future.exception() for future in futures]
-        for error in errors:
+        wait(futures)
+        for future in futures:
+            if future.cancelled():  # its workers were shut down meanwhile: the peer has moved or is dead
+                raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
+            error = future.exception()
             if error is not None:
                 raise error
 
@@ -159,7 +167,7 @@ class Peer:
     def _send_batch(
         self, vault: Vault, shelved: Shelved, sender: str, batch: list[int], throttle: Callable[[int], None]
     ) -> None:
-        with self.channel() as channel:
+        def send(channel: Channel) -> None:
             request_id = next_request_id()
             body = {"do": "chunks", "shard": shard_to_wire(shelved.shard), "sender": sender, "want": batch}
             channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
@@ -176,6 +184,8 @@ class Peer:
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
 
+        self._converse(send)
+
     # -- fetch --------------------------------------------------------------------------------
 
     def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
@@ -190,23 +200,38 @@ class Peer:
         return data
 
     def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
-        """Pull chunks into the draft over several streams; return the indices that came damaged or not at all."""
+        """Pull chunks into the draft over several streams; return the indices that the peer itself says it lacks.
+
+        A chunk that arrives damaged makes the peer digest its own bytes again and report them: they count as bad only
+        on its word (R25). What it holds undamaged stays open in the draft, to be asked for again.
+
+        Raises:
+            IntegrityError: the peer does not hold the shard.
+            TransportError: the connection failed; says nothing about the bytes.
+            CapacityError: no room here.
+        """
         bad: list[int] = []
         todo = list(want)
         size = max(1, min(BATCH_CHUNKS, -(-len(todo) // self._streams)))
         batches = [todo[i : i + size] for i in range(0, len(todo), size)]
         self.over_streams(batches, lambda batch: bad.extend(self._fetch_batch(vault, draft, digest, batch)))
-        return sorted(bad)
+        if not bad:
+            return []
+        answer = self.call({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
+        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
 
     def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
-        bad = []
-        with self.channel() as channel:
-            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": batch}
+        """Return the indices that came damaged or not at all."""
+
+        def fetch(channel: Channel) -> list[int]:
+            bad = []
+            want = [i for i in batch if draft.slots[i] is None]
+            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": want}
             channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
-            for index in batch:
+            for index in want:
                 frame = channel.recv(timeout_s=CALL_TIMEOUT_S)
                 if frame.kind is Kind.ERROR:
-                    return batch
+                    raise error_from_body(frame.body)
                 if frame.bulk_bytes == 0 or frame.bulk_bytes > vault.chunk_bytes:
                     channel.skip_bulk(timeout_s=CALL_TIMEOUT_S)
                     bad.append(index)
@@ -220,7 +245,9 @@ class Peer:
                 if not vault.keep_chunk(draft, index, number, frame.bulk_bytes):
                     bad.append(index)
             channel.recv(timeout_s=CALL_TIMEOUT_S)
-        return bad
+            return bad
+
+        return self._converse(fetch)
 
 
 _request_ids = iter(range(1, 1 << 62))

@@ -9,6 +9,8 @@ A connection carries one request at a time. Requests (CALL bodies, key "do"):
     abort     shard, sender                                    -> {}
     manifest  shard, digest                                    -> {"manifest"}
     fetch     shard, digest, want=[index...]                   -> CHUNK frames, then {"lacking": [...]}
+    verify    shard, digest                                    -> {"missing": [...]}  after digesting it again; the
+              controller hears the same
     ping                                                       -> {}
 """
 
@@ -74,7 +76,7 @@ class PeerServer:
             elif do == "fetch":
                 reply = self._fetch(channel, frame)
             else:
-                handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest}
+                handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest, "verify": self._verify}
                 reply = handler[do](body) if do in handler else {}
             channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
         except (KeyError, TypeError, ValueError) as exc:
@@ -205,6 +207,16 @@ class PeerServer:
             }
         finally:
             self.vault.unpin(shelved, pin)
+
+    def _verify(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Somebody was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
+        shelved, pin = self._pinned(body)
+        try:
+            missing = self.vault.verify(shelved)
+        finally:
+            self.vault.unpin(shelved, pin)
+        self.on_sealed(Copy(shelved.shard, shelved.spec, self.host_id, frozenset(missing)))
+        return {"missing": missing}
 
     def _fetch(self, channel: Channel, frame: Frame) -> dict[str, Any]:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""

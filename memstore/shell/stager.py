@@ -1,21 +1,24 @@
 """Brings a shard to this host and verifies every byte of it, as the controller's plan says (R23, R24).
 
 Local chunks are re-digested where they lie; the rest comes from several peers at once, then from
-durable storage. What a source could not give is reported chunk by chunk: that is the evidence on
-which the controller plans anew (R25).
+durable storage. What a source says it lacks is reported chunk by chunk: that is the evidence on
+which the controller plans anew. A broken connection, a deadline or a lack of room is no evidence:
+it is tried again, from other holders too, and in the end fails the get, never the step (R25).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.core.manifest import decode_manifest
 from memstore.core.shelf import Draft, Shelved
-from memstore.errors import IntegrityError, MemstoreError, TransportError
+from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_directory import tier_from_url
 from recovery.inventory import Copy, ShardId
 
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("memstore")
 STAGE_THREADS = 8
+RETRY_S = 0.2
+RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
+SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
+DURABLE = "durable"  # names durable storage among sources, in reports
+
+Key = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
 
 
 class Stager:
@@ -34,10 +43,14 @@ class Stager:
         self.vault = holder.vault
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
         self.sources = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-source")
-        self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}  # (job, round, rank) -> pinned replica
+        self.lock = threading.Lock()
+        self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
+        self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
 
     def order(self, body: dict[str, Any]) -> None:
         """Stage in the background; the end is reported."""
+        if int(body["round"]) > 0:
+            self.newest[str(body["job"]), int(body["rank"])] = int(body["round"])
         self.workers.submit(self._run, body)
 
     def close(self) -> None:
@@ -68,8 +81,8 @@ class Stager:
         self.holder.report("staged", report)
 
     def _stage(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:
-        """Return {} when the whole shard is here and verified, else source -> chunks it could not give."""
-        spec = spec_from_wire(body["spec"])
+        """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
+        spec, me = spec_from_wire(body["spec"]), self.holder.info.host_id
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
         bad: dict[str, list[int]] = {}
         pinned = self.vault.pin(shard, spec.digest)
@@ -82,21 +95,26 @@ class Stager:
                 i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)
             }
             if planned & set(lacking):
-                bad[self.holder.info.host_id] = sorted(planned & set(lacking))  # evidence for the next plan
-            else:
-                self.holder.sealed(pinned[0])
+                bad[me] = sorted(planned & set(lacking))  # evidence for the next plan
+            self.holder.sealed(pinned[0])
             self.vault.unpin(*pinned)
-        data = self._manifest(body, shard, spec.digest)
-        manifest = decode_manifest(data)
-        sizes = [c.nbytes for c in manifest.chunks]
-        name = f"stage-{body['round']}"
-        draft = self.vault.open_draft(name, shard, [c.digest for c in manifest.chunks], sizes, int(body["attempt"]))
+        deadline_s = time.monotonic() + max(RETRY_LIMIT_S, 2 * self.holder.config.repair_after_s)
+        data, lack_all = self._manifest(body, shard, spec.digest, deadline_s)
+        if data is None:
+            return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {me}}}
+        sizes = [c.nbytes for c in decode_manifest(data).chunks]
+        digests = [c.digest for c in decode_manifest(data).chunks]
+        name = f"stage-{body['attempt']}-{body['round']}"
+        draft = self.vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
         try:
             self.vault.ensure_free(len(draft.missing))
-            for source, chunks in self._fetch(body, draft, spec.digest, sizes).items():
+            lost, problems = self._fetch(body, draft, spec.digest, sizes, deadline_s)
+            for source, chunks in lost.items():
                 bad.setdefault(source, []).extend(chunks)
+            if draft.missing and problems and not bad:
+                raise PeerUnreachable("; ".join(problems))
             if draft.missing:
-                return bad or {self.holder.info.host_id: draft.missing}
+                return bad or {me: draft.missing}
             shelved = self.vault.finish(name, data)
         finally:
             self.vault.abort_draft(name, shard)
@@ -107,76 +125,134 @@ class Stager:
         self._keep(key, pinned)
         return {}
 
-    def _keep(self, key: tuple[str, int, int], pinned: tuple[Shelved, int]) -> None:
-        """Pin the staged replica until a later round of the job replaces it (R7)."""
-        for old in [k for k in self.staged if k[0] == key[0] and k[2] == key[2]]:
-            self.vault.unpin(*self.staged.pop(old))
-        self.staged[key] = pinned
+    def _keep(self, key: Key, pinned: tuple[Shelved, int]) -> None:
+        """Pin the staged replica until a later round of the job replaces it; reads replace reads only (R7)."""
+        job, number, rank = key
+        with self.lock:
+            old = [k for k in self.staged if (k[0], k[2]) == (job, rank) and (k[1] < 0) == (number < 0)]
+            freed = [self.staged.pop(k) for k in old]
+            self.staged[key] = pinned
+        for each in freed:
+            self.vault.unpin(*each)
 
     def release(self, job: str) -> None:
         """The job has put again: nothing of its restores is needed any more."""
-        for key in [k for k in self.staged if k[0] == job]:
-            self.vault.unpin(*self.staged.pop(key))
+        with self.lock:
+            freed = [self.staged.pop(k) for k in [k for k in self.staged if k[0] == job]]
+        for each in freed:
+            self.vault.unpin(*each)
 
     def staged_shard(self, body: dict[str, Any]) -> Shelved | None:
-        """Return what was staged for a rank in a round."""
-        found = self.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
+        """Return what was staged for a rank in a round, or None if it is gone."""
+        with self.lock:
+            found = self.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
         return found[0] if found is not None else None
 
-    def _manifest(self, body: dict[str, Any], shard: ShardId, digest: str) -> bytes:
-        """Get the manifest from any holder, else from durable storage."""
+    def _may_wait(self, body: dict[str, Any], deadline_s: float) -> bool:
+        """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
+        number = int(body["round"])
+        is_newest = number < 0 or self.newest.get((str(body["job"]), int(body["rank"]))) == number
+        return is_newest and time.monotonic() < deadline_s and not self.holder.stopping.wait(RETRY_S)
+
+    def _manifest(
+        self, body: dict[str, Any], shard: ShardId, digest: str, deadline_s: float
+    ) -> tuple[bytes | None, set[str]]:
+        """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
+
+        Raises:
+            TransportError: some source cannot be reached, and none of the others has it.
+        """
         shelved = self.vault.shelf.find(shard, digest)
         if shelved is not None:
-            return self.vault.manifest(shelved)
-        problems = []
-        for host in body["holders"]:
-            if host == self.holder.info.host_id:
-                continue
-            try:
-                return self.holder.peer(host).fetch_manifest(shard, digest)
-            except MemstoreError as exc:
-                problems.append(f"{host}: {exc}")
-        if body.get("durable"):
-            return tier_from_url(str(body["durable"])).read_manifest(shard, digest)
-        raise IntegrityError(f"no source has the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
+            return self.vault.manifest(shelved), set()
+        sources = [str(h) for h in body["holders"] if h != self.holder.info.host_id]
+        sources += [DURABLE] if body.get("durable") else []
+        lacking: set[str] = set()
+        while True:
+            problems = []
+            for source in sources:
+                try:
+                    if source == DURABLE:
+                        return tier_from_url(str(body["durable"])).read_manifest(shard, digest), lacking
+                    return self.holder.peer(source).fetch_manifest(shard, digest), lacking
+                except IntegrityError:
+                    lacking.add(source)
+                except TransportError as exc:
+                    problems.append(f"{source}: {exc}")
+            if not problems:
+                return None, lacking
+            sources = [s for s in sources if s not in lacking]
+            if not self._may_wait(body, deadline_s):
+                raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
 
-    def _fetch(self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int]) -> dict[str, list[int]]:
-        """Fetch every planned run from its source, all sources at once."""
-        wanted: dict[str | None, list[int]] = {}
+    def _fetch(
+        self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int], deadline_s: float
+    ) -> tuple[dict[str, list[int]], list[str]]:
+        """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
+        wanted: dict[str, list[int]] = {}
         for tier, source, first, count in body["runs"]:
             if tier != "local":
                 lacking = [i for i in range(first, first + count) if draft.slots[i] is None]
-                wanted.setdefault(source, []).extend(lacking)
+                wanted.setdefault(source or DURABLE, []).extend(lacking)
         futures = {
-            source: self.sources.submit(self._fetch_source, body, source, draft, digest, chunks, sizes)
+            source: self.sources.submit(self._fetch_planned, body, source, draft, digest, chunks, sizes, deadline_s)
             for source, chunks in wanted.items()
             if chunks
         }
-        bad = {source or "durable": future.result() for source, future in futures.items()}
-        return {source: chunks for source, chunks in bad.items() if chunks}
+        wait(futures.values())  # none may still write to the draft when it is given up
+        found = {source: future.result() for source, future in futures.items()}
+        lost = {source: chunks for source, (chunks, _) in found.items() if chunks}
+        return lost, [problem for _, problem in found.values() if problem]
 
-    def _fetch_source(
-        self, body: dict[str, Any], source: str | None, draft: Draft, digest: str, chunks: list[int], sizes: list[int]
+    def _fetch_planned(
+        self, body: dict[str, Any], source: str, draft: Draft, digest: str, chunks: list[int], sizes: list[int],
+        deadline_s: float,
+    ) -> tuple[list[int], str]:  # fmt: skip
+        """Fetch chunks from their planned source, then from whoever else holds the shard (R25).
+
+        Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
+        """
+        others = [str(h) for h in body["holders"] if h not in (source, self.holder.info.host_id)]
+        turns = [source] * SOURCE_TRIES + (others if source != DURABLE else [])
+        lost: set[int] = set()
+        problem = ""
+        for turn in itertools.count():
+            host = turns[turn % len(turns)]
+            todo = [i for i in chunks if draft.slots[i] is None and i not in lost]
+            try:
+                lacking = self._fetch_from(body, host, draft, digest, todo, sizes)
+                problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
+            except IntegrityError:
+                lacking = todo
+            except TransportError as exc:
+                lacking, problem = [], f"{host}: {exc}"
+                log.warning("staging from %s: %s", host, exc)
+            if host == source:  # another holder is asked on the chance: what it lacks is no news
+                lost.update(lacking)
+            if all(draft.slots[i] is not None or i in lost for i in chunks):
+                return sorted(lost), ""
+            if not self._may_wait(body, deadline_s if turn + 1 >= len(turns) else float("inf")):
+                break
+        return sorted(lost), problem
+
+    def _fetch_from(
+        self, body: dict[str, Any], host: str, draft: Draft, digest: str, chunks: list[int], sizes: list[int]
     ) -> list[int]:
-        try:
-            if source is not None:
-                return self.holder.peer(source).fetch_into(self.vault, draft, digest, chunks)
-            return self._fetch_durable(str(body["durable"]), draft, chunks, sizes)
-        except TransportError as exc:
-            log.warning("staging from %s: %s", source or "durable storage", exc)
-            return [i for i in chunks if draft.slots[i] is None]
-
-    def _fetch_durable(self, url: str, draft: Draft, chunks: list[int], sizes: list[int]) -> list[int]:
-        tier = tier_from_url(url)
+        if host != DURABLE:
+            return self.holder.peer(host).fetch_into(self.vault, draft, digest, chunks)
+        tier = tier_from_url(str(body["durable"]))
         bad = []
         for index in chunks:
             number = self.vault.take_slot_growing()
             try:
                 tier.read_chunk_into(draft.shard, index, self.vault.arena.view(number, sizes[index]))
-            except MemstoreError:
+            except IntegrityError:
                 self.vault.give_back([number])
                 bad.append(index)
                 continue
+            except MemstoreError:
+                self.vault.give_back([number])
+                raise
             if not self.vault.keep_chunk(draft, index, number, sizes[index]):
                 bad.append(index)
         return bad

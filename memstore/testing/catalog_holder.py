@@ -29,6 +29,7 @@ from memstore.core.events import (
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
+STAGE_TRIES = 100  # about 10 s: longer than it takes to declare a silent host dead
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
 
 
@@ -102,6 +103,7 @@ class FakeHolder:
         self.refuses_copies = ""  # why pushes are refused, or "" to take them
         self.refuses_room = ""
         self.staging_fails = ""
+        self.checks_lost = 0  # so many check orders find the rank's link down
         self.orders: list[tuple[str, Body]] = []
 
     @property
@@ -225,16 +227,21 @@ class FakeHolder:
     def _on_stage(self, body: Body) -> None:
         self._later(self, lambda: self._stage(body))
 
-    def _stage(self, body: Body) -> None:
+    def _stage(self, body: Body, tries: int = 1) -> None:
+        away = [str(s) for tier, s, _, _ in body["runs"] if tier == "peer" and self._peer(str(s)) is None]
+        if away and tries < STAGE_TRIES:  # no evidence about bytes: it may be back, or be declared dead (R25)
+            self._later(self, lambda: self._stage(body, tries + 1))
+            return
         shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
         bad: dict[str, list[int]] = {}
         for tier, source, first, count in body["runs"]:
             chunks = range(int(first), int(first) + int(count))
             name = str(source) if tier != "durable" else "durable"
             lacking = [i for i in chunks if not self._has_chunk(tier, source, shard, spec, i)]
-            if lacking:
+            if lacking and name not in away:
                 bad.setdefault(name, []).extend(lacking)
         why = self.staging_fails or ("chunks damaged or missing" if bad else "")
+        why = why or (f"cannot reach {', '.join(away)}" if away else "")
         if not why:
             self.keep(Copy(shard, spec, self.host_id))
         report = {
@@ -251,6 +258,9 @@ class FakeHolder:
         return copy is not None and copy.spec == spec and index not in copy.missing
 
     def _on_check(self, body: Body) -> None:
+        if self.checks_lost > 0:
+            self.checks_lost -= 1
+            return
         for rank in self.ranks.values():
             if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead:
                 error = list(rank.into_error) if rank.into_error else None
