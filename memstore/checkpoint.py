@@ -45,12 +45,23 @@ class Checkpoint:
 
 
 def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
-    """Verify a staged shard once more where it lies, then copy it out and unpin it (R7)."""
+    """Copy a staged shard out, verify that its slots held it until then, and unpin it (R7).
+
+    Raises:
+        DigestMismatch: The bytes changed under the copy; a state given as `into` is unusable then.
+    """
     started_s = time.perf_counter()
     manifest = decode_manifest(bytes(answer["manifest"]))
     try:
-        views = verified_views(link, manifest, answer["slots"])
-        state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
+        views = shard_views(link, manifest, answer["slots"])
+        if into is not None:
+            check_views(manifest, views, "nothing was copied: call get() again")
+        try:
+            state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
+        finally:
+            # Only now: a link that broke meanwhile has lost the pin, and others' bytes may lie in the slots.
+            done = "the state given as into= holds wrong bytes: restart this process" if into is not None else ""
+            check_views(manifest, views, done or "call get() again")
     finally:
         link.notify({"k": "unpin", "pin": answer["pin"]})
     seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
@@ -69,18 +80,21 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
     )
 
 
-def verified_views(link: RankLink, manifest: Manifest, slots: Sequence[int | None]) -> list[memoryview]:
-    """Return the slots' bytes in stream order; DigestMismatch if they changed since staging."""
-    mapping = link.map_arena()
+def shard_views(link: RankLink, manifest: Manifest, slots: Sequence[int | None]) -> list[memoryview]:
+    """Return the slots' bytes in stream order, unverified."""
     views = []
     for index, (chunk, slot) in enumerate(zip(manifest.chunks, slots, strict=True)):
         if slot is None:
             raise IntegrityError(f"chunk {index} of {manifest.shard} was lost after staging: call get() again")
-        view = mapping.view(slot, chunk.nbytes)
-        if chunk_digest(view) != chunk.digest:
-            raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging: call get() again")
-        views.append(view)
+        views.append(link.view(slot, chunk.nbytes))
     return views
+
+
+def check_views(manifest: Manifest, views: Sequence[memoryview], what_to_do: str) -> None:
+    """Raise DigestMismatch if a slot does not hold what the manifest names."""
+    for index, (chunk, view) in enumerate(zip(manifest.chunks, views, strict=True)):
+        if chunk_digest(view) != chunk.digest:
+            raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging; {what_to_do}")
 
 
 def step_infos(body: dict[str, Any]) -> list[StepInfo]:

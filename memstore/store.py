@@ -149,11 +149,11 @@ class Store:
         if slots is None:
             self._skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
             return
-        mapping = self._link.map_arena()
         try:
-            copy_into(plan, [mapping.view(slot) for slot in slots], self._chunk_bytes)
-        except BaseException:
+            copy_into(plan, [self._link.view(slot) for slot in slots], self._chunk_bytes)
+        except BaseException as exc:
             self._link.put_back(slots)
+            self._skip(ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
         body = {"attempt": self.attempt, "world_size": self.world_size, "layout": plan.layout, "nbytes": plan.nbytes}
         if not self._link.hand_over(ticket.step, slots, body):
@@ -179,9 +179,9 @@ class Store:
         else:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 
-    def _skip(self, ticket: Ticket, why: str) -> None:
+    def _skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Skipping is collective: the controller abandons the step everywhere (R12)."""
-        ticket.rise("skipped", why)
+        ticket.rise(level, why)
         body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "step": ticket.step}
 
         def resume(future: Any) -> None:
@@ -301,9 +301,14 @@ class Store:
             log.warning("memstore %s: %s() still waits after %g s: every rank must call it", self.job, verb, notice_s)
             wait([future], timeout_s - notice_s)
         if not future.done():
-            self._link.call("withdraw", body, CALL_SLACK_S)
+            try:
+                self._link.call("withdraw", body, CALL_SLACK_S)
+            except PeerTimeout:
+                self._link.forget_call(future)
+                raise
             wait([future], CALL_SLACK_S + timeout_s)
         if not future.done():
+            self._link.forget_call(future)
             raise PeerTimeout(
                 f"{verb}() of job {self.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
                 "`memstore status`, or raise timeout_s",
@@ -335,7 +340,9 @@ class Store:
         self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
         self._reserved_slots = 0
         with self._tickets_lock:
-            self._tickets.clear()
+            tickets, self._tickets = list(self._tickets.values()), {}
+        for ticket in tickets:
+            ticket.rise("failed", f"the job was rewound to step {step} in attempt {self.attempt}")
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""

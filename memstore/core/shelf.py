@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from memstore.core.slots import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
+OWN_DRAFT = "own"  # the name of a local rank's draft; others are named for who sends
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
 
 
@@ -111,8 +112,9 @@ class Shelf:
                 self.table.unhold(number)
 
     def abort_older(self, job: str, attempt: int) -> list[ShardId]:
-        """A fence: half-received shards of older attempts go (R21)."""
-        old = [key for key, d in self.drafts.items() if d.shard.job == job and d.attempt < attempt]
+        """A fence: half-received shards of older attempts go; this host's own ones were handed over whole (R21)."""
+        drafts = self.drafts.items()
+        old = [k for k, d in drafts if d.shard.job == job and d.attempt < attempt and k[1] != OWN_DRAFT]
         for key in old:
             self.abort_draft(key[1], key[0])
         return [key[0] for key in old]
@@ -184,8 +186,13 @@ class Shelf:
                 self.table.unhold(number)
 
     def condemn(self, number: int) -> list[Shelved]:
-        """A sealed slot went bad: every shard on it now misses that chunk. Return those shards (R30)."""
+        """A sealed slot went bad: every shard and draft on it now misses that chunk. Return those shards (R30)."""
         self.table.condemn(number)
+        for draft in self.drafts.values():
+            for index, slot in enumerate(draft.slots):
+                if slot == number:
+                    draft.slots[index] = None
+                    self.table.unhold(number)
         hurt = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
         for shelved in hurt:
             for index, slot in enumerate(shelved.slots):

@@ -78,6 +78,7 @@ class Holder:
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes,
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
+        self.vault.on_hurt = self.sealed
         self.journal = Journal.open(self.folder / "journal")
         self.term = 0
         self.fences: dict[str, int] = {}
@@ -87,6 +88,8 @@ class Holder:
         self._peers_lock = threading.Lock()
         self.session: ControllerSession | None = None
         self.orders = ThreadPoolExecutor(4, thread_name_prefix="memstore-orders")
+        # One thread: an older share never replaces a newer one, and slow growth holds up no drop and no fence.
+        self.reserves = ThreadPoolExecutor(1, thread_name_prefix="memstore-reserve")
         self.stager = Stager(self)
         self.pusher = Pusher(self)
         self.persister = Persister(self)
@@ -125,7 +128,8 @@ class Holder:
             self.session.close()
         for part in (self.stager, self.pusher, self.persister):
             part.close()
-        self.orders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.orders, self.reserves):
+            pool.shutdown(wait=False, cancel_futures=True)
         with self._peers_lock:
             for peer in self.peers.values():
                 peer.close()
@@ -204,7 +208,7 @@ class Holder:
         self.ranks.resend_calls()
         try:
             while True:
-                self._order(channel.recv(timeout_s=None).body)
+                self._guarded(channel.recv(timeout_s=None).body)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.info.host_id)
         finally:
@@ -254,10 +258,17 @@ class Holder:
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
-            self.ranks.reap()
-            self.vault.expire_pins()
+            self._logged(self.ranks.reap)
+            self._logged(self.vault.expire_pins)
 
     # -- orders -------------------------------------------------------------------------------
+
+    def _guarded(self, body: dict[str, Any]) -> None:
+        """One order that fails ends no session; but facts that could not be written are sent again to a new one."""
+        if body.get("k") == "journal":
+            self._order(body)
+        else:
+            self._logged(self._order, body)
 
     def _order(self, body: dict[str, Any]) -> None:
         """Carry out one order; whatever can block runs elsewhere."""
@@ -273,7 +284,7 @@ class Holder:
         elif kind == "targets":
             self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
         elif kind == "reserve":
-            self.orders.submit(self._logged, self._reserve, body)
+            self.reserves.submit(self._logged, self._reserve, body)
         elif kind == "push":
             self.pusher.order(body)
         elif kind == "stage":

@@ -19,7 +19,6 @@ from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
-    from memstore.shell.rank_server import RankLink
 
 log = logging.getLogger("memstore")
 RETRY_S = 0.05
@@ -37,19 +36,19 @@ class Pusher:
         self.under_way: set[tuple[ShardId, str]] = set()
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
 
-    def replicate(self, shelved: Shelved, link: RankLink) -> None:
+    def replicate(self, shelved: Shelved) -> None:
         """Push a freshly sealed shard to this host's targets; then its ticket is replicated (R15)."""
         shard = shelved.shard
         targets = list(self.holder.targets.get(shard.job, ()))
         left = set(targets)
         if not targets:
-            link.send({"k": "level", "step": shard.step, "level": "replicated", "reason": "", "degraded": False})
+            self.holder.ranks.replicated(shard)
 
         def done(target: str, is_ok: bool) -> None:
             if is_ok:
                 left.discard(target)
                 if not left:
-                    self.holder.ranks.replicated(shard.job, shard.rank, shard.step)
+                    self.holder.ranks.replicated(shard)
 
         for target in targets:
             self.submit(shard, shelved.spec.digest, target, is_repair=False, done=done)

@@ -39,6 +39,7 @@ RECONNECT_S = 0.1
 class Handover:
     """Slots on their way to the holder; kept until sealed, to be sent again if the holder dies."""
 
+    attempt: int
     step: int
     slots: tuple[int, ...]
     body: dict[str, Any]
@@ -55,9 +56,11 @@ class RankLink:
         self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
         self.room = threading.Condition()
+        self.life = next(_LIVES)  # tells the leases of one process's stores apart
+        self.granting: set[int] = set()  # leased, being pre-faulted
         self.pool: list[int] = []  # leased and free to fill
         self.in_copy: set[int] = set()  # taken by a put that has not handed over yet
-        self.handovers: dict[int, Handover] = {}  # step -> not yet sealed
+        self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
         self.outbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -65,6 +68,7 @@ class RankLink:
         self.fenced_by = 0
         self.welcome: dict[str, Any] = {}
         self.mapping: ArenaMapping | None = None
+        self.outgrown: list[ArenaMapping] = []  # still under somebody's copy, perhaps
         self.channel = self._connect()
         _LINKS.add(self)
         self._threads = [
@@ -82,31 +86,64 @@ class RankLink:
         try:
             with self.room:
                 waiting = [n for h in self.handovers.values() for n in h.slots]
-                held = [*self.pool, *self.in_copy, *waiting]
+                held = sorted({*self.granting, *self.pool, *self.in_copy, *waiting})
             channel.send(
                 Kind.EVENT, 0,
                 {
-                    "k": "hello", "nonce": self.nonce, "pid": os.getpid(),
+                    "k": "hello", "nonce": self.nonce, "life": self.life, "pid": os.getpid(),
                     "start": process_start_time(os.getpid()) or 0,
                     "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": held, "is_tool": self.is_tool,
                 },
                 deadline_s=CONNECT_S,
             )  # fmt: skip
-            self.welcome = channel.recv(timeout_s=CONNECT_S).body
+            welcome = channel.recv(timeout_s=CONNECT_S).body
+            if welcome["k"] == "refused":
+                raise error_from_body(welcome)
         except MemstoreError:
             channel.close()
             raise
-        stale = set(self.welcome["stale"])
-        with self.room:
-            self.pool = [n for n in self.pool if n not in stale]
-            self.in_copy -= stale
+        self.welcome = welcome
+        self._drop_stale(set(welcome["stale"]))
         return channel
+
+    def _drop_stale(self, stale: set[int]) -> None:
+        """Never again write a slot that the holder says is not ours (R6, R8)."""
+        with self.room:
+            self.granting -= stale
+            self.in_copy -= stale
+            # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
+            # was leased to us anew is ours to fill.
+            anew: set[int] = set()
+            for key, handover in self.handovers.items():
+                if stale.intersection(handover.slots):
+                    anew.update(handover.slots)
+                    body = {**handover.body, "lost": True}
+                    self.handovers[key] = Handover(handover.attempt, handover.step, (), body)
+            taken = {n for h in self.handovers.values() for n in h.slots}
+            self.granting -= taken
+            self.pool = sorted({*self.pool, *anew} - stale - self.granting - self.in_copy - taken)
+            self.room.notify_all()
 
     def map_arena(self) -> ArenaMapping:
         """Map the arena on first use; tools that only ask never do."""
         if self.mapping is None:
             self.mapping = ArenaMapping.open(self.folder)
         return self.mapping
+
+    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
+        """Return a slot's bytes; map again if the arena may have grown beyond the mapping (R9)."""
+        try:
+            return self.map_arena().view(slot, nbytes)
+        except IndexError:
+            return self._map_anew().view(slot, nbytes)
+
+    def _map_anew(self) -> ArenaMapping:
+        """The arena's limit was raised since it was mapped; views of the old mapping stay good."""
+        mapping = ArenaMapping.open(self.folder)
+        if self.mapping is not None:
+            self.outgrown.append(self.mapping)
+        self.mapping = mapping
+        return mapping
 
     def _read_loop(self) -> None:
         while not self.closed.is_set():
@@ -126,6 +163,9 @@ class RankLink:
             try:
                 self.channel = self._connect()
             except TransportError:
+                continue
+            except MemstoreError as exc:
+                log.warning("memstore: the holder of this host refuses this process: %s", exc)
                 continue
             with self.room:
                 again = [h for _, h in sorted(self.handovers.items())]
@@ -158,19 +198,25 @@ class RankLink:
         if kind == "answer":
             with self.room:
                 future, _ = self.calls.pop(int(body["id"]), (None, None))
-            if future is not None and body["error"] is None:
+            if future is None:
+                if body["error"] is None and "pin" in body["body"]:
+                    self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # nobody waits for it any more
+            elif body["error"] is None:
                 future.set_result(body["body"])
-            elif future is not None:
+            else:
                 name, message = body["error"]
                 future.set_exception(error_from_body({"error": name, "message": message}))
         elif kind == "grant":
             slots = [int(n) for n in body["slots"]]
+            with self.room:
+                self.granting.update(slots)
             self.outbox.put(lambda: self._take_grant(slots))
         elif kind == "level":
             if body["level"] != "pending":
                 with self.room:
-                    self.handovers.pop(int(body["step"]), None)
-            self.on_event(body)
+                    self.handovers.pop((int(body["attempt"]), int(body["step"])), None)
+            if int(body["attempt"]) == self.attempt:
+                self.on_event(body)
         elif kind == "fenced":
             self.fenced_by = int(body["attempt"])
             self.on_event(body)
@@ -189,11 +235,15 @@ class RankLink:
 
     def _take_grant(self, slots: list[int]) -> None:
         """Pre-fault our mapping of new slots off the training thread, then offer them to put (R9)."""
-        mapping = self.map_arena()
         with contextlib.suppress(ClosedError):
-            mapping.prefault(slots, self.closed.is_set)
+            try:
+                self.map_arena().prefault(slots, self.closed.is_set)
+            except IndexError:
+                self._map_anew().prefault(slots, self.closed.is_set)
         with self.room:
-            self.pool.extend(slots)
+            # The link may have broken meanwhile, and the holder said that some of them are not ours (R8).
+            self.pool.extend(n for n in slots if n in self.granting)
+            self.granting.difference_update(slots)
             self.room.notify_all()
 
     # -- for the store ------------------------------------------------------------------------
@@ -218,14 +268,18 @@ class RankLink:
         except FutureTimeout:
             if future.done():
                 raise
-            with self.room:
-                for key in [k for k, (f, _) in self.calls.items() if f is future]:
-                    del self.calls[key]
+            self.forget_call(future)
             raise PeerTimeout(
                 f"{verb} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
                 "(memstore status)",
                 operation=verb, waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
+
+    def forget_call(self, future: Future[dict[str, Any]]) -> None:
+        """Nobody waits for this answer any more: it is not asked again."""
+        with self.room:
+            for key in [k for k, (f, _) in self.calls.items() if f is future]:
+                del self.calls[key]
 
     def acquire(self, count: int, budget_s: float) -> list[int] | None:
         """Take `count` leased slots, waiting at most `budget_s`; None if there are not enough (R11, R12)."""
@@ -249,13 +303,14 @@ class RankLink:
 
     def hand_over(self, step: int, slots: list[int], body: dict[str, Any]) -> bool:
         """Queue filled slots for the holder: no wait on anyone. False if some are no longer ours (R8, R11)."""
-        handover = Handover(step, tuple(slots), {"k": "handover", "step": step, "slots": slots, **body})
+        message = {"k": "handover", "step": step, "slots": slots, **body}
+        handover = Handover(int(body["attempt"]), step, tuple(slots), message)
         with self.room:
             if not self.in_copy.issuperset(slots):
-                self.in_copy.difference_update(slots)
+                self.put_back(slots)
                 return False
             self.in_copy.difference_update(slots)
-            self.handovers[step] = handover
+            self.handovers[handover.attempt, step] = handover
         self.outbox.put(lambda: self._send(handover.body))
         return True
 
@@ -279,8 +334,9 @@ class RankLink:
         for future, _ in calls.values():
             future.set_exception(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
-        if self.mapping is not None:
-            self.mapping.close()
+        for mapping in (self.mapping, *self.outgrown):
+            if mapping is not None:
+                mapping.close()
 
     def forget(self) -> None:
         """In a forked child: drop the descriptor, leave the parent's connection alone (R8)."""
@@ -288,6 +344,7 @@ class RankLink:
         self.channel.forget()
 
 
+_LIVES = itertools.count(1)
 _LINKS: weakref.WeakSet[RankLink] = weakref.WeakSet()
 
 

@@ -1,20 +1,18 @@
 """The holder's side of its ranks' links: leases, hand-overs, calls to the controller, levels (R4, R8, R11, R15).
 
-One thread per link reads; a second one digests hand-overs in order, so that a put is acknowledged to
-nobody and blocks nobody. EVENT bodies, key "k":
+One thread per link reads; another digests hand-overs in order (sealer.py), so that a put is
+acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
     rank -> holder   hello, call (id, verb, body), handover, unpin, checked
-    holder -> rank   welcome, answer (id, body, error), grant, level, resume, check, fenced
+    holder -> rank   welcome, refused, answer (id, body, error), grant, level, resume, check, fenced
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -22,40 +20,29 @@ import xxhash
 from memstore.core.events import shard_from_wire
 from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
-from memstore.core.wire import Kind
-from memstore.errors import MemstoreError, PeerUnreachable, TransportError
-from memstore.shell.arena_lock import is_alive
+from memstore.core.wire import Kind, error_body
+from memstore.errors import ConfigError, PeerUnreachable
+from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.channel import Channel
+from memstore.shell.sealer import SEND_S, RankLink, Sealer
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
 
 log = logging.getLogger("memstore")
-SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link, never its leases
 RANK_LINKS_MAX = 1024
 
 
-@dataclass
-class RankLink:
-    """One process of a rank (or a tool) on this host."""
+@dataclass(frozen=True)
+class Call:
+    """A question on its way to the controller; `owner` is None for what the holder asks by itself."""
 
-    channel: Channel
-    owner: Owner
-    nonce: str = ""
-    job: str = ""
-    rank: int = -1
-    attempt: int = 0
-    pins: dict[int, Shelved] = field(default_factory=dict)
-    handovers: queue.Queue[dict[str, Any] | None] = field(default_factory=queue.Queue)
-    is_idle: threading.Event = field(default_factory=threading.Event)
-
-    def send(self, body: dict[str, Any]) -> None:
-        """Send one event; a link that cannot take it is closed and will come back."""
-        try:
-            self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
-        except TransportError:
-            self.channel.close()
+    owner: Owner | None
+    nonce: str
+    rank_id: int  # the rank's own number of it
+    verb: str
+    body: dict[str, Any]
 
 
 class RankServer:
@@ -67,7 +54,8 @@ class RankServer:
         self.lock = threading.RLock()
         self.links: dict[str, RankLink] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
-        self.calls: dict[int, tuple[str, int, str, dict[str, Any]]] = {}  # call id -> (nonce, rank's id, verb, body)
+        self.sealer = Sealer(self)
+        self.calls: dict[int, Call] = {}  # by our own number
         self.calls_count = 0
         self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
 
@@ -75,50 +63,57 @@ class RankServer:
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Read one link until it ends. Its leases stay: a rank's life is its pid, not its socket (R8, R20)."""
-        frame = channel.recv(timeout_s=SEND_S)
-        link = self._hello(channel, frame.body, identity)
-        worker = threading.Thread(target=self._seal_loop, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True)
-        worker.start()
+        body = channel.recv(timeout_s=SEND_S).body
+        try:
+            owner = owner_of(body, identity)
+        except ConfigError as exc:
+            channel.send(Kind.EVENT, 0, {"k": "refused", **error_body(exc)}, deadline_s=SEND_S)
+            return
+        link = self._hello(channel, body, owner)
+        self.sealer.start(link)
         try:
             while True:
-                body = channel.recv(timeout_s=None).body
-                self._event(link, body)
+                self._event(link, channel.recv(timeout_s=None).body)
         except PeerUnreachable:
             return
         finally:
-            link.handovers.put(None)
             with self.lock:
+                link.handovers.put(None)
                 if self.links.get(link.nonce) is link:
                     del self.links[link.nonce]
             for pin, shelved in list(link.pins.items()):
                 self.vault.unpin(shelved, pin)
 
-    def _hello(self, channel: Channel, body: dict[str, Any], identity: dict[str, Any]) -> RankLink:
+    def _hello(self, channel: Channel, body: dict[str, Any], owner: Owner) -> RankLink:
         """Take the link; confirm which of the rank's slots are still its own (R8)."""
-        owner = Owner(int(body["pid"]), int(body["start"]), xxhash.xxh3_64_intdigest(str(body["nonce"]).encode()))
         link = RankLink(channel, owner, str(body["nonce"]), str(body.get("job", "")), int(body.get("rank", -1)))
         link.attempt = int(body.get("attempt", 0))
-        link.is_idle.set()
-        with self.vault.lock:
-            kept, stale = self.vault.table.confirm(owner, [int(n) for n in body.get("held", ())])
-            self.vault.flush()
         with self.lock:
+            # In one step: no grant may go to the old link after this, nor overtake the welcome on the new one.
+            old = self.links.get(link.nonce)
+            if old is not None and old.owner == owner:
+                self.sealer.retire(old)
+                old.channel.abort()
+            with self.vault.lock:
+                kept, stale = self.vault.table.confirm(owner, [int(n) for n in body.get("held", ())])
+                self.vault.flush()
+            link.send(
+                {
+                    "k": "welcome", "kept": kept, "stale": stale, "host": self.holder.info.host_id,
+                    "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
+                    "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
+                }
+            )  # fmt: skip
             self.links[link.nonce] = link
             if not body.get("is_tool"):
                 self.owners[link.nonce] = owner
                 self.holder.used()
+            committed = self.committed.get(link.job)
         fenced = self.holder.fences.get(link.job, 0)
-        link.send(
-            {
-                "k": "welcome", "kept": kept, "stale": stale, "host": self.holder.info.host_id,
-                "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
-                "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
-            }
-        )  # fmt: skip
         if link.attempt and link.attempt < fenced:
             link.send({"k": "fenced", "attempt": fenced})
-        elif link.job in self.committed and link.attempt:
-            link.send(self.committed[link.job])
+        elif committed is not None and committed["attempt"] == link.attempt:
+            link.send(committed)
         self.grant(link)
         return link
 
@@ -127,8 +122,7 @@ class RankServer:
         if kind == "call":
             self._call(link, body)
         elif kind == "handover":
-            link.is_idle.clear()
-            link.handovers.put(body)
+            self.sealer.add(link, body)
         elif kind == "unpin":
             shelved = link.pins.pop(int(body["pin"]), None)
             if shelved is not None:
@@ -142,31 +136,48 @@ class RankServer:
         verb, inner = str(body["verb"]), dict(body["body"])
         if verb == "join":
             link.job, link.rank = str(inner["job"]), int(inner["rank"])
+        self._ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
+
+    def _ask(self, call: Call) -> None:
         with self.lock:
-            self.calls_count += 1
-            call_id = self.calls_count
-            self.calls[call_id] = (link.nonce, int(body["id"]), verb, inner)
-        self.holder.relay(call_id, verb, inner)
+            # A link that came back asks again: it is the same call, and its first answer ends it.
+            known = (n for n, c in self.calls.items() if c.owner is not None and c.owner == call.owner)
+            call_id = next((n for n in known if self.calls[n].rank_id == call.rank_id), None)
+            if call_id is None:
+                self.calls_count += 1
+                call_id = self.calls_count
+            self.calls[call_id] = call
+        self.holder.relay(call_id, call.verb, call.body)
+
+    def skip(self, shard: ShardId) -> None:
+        """A put failed on this host: the step is given up on all ranks alike, or nothing commits any more (R12)."""
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step}
+        self._ask(Call(None, "", 0, "skip", body))
 
     def resend_calls(self) -> None:
         """A new controller session: whoever still waits for an answer asks again."""
         with self.lock:
             waiting = sorted(self.calls.items())
-        for call_id, (_, _, verb, body) in waiting:
-            self.holder.relay(call_id, verb, body)
+        for call_id, call in waiting:
+            self.holder.relay(call_id, call.verb, call.body)
 
     def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
         """The controller answered a call: pass it on, with the bytes' place if it is a get."""
         with self.lock:
-            nonce, rank_id, verb, _ = self.calls.pop(call_id, ("", 0, "", {}))
-            link = self.links.get(nonce)
-        if link is None:
+            call = self.calls.pop(call_id, None)
+            link = self.links.get(call.nonce) if call is not None else None
+        if call is None or link is None or link.owner != call.owner:
             return
-        if verb in ("join", "rewind") and error is None:
+        if call.verb in ("join", "rewind") and error is None:
             link.attempt = int(body["attempt"])
         if "shard" in body and error is None:
             body, error = self._with_place(link, body)
-        link.send({"k": "answer", "id": rank_id, "body": body, "error": error})
+        link.send({"k": "answer", "id": call.rank_id, "body": body, "error": error})
+
+    def _forget_calls(self, owner: Owner) -> None:
+        """Nobody waits for the answers of a process or store that is gone."""
+        with self.lock:
+            self.calls = {n: call for n, call in self.calls.items() if call.owner != owner}
 
     def _with_place(self, link: RankLink, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
         pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
@@ -178,72 +189,46 @@ class RankServer:
 
     # -- puts ---------------------------------------------------------------------------------
 
-    def _seal_loop(self, link: RankLink) -> None:
-        while True:
-            body = link.handovers.get()
-            if body is None:
-                link.is_idle.set()
-                return
-            try:
-                self._seal(link, body)
-            except MemstoreError as exc:
-                log.warning("put of %s rank %d failed: %s", link.job, link.rank, exc)
-                self._level(link, int(body["step"]), "failed", str(exc))
-            if link.handovers.empty():
-                link.is_idle.set()
-
-    def _seal(self, link: RankLink, body: dict[str, Any]) -> None:
-        """Digest what was handed over, store it, report it, push it to the targets (R7, R13, R14)."""
-        shard = ShardId(link.job, int(body["attempt"]), int(body["step"]), link.rank)
-        slots = [int(n) for n in body["slots"]]
-        fence = self.holder.fences.get(link.job, 0)
-        with self.vault.lock:
-            known = self.vault.shelf.find(shard)
-            is_mine = self.vault.table.hand_over(link.owner, slots)
-        if known is None and (shard.attempt < fence or not is_mine):
-            if is_mine:
-                self.vault.give_back(slots)
-            why = f"attempt {fence} was opened" if shard.attempt < fence else "its slots were no longer leased to it"
-            self._level(link, shard.step, "failed", why)
-            return
-        if known is not None:
-            if is_mine:
-                self.vault.give_back(slots)
-        else:
-            known = self.vault.seal_local(
-                shard, world_size=int(body["world_size"]), layout=bytes(body["layout"]), nbytes=int(body["nbytes"]),
-                slots=slots, attempt=shard.attempt,
-            )  # fmt: skip
-        self._level(link, shard.step, "sealed", "")
-        self.holder.sealed(known)
-        self.holder.pusher.replicate(known, link)
-        self.grant(link)
-
-    def _level(self, link: RankLink, step: int, level: str, reason: str) -> None:
+    def _current(self, link: RankLink) -> RankLink:
+        """Return the link on which the same store is connected now."""
         with self.lock:
-            current = self.links.get(link.nonce, link)
-        current.send({"k": "level", "step": step, "level": level, "reason": reason, "degraded": False})
+            now = self.links.get(link.nonce, link)
+            return now if now.owner == link.owner else link
 
-    def replicated(self, job: str, rank: int, step: int) -> None:
+    def tell_level(self, link: RankLink, attempt: int, step: int, level: str, reason: str) -> None:
+        """Tell one store's ticket; on its newest link."""
+        message = {"k": "level", "attempt": attempt, "step": step, "level": level, "reason": reason, "degraded": False}
+        self._current(link).send(message)
+
+    def replicated(self, shard: ShardId) -> None:
         """Every target of a shard has sealed it (R15)."""
-        for link in self.of_job(job):
-            if link.rank == rank:
-                self._level(link, step, "replicated", "")
+        for link in self.of_job(shard.job):
+            if (link.rank, link.attempt) == (shard.rank, shard.attempt):
+                self.tell_level(link, shard.attempt, shard.step, "replicated", "")
+
+    def grant_current(self, link: RankLink) -> None:
+        """A put of this store is over: lease it what its share allows now."""
+        self.grant(self._current(link))
 
     def grant(self, link: RankLink) -> None:
-        """Lease the rank what its share allows and tell it."""
-        if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0):
-            return
-        slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt)
+        """Lease the rank what its share allows and tell it; never on a link that has ended, where nobody hears it."""
+        with self.lock:
+            if self.links.get(link.nonce) is not link or link.channel.is_closed:
+                return
+            if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0):
+                return
+            slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt)
         if slots:
             link.send({"k": "grant", "slots": slots})
 
     def _bye(self, link: RankLink) -> None:
         """The rank closed its store: what it leased and did not hand over is free again."""
-        link.is_idle.wait(SEND_S)
+        self.sealer.drain_owner(link.owner, SEND_S)
+        self._forget_calls(link.owner)
         with self.lock:
-            self.owners.pop(link.nonce, None)
-            link.rank = -1
+            if self.links.get(link.nonce) is link:  # else the process has connected again, as another owner
+                del self.links[link.nonce]
+                self.owners.pop(link.nonce, None)
         with self.vault.lock:
             self.vault.table.reclaim(link.owner)
             self.vault.flush()
@@ -263,12 +248,9 @@ class RankServer:
     def level(self, body: dict[str, Any]) -> None:
         """Tell the tickets of a step."""
         message = {
-            "k": "level",
-            "step": body["step"],
-            "level": body["level"],
-            "reason": body.get("reason", ""),
-            "degraded": bool(body.get("degraded")),
-        }
+            "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
+            "reason": body.get("reason", ""), "degraded": bool(body.get("degraded")),
+        }  # fmt: skip
         if body["level"] in ("committed", "durable"):
             self.committed[body["job"]] = message
         for link in self.of_job(body["job"]):
@@ -281,14 +263,10 @@ class RankServer:
             if link.attempt == body["attempt"]:
                 link.send(
                     {
-                        "k": "level",
-                        "step": body["step"],
-                        "level": body["level"],
-                        "reason": body["reason"],
-                        "degraded": False,
-                        "resume": body["resume"],
+                        "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
+                        "reason": body["reason"], "degraded": False, "resume": body["resume"],
                     }
-                )
+                )  # fmt: skip
 
     def check(self, body: dict[str, Any], shelved: Shelved) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
@@ -303,11 +281,11 @@ class RankServer:
 
         A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
         """
+        if not self.sealer.drain(job, attempt, timeout_s):
+            log.warning("job %s: puts of older attempts are still digested %g s after a fence", job, timeout_s)
         for link in self.of_job(job):
-            if link.attempt and link.attempt < attempt:
-                link.is_idle.wait(timeout_s)
-                if link.nonce not in members:
-                    link.send({"k": "fenced", "attempt": attempt})
+            if 0 < link.attempt < attempt and link.nonce not in members:
+                link.send({"k": "fenced", "attempt": attempt})
 
     def reap(self) -> None:
         """Reclaim the leases of processes that are proved dead, and say so (R8, R20)."""
@@ -318,18 +296,36 @@ class RankServer:
             with self.vault.lock:
                 self.vault.table.reclaim(owner)
                 self.vault.flush()
+            self._forget_calls(owner)
             with self.lock:
                 link = self.links.get(nonce)
             if link is not None:
                 link.channel.close()
             self.holder.rank_gone(nonce)
+        with self.lock:
+            known = set(self.owners.values())
+            jobs = {link.job for link in self.links.values() if link.job}
         with self.vault.lock:
-            strangers = [
-                o for o in self.vault.table.leases if o not in self.owners.values() and not is_alive(o.pid, o.start)
-            ]
-            for owner in strangers:
+            leased = self.vault.table.leases
+            for owner in [o for o in leased if o not in known and not is_alive(o.pid, o.start)]:
                 self.vault.table.reclaim(owner)
             self.vault.flush()
-        with contextlib.suppress(KeyError):
-            for job in {link.job for link in self.links.values() if link.job}:
-                self.grant_job(job)
+        for job in jobs:
+            self.grant_job(job)
+
+
+def owner_of(body: dict[str, Any], identity: dict[str, Any]) -> Owner:
+    """Return who connects: the pid by the kernel's word, for a rank in another pid namespace names its own (R8).
+
+    Raises:
+        ConfigError: The rank's process cannot be seen from here, so its death could not be told.
+    """
+    generation = xxhash.xxh3_64_intdigest(f"{body['nonce']}/{body.get('life', 0)}".encode())
+    pid = int(identity["pid"])
+    start = process_start_time(pid) if pid > 0 else None
+    if start is None and not body.get("is_tool"):
+        raise ConfigError(
+            f"the holder cannot see the process that calls itself pid {body.get('pid')}: it runs in another pid "
+            "namespace. Run ranks in the holder's pid namespace, or with the host's (--pid=host)"
+        )
+    return Owner(max(pid, 0), start or 0, generation)

@@ -24,9 +24,9 @@ from memstore.core.manifest import (
     shard_digest,
     spec_of,
 )
-from memstore.core.shelf import Draft, Share, Shelf, Shelved
+from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved
 from memstore.core.slots import Owner, Slot, SlotState, SlotTable
-from memstore.errors import CapacityError, DigestMismatch, MemstoreError
+from memstore.errors import CapacityError, DigestMismatch, IntegrityError, MemstoreError
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import is_alive
 from memstore.shell.manifest_folder import ManifestFolder
@@ -53,6 +53,7 @@ class Vault:
         self.table = SlotTable(self.arena.slots_count)
         self.shelf = Shelf(self.table)
         self.adoption_notes: list[str] = []
+        self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
         self._grow_lock = threading.Lock()
         self._adopt()
 
@@ -178,17 +179,25 @@ class Vault:
         self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int
     ) -> Shelved:
         """Digest handed-over slots, in order, and store the shard; the slots are in state receiving."""
-        sizes = chunk_sizes(nbytes, self.chunk_bytes)
-        digests = [chunk_digest(self.arena.view(n, size)) for n, size in zip(slots, sizes, strict=True)]
-        now = time.time()
-        with self.lock:
-            draft = self.shelf.open_draft("own", shard, digests, attempt=attempt)
-            for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
-                self.shelf.fill(draft, index, number, digest, size, now)
-            self.flush()
-        chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
-        manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
-        return self.finish("own", encode_manifest(manifest))
+        left = set(slots)  # not in the draft yet
+        try:
+            sizes = chunk_sizes(nbytes, self.chunk_bytes)
+            digests = [chunk_digest(self.arena.view(n, size)) for n, size in zip(slots, sizes, strict=True)]
+            self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
+            now = time.time()
+            with self.lock:
+                draft = self.shelf.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
+                for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
+                    left.discard(number)
+                    self.shelf.fill(draft, index, number, digest, size, now)
+                self.flush()
+            chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
+            manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
+            return self.finish(OWN_DRAFT, encode_manifest(manifest))
+        except BaseException:
+            self.abort_draft(OWN_DRAFT, shard)
+            self.give_back(sorted(left))
+            raise
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Free handed-over slots of a put that will not be stored."""
@@ -203,21 +212,22 @@ class Vault:
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int
     ) -> Draft:
         """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
-        self._verify_old(digests, sizes)
+        self.verify_old(digests, sizes)
         with self.lock:
             draft = self.shelf.open_draft(name, shard, digests, attempt=attempt)
             for index, size in enumerate(sizes):
                 self.shelf.hold_known(draft, index, size)
             return draft
 
-    def _verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
         """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
         now = time.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
             old = {n for n in known if n is not None and now - self.table.slots[n].verified_s > VERIFY_AGE_S}
         for number in old:
-            self.verify_slot(number)
+            for hurt in self.verify_slot(number):
+                self.on_hurt(hurt)
 
     def take_slot(self) -> int:
         """Take a slot to receive into; CapacityError if none is free."""
@@ -248,11 +258,21 @@ class Vault:
         return is_good
 
     def finish(self, name: str, manifest_data: bytes) -> Shelved:
-        """Save the manifest and turn the draft into a stored replica; every chunk must be there."""
+        """Save the manifest and turn the draft into a stored replica.
+
+        One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
+
+        Raises:
+            IntegrityError: The draft was aborted meanwhile, or lacks chunks.
+        """
         manifest = decode_manifest(manifest_data)
         digest = shard_digest(manifest_data)
-        self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
         with self.lock:
+            draft = self.shelf.draft(name, manifest.shard)
+            if draft is None or draft.missing:
+                what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks"
+                raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
+            self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
             shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
         return shelved
@@ -279,8 +299,8 @@ class Vault:
         """Release a pin."""
         with self.lock:
             doomed = self.shelf.unpin(shelved, pin)
-        if doomed is not None:
-            self._discard(doomed)
+            if doomed is not None:
+                self._discard(doomed)
 
     def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
@@ -320,22 +340,21 @@ class Vault:
         """Remove every replica of a shard: the manifest first, then the slots (R7). True if any was here."""
         with self.lock:
             gone = self.shelf.drop(shard)
-        for shelved in gone:
-            self._discard(shelved)
+            for shelved in gone:
+                self._discard(shelved)
         return bool(gone)
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
         with self.lock:
-            gone = self.shelf.expire_pins(time.monotonic())
-        for shelved in gone:
-            self._discard(shelved)
+            for shelved in self.shelf.expire_pins(time.monotonic()):
+                self._discard(shelved)
 
     def _discard(self, shelved: Shelved) -> None:
+        """Unlink, then free (R7); the caller holds the lock since it took the replica off the shelf."""
         self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
-        with self.lock:
-            self.shelf.free(shelved)
-            self.flush()
+        self.shelf.free(shelved)
+        self.flush()
 
     def stats(self) -> dict[str, int]:
         """Bytes used, reserved, claimed and allowed, for status."""

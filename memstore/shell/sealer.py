@@ -1,0 +1,162 @@
+"""Turns hand-overs into sealed shards, in order, off every other thread: R7, R12, R14, R21.
+
+Each link of a rank has one worker. A hand-over is stamped with the fence that held when it came, so that a
+later fence finishes it instead of refusing it; a put that fails here is skipped on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.shelf import Shelved
+from memstore.core.slots import Owner
+from memstore.core.wire import Kind
+from memstore.errors import IntegrityError, TransportError
+from memstore.shell.channel import Channel
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.rank_server import RankServer
+
+log = logging.getLogger("memstore")
+SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link, never its leases
+SEAL_S = 60.0  # longest wait for the same shard to be sealed on behalf of an older link
+Handover = tuple[dict[str, Any], int]  # the rank's message and the fence of its job when it came
+
+
+@dataclass
+class RankLink:
+    """One process of a rank (or a tool) on this host."""
+
+    channel: Channel
+    owner: Owner
+    nonce: str = ""
+    job: str = ""
+    rank: int = -1
+    attempt: int = 0
+    pins: dict[int, Shelved] = field(default_factory=dict)
+    handovers: queue.Queue[Handover | None] = field(default_factory=queue.Queue)
+    is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
+
+    def send(self, body: dict[str, Any]) -> None:
+        """Send one event; a link that cannot take it is closed and will come back."""
+        try:
+            self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+        except TransportError:
+            self.channel.close()
+
+
+class Sealer:
+    """The hand-overs of all links of one holder."""
+
+    def __init__(self, server: RankServer) -> None:
+        self.server = server
+        self.holder, self.vault = server.holder, server.vault
+        self.changed = threading.Condition()
+        self.pending: dict[tuple[str, int, Owner], int] = {}  # (job, attempt, process) -> hand-overs not finished
+        self.sealing: set[ShardId] = set()
+
+    def start(self, link: RankLink) -> None:
+        """Serve a link until None is queued."""
+        threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
+
+    def add(self, link: RankLink, body: dict[str, Any]) -> None:
+        """Queue a hand-over that came completely; a fence that comes now waits for it (R21)."""
+        with self.changed:
+            if link.is_retired:
+                return
+            key = (link.job, int(body["attempt"]), link.owner)
+            self.pending[key] = self.pending.get(key, 0) + 1
+            link.handovers.put((body, self.holder.fences.get(link.job, 0)))
+
+    def retire(self, link: RankLink) -> None:
+        """The link's store came back on another one: forget what it will send again. Needs the server's lock."""
+        with self.changed:
+            link.is_retired = True
+        while True:
+            try:
+                item = link.handovers.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                self._done(link, item[0])
+        link.handovers.put(None)
+
+    def drain(self, job: str, attempt: int, timeout_s: float) -> bool:
+        """Wait until nothing handed over by older attempts is unfinished; False if it took too long (R21)."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: not any(name == job and ordinal < attempt for name, ordinal, _ in self.pending), timeout_s
+            )
+
+    def drain_owner(self, owner: Owner, timeout_s: float) -> bool:
+        """Wait until nothing that one process handed over is unfinished."""
+        with self.changed:
+            return self.changed.wait_for(lambda: not any(o == owner for _, _, o in self.pending), timeout_s)
+
+    def _done(self, link: RankLink, body: dict[str, Any]) -> None:
+        with self.changed:
+            key = (link.job, int(body["attempt"]), link.owner)
+            left = self.pending.get(key, 0) - 1
+            if left > 0:
+                self.pending[key] = left
+            else:
+                self.pending.pop(key, None)
+            self.changed.notify_all()
+
+    def _run(self, link: RankLink) -> None:
+        while True:
+            item = link.handovers.get()
+            if item is None:
+                return
+            body, fence = item
+            shard = ShardId(link.job, int(body["attempt"]), int(body["step"]), link.rank)
+            try:
+                why = self._seal(link, shard, body, fence)
+            except Exception as exc:
+                why = f"{type(exc).__name__}: {exc}"
+                log.warning("put of %s failed on host %s", shard, self.holder.info.host_id, exc_info=True)
+            try:
+                if why:
+                    self.server.tell_level(link, shard.attempt, shard.step, "failed", why)
+                    self.server.skip(shard)
+            finally:
+                self._done(link, body)
+
+    def _seal(self, link: RankLink, shard: ShardId, body: dict[str, Any], fence: int) -> str:
+        """Digest what was handed over, store it, report it, push it; return why it cannot be (R7, R13, R14)."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: shard not in self.sealing, SEAL_S):
+                raise IntegrityError(f"{shard} was not sealed within {SEAL_S:g} s on behalf of a link that ended")
+            self.sealing.add(shard)
+        try:
+            slots = [int(n) for n in body["slots"]]
+            with self.server.lock, self.vault.lock:
+                if link.is_retired:
+                    return ""  # the new link brings it again
+                known = self.vault.shelf.find(shard)
+                is_mine = not body.get("lost") and self.vault.table.hand_over(link.owner, slots)
+            is_refused = known is None and (shard.attempt < fence or not is_mine)
+            if is_mine and (known is not None or is_refused):
+                self.vault.give_back(slots)
+            if is_refused:
+                is_old = shard.attempt < fence
+                return f"attempt {fence} was opened" if is_old else "its slots were no longer leased to it"
+            if known is None:
+                known = self.vault.seal_local(
+                    shard, world_size=int(body["world_size"]), layout=bytes(body["layout"]), nbytes=int(body["nbytes"]),
+                    slots=slots, attempt=shard.attempt,
+                )  # fmt: skip
+        finally:
+            with self.changed:
+                self.sealing.discard(shard)
+                self.changed.notify_all()
+        self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
+        self.holder.sealed(known)
+        self.holder.pusher.replicate(known)
+        self.server.grant_current(link)
+        return ""
