@@ -96,14 +96,19 @@ class PeerServer:
         if self.is_fenced(shard.job, attempt):
             return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
         digests, sizes = list(body["digests"]), [int(n) for n in body["sizes"]]
-        known = self.vault.shelf.find(shard, str(body["digest"]))
-        if known is not None and not known.missing and not known.is_doomed:
+        self.vault.verify_old(digests, sizes)  # outside the lock: it reads bytes
+        with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
+            known = self.vault.shelf.find(shard, str(body["digest"]))
+            has_it = known is not None and not known.missing and not known.is_doomed
+            why = None if has_it else self.vault.shelf.guest_refusal(shard, len(digests))
+            if not has_it and why is None:
+                self.vault.open_draft(sender, shard, digests, sizes, attempt)
+        if known is not None and has_it:
+            # The controller may not know of it: the word of this copy died with a controller or a session.
+            self.on_sealed(Copy(shard, known.spec, self.host_id))
             return {"ok": True, "have": True}
-        with self.vault.lock:
-            why = self.vault.shelf.guest_refusal(shard, len(digests))
         if why is not None:
             return {"ok": False, "why": why, "is_final": False}
-        self.vault.open_draft(sender, shard, digests, sizes, attempt)
         with self.lock:
             self.feeders[sender, shard] = {channel}
         return {"ok": True, "have": False}
@@ -156,7 +161,10 @@ class PeerServer:
             return {"ok": False, "missing": [], "why": f"attempt {draft.attempt} is fenced here"}
         if draft.missing:
             return {"ok": False, "missing": draft.missing, "why": f"{len(draft.missing)} chunks are missing"}
-        shelved = self.vault.finish(sender, data)
+        try:
+            shelved = self.vault.finish(sender, data)
+        except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked
+            return {"ok": False, "missing": draft.missing, "why": str(exc)}
         with self.lock:
             self.feeders.pop((sender, shard), None)
         self.on_sealed(Copy(shard, shelved.spec, self.host_id))
