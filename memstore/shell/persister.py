@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
+from memstore.core.manifest import chunk_digest
 from memstore.core.ports import DurableTier
 from memstore.core.shelf import Shelved
 from memstore.errors import IntegrityError, MemstoreError
@@ -90,8 +91,12 @@ class Persister:
     def _chunks(self, shelved: Shelved) -> Iterator[memoryview]:
         for index in range(len(shelved.slots)):
             view = self.holder.vault.chunk_view(shelved, index)
+            if view is not None and chunk_digest(view) != shelved.digests[index]:
+                self.holder.vault.verify(shelved)  # condemns it, so that repair replaces it
+                self.holder.sealed(shelved)
+                view = None
             if view is None:
-                raise IntegrityError(f"chunk {index} of {shelved.shard} went bad while it was written")
+                raise IntegrityError(f"chunk {index} of {shelved.shard} went bad before it was written")
             yield view
 
     def _marker(self, body: dict[str, Any], step: StepId) -> bool:
