@@ -130,7 +130,10 @@ class Repair:
             return
         self.refused_s[shard, target] = now
         if body.get("is_final", True) and self.catalog.hosts.is_answering(target):
-            job.refusals[shard, target] = why
+            kept = {
+                key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
+            }
+            job.refusals = {**kept, (shard, target): why}
             self.catalog.steps.evaluate(job, StepId(shard.attempt, shard.step))
 
     def host_died(self, host_id: str) -> None:
