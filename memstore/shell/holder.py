@@ -290,13 +290,7 @@ class Holder:
         elif kind == "stage":
             self.stager.order(body)
         elif kind == "check":
-            shelved = self.stager.staged_shard(body)
-            if shelved is not None:
-                self.ranks.check(body, shelved)
-            else:
-                why = f"what was staged for rank {body['rank']} on host {self.info.host_id} is gone: call get() again"
-                reply = {key: body[key] for key in ("job", "round", "rank")}
-                self.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
+            self.stager.check(body)
         elif kind == "level":
             self.ranks.level(body)
         elif kind == "abandon":

@@ -142,11 +142,17 @@ class Stager:
         for each in freed:
             self.vault.unpin(*each)
 
-    def staged_shard(self, body: dict[str, Any]) -> Shelved | None:
-        """Return what was staged for a rank in a round, or None if it is gone."""
+    def check(self, body: dict[str, Any]) -> None:
+        """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
         with self.lock:
             found = self.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
-        return found[0] if found is not None else None
+        if found is not None:
+            self.holder.ranks.check(body, found[0])
+            return
+        host = self.holder.info.host_id
+        why = f"what was staged for rank {body['rank']} on host {host} is gone: call get() again"
+        reply = {key: body[key] for key in ("job", "round", "rank")}
+        self.holder.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
 
     def _may_wait(self, body: dict[str, Any], deadline_s: float) -> bool:
         """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""

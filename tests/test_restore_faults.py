@@ -1,0 +1,217 @@
+"""Transfers between two holders that break or rot: what counts as evidence, and what is only bad luck (R13, R25)."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.events import shard_to_wire, spec_to_wire
+from memstore.core.shelf import Shelved
+from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
+from memstore.shell import stager
+from memstore.shell.holder import Holder
+from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.peer_client import Peer
+from memstore.shell.tool import store_root
+from memstore.shell.vault import VERIFY_AGE_S, Vault
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+SHARD = ShardId("train", 1, 2, 0)
+Reports = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
+    """Two holders that know each other, without a controller."""
+    monkeypatch.setattr(stager, "RETRY_S", 0.01)
+    config = Config(
+        store=f"t{secrets.token_hex(4)}", arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+        scrub_bytes_per_s=0,
+    )  # fmt: skip
+    secret = secrets.token_bytes(32)
+    holders = [
+        Holder(HostIdentity(host, read_boot_id(), True, {}), config, secret=secret, arena_limit_bytes=8 << 20)
+        for host in ("a", "b")
+    ]
+    for holder in holders:
+        holder._set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders])
+    yield holders[0], holders[1]
+    for holder in holders:
+        holder.close()
+    shutil.rmtree(store_root(config), ignore_errors=True)
+
+
+def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:
+    """Store a shard of one chunk per fill byte, as a rank's put would."""
+    vault.ensure_free(len(fills))
+    slots = [vault.take_slot() for _ in fills]
+    for slot, fill in zip(slots, fills, strict=True):
+        vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return vault.seal_local(
+        shard, world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=shard.attempt
+    )
+
+
+def rot(vault: Vault, shelved: Shelved, index: int) -> None:
+    """Flip a bit of a sealed chunk behind everybody's back."""
+    slot = shelved.slots[index]
+    assert slot is not None
+    vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+
+
+def age(vault: Vault) -> None:
+    """Everything was verified too long ago to be trusted unseen."""
+    for slot in vault.table.slots:
+        slot.verified_s -= 2 * VERIFY_AGE_S
+
+
+def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
+    """Collect what a holder tells the controller."""
+    found: Reports = []
+    monkeypatch.setattr(holder, "report", lambda kind, body: found.append((kind, body)))
+    return found
+
+
+def order(shelved: Shelved, number: int = 1) -> dict[str, Any]:
+    """Stage the whole shard from host a."""
+    return {
+        "job": "train", "round": number, "rank": 0, "shard": shard_to_wire(shelved.shard), "attempt": 2,
+        "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 4]], "durable": None, "holders": ["a"],
+    }  # fmt: skip
+
+
+def staged(holder: Holder, body: dict[str, Any], reports: Reports) -> dict[str, Any]:
+    """Stage and return the report."""
+    holder.stager.order(body)
+    holder.stager.workers.submit(lambda: None).result(timeout=10)
+    holder.stager.workers.shutdown(wait=True)
+    return next(body for kind, body in reports if kind == "staged")
+
+
+def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
+    """The first fetches of a batch raise `error`."""
+    real, left = Peer._fetch_batch, [times]
+
+    def broken(self: Peer, *args: Any) -> list[int]:
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+        return real(self, *args)
+
+    monkeypatch.setattr(Peer, "_fetch_batch", broken)
+
+
+def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks once during a restore is no evidence about the bytes: they are fetched again (R25)."""
+    a, b = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
+    report = staged(b, order(shelved), reports)
+    assert (report["ok"], report["bad"]) == (True, {})
+    held = b.vault.shelf.find(SHARD, shelved.spec.digest)
+    assert held is not None
+    assert not b.vault.verify(held)
+
+
+@pytest.mark.parametrize("error", [PeerUnreachable("connection reset"), CapacityError("the arena is full")])
+def test_bad_luck_is_reported_without_evidence(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
+    a, b = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    monkeypatch.setattr(stager.Stager, "_may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    break_fetches(monkeypatch, error, times=1000)
+    report = staged(b, order(shelved), reports)
+    assert (report["ok"], report["bad"]) == (False, {})
+    assert str(error) in report["why"]
+
+
+def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source digests its bytes again and tells the controller what it lacks: then the chunk counts as bad (R25)."""
+    a, b = pair
+    shelved, reports, from_a = seal(a.vault, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
+    rot(a.vault, shelved, 2)
+    assert staged(b, order(shelved), reports)["bad"] == {"a": [2]}
+    assert [list(body["copies"][0][-1]) for kind, body in from_a if kind == "sealed"] == [[2]]
+
+
+def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    checked: list[Shelved] = []
+    monkeypatch.setattr(a.ranks, "check", lambda body, what: checked.append(what))
+    for number in (1, -1):
+        assert a.stager._stage(order(shelved, number), SHARD) == {}
+    a.stager.check({"job": "train", "round": 1, "rank": 0})
+    assert checked == [shelved]
+
+
+def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order to check what is not staged any more ends the get with an error instead of its deadline."""
+    a, _ = pair
+    reports = reports_of(a, monkeypatch)
+    a._order({"k": "check", "job": "train", "round": 7, "rank": 0})
+    assert [(kind, body["ok"], body["error"][0]) for kind, body in reports] == [("checked", False, "RecoveryError")]
+
+
+@pytest.mark.parametrize("is_rotten", [False, True])
+def test_a_have_is_verified_and_reported(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_rotten: bool
+) -> None:
+    """An offered shard that is here already is digested again when old, mended if rotten, and reported (R13)."""
+    a, b = pair
+    mine, theirs = seal(a.vault, SHARD), seal(b.vault, SHARD)
+    b.vault.ensure_free(4)
+    age(b.vault)
+    if is_rotten:
+        rot(b.vault, theirs, 1)
+    reports = reports_of(b, monkeypatch)
+    sent_bytes = a.peer("b").push(a.vault, mine, sender="a", attempt=1, throttle=lambda nbytes: None)
+    assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
+    assert reports[-1][0] == "sealed"
+    assert not reports[-1][1]["copies"][0][-1]
+    assert not b.vault.verify(theirs)
+
+
+def test_a_put_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
+    """Fresh bytes equal to an old chunk that has rotted are stored, not dropped for it (R13)."""
+    vault = pair[0].vault
+    old = seal(vault, SHARD)
+    age(vault)
+    rot(vault, old, 0)
+    new = seal(vault, ShardId("train", 1, 3, 0))
+    assert not vault.verify(new)
+    assert old.missing == {0}
+
+
+def test_a_draft_loses_a_chunk_that_went_bad(pair: tuple[Holder, Holder]) -> None:
+    """What a draft holds by reference is lacking again once it is condemned, so the shard cannot be sealed (R30)."""
+    vault = pair[0].vault
+    old = seal(vault, SHARD)
+    sizes = [CHUNK_BYTES] * 4
+    draft = vault.open_draft("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
+    assert draft.missing == []
+    rot(vault, old, 3)
+    vault.verify(old)
+    assert draft.missing == [3]
+
+
+def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A durable part is written from verified bytes only; what is bad is taken out and reported (R30, R31)."""
+    a, _ = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
+    rot(a.vault, shelved, 1)
+    with pytest.raises(IntegrityError, match="chunk 1"):
+        list(a.persister._chunks(shelved))
+    assert shelved.missing == {1}
+    assert reports[-1][0] == "sealed"
