@@ -112,12 +112,14 @@ class Holder:
         )  # fmt: skip
         self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
+        self._threads = self._start_loops()
+
+    def _start_loops(self) -> list[threading.Thread]:
         loops = {"heartbeat": self._heartbeat_loop, "reap": self._reap_loop, "scrub": self.scrubber.run}
-        self._threads = [
-            threading.Thread(target=run, name=f"memstore-{name}", daemon=True) for name, run in loops.items()
-        ]
-        for thread in self._threads:
+        threads = [threading.Thread(target=run, name=f"memstore-{name}", daemon=True) for name, run in loops.items()]
+        for thread in threads:
             thread.start()
+        return threads
 
     def close(self) -> None:
         """Stop serving and give up the lock; the arena stays (R5)."""
@@ -240,7 +242,7 @@ class Holder:
 
     def relay(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
         """Pass a rank's call on; it is sent again to the next controller if this one dies."""
-        self._queue({"k": "call", "id": call_id, "verb": verb, "body": body})
+        self.report("call", {"id": call_id, "verb": verb, "body": body})
 
     def rank_gone(self, nonce: str) -> None:
         """A rank's process is dead."""
@@ -265,10 +267,7 @@ class Holder:
 
     def _guarded(self, body: dict[str, Any]) -> None:
         """One order that fails ends no session; but facts that could not be written are sent again to a new one."""
-        if body.get("k") == "journal":
-            self._order(body)
-        else:
-            self._logged(self._order, body)
+        self._order(body) if body.get("k") == "journal" else self._logged(self._order, body)
 
     def _order(self, body: dict[str, Any]) -> None:
         """Carry out one order; whatever can block runs elsewhere."""

@@ -1,0 +1,306 @@
+"""A link that breaks, a store that closes, a fence or abandon at the worst moment: nothing is mixed up (R6-R8)."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore.api
+import memstore.checkpoint
+from memstore.config import Config
+from memstore.core.manifest import chunk_digest
+from memstore.core.slots import SlotState
+from memstore.errors import DigestMismatch
+from memstore.shell.arena_folder import arena_folder
+from memstore.shell.arena_mapping import ArenaMapping
+from memstore.shell.controller import Controller
+from memstore.shell.holder import Holder
+from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.membership import DirectoryMembership
+from memstore.shell.tool import Tool, store_root
+from memstore.shell.vault import Vault
+from memstore.store import Store
+from memstore.testing.processes import wait_for
+
+ARENA_BYTES = 16 << 20
+WAIT_S = 15.0
+
+
+class Stop:
+    """Holds up the first call of a function until `go`."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.at, self.go = real, threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.at.is_set():
+            self.at.set()
+            assert self.go.wait(WAIT_S)
+        return self.real(*args, **kwargs)
+
+
+class Site:
+    """A controller and holders in this process, so that a test can stop them anywhere."""
+
+    def __init__(self, folder: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.config = Config(
+            store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
+            heartbeat_s=0.1, suspect_after_s=0.6, repair_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
+        )  # fmt: skip
+        members = DirectoryMembership(folder)
+        self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)
+        self.holders: dict[str, Holder] = {}
+        for host in hosts:
+            identity = HostIdentity(host, read_boot_id(), True, {"memstore": "replica"})
+            holder = Holder(identity, self.config, secret=self.secret, arena_limit_bytes=ARENA_BYTES)
+            self.holders[host] = holder
+            info = holder.info
+            members.announce(host, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
+        wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
+        self.stores: list[Store] = []
+        self.place = threading.local()
+        monkeypatch.setattr(memstore.api, "holder_folder", lambda config: self.folder(self.place.host))
+
+    def folder(self, host: str) -> Path:
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    @property
+    def vault(self) -> Vault:
+        return self.holders["a"].vault
+
+    def connect(self) -> list[Store]:
+        """One rank per host, of a new launch."""
+        key, hosts = secrets.token_hex(4), list(self.holders)
+
+        def join(rank: int) -> Store:
+            self.place.host = hosts[rank]
+            return memstore.api.connect("job", rank=rank, world_size=len(hosts), attempt=key, config=self.config)
+
+        stores = together(*[lambda r=rank: join(r) for rank in range(len(hosts))])
+        self.stores += stores
+        return stores
+
+    def close(self) -> None:
+        for store in self.stores:
+            store._link.close()
+        self.controller.close()
+        for holder in self.holders.values():
+            holder.close()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(WAIT_S * 2) for future in [pool.submit(call) for call in calls]]
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100_000,), value)}
+
+
+def break_link(store: Store) -> None:
+    """End the channel and wait until the store is connected on another one."""
+    channel = store._link.channel
+    channel.abort()
+    wait_for(lambda: store._link.channel is not channel, "a new link")
+
+
+@pytest.fixture
+def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*hosts: str) -> Site:
+        made.append(Site(tmp_path, list(hosts), monkeypatch))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots being pre-faulted while the link comes back are leased once, and no sealed slot is written (R6, R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    stop = Stop(ArenaMapping.prefault)
+    monkeypatch.setattr(ArenaMapping, "prefault", lambda self, *args: stop(self, *args))
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, 1, state(1))
+        assert stop.at.wait(WAIT_S)
+        break_link(store)
+        stop.go.set()
+        put.result(WAIT_S)
+    for step in range(2, 8):
+        store.put(step, state(step), timeout_s=WAIT_S).wait("committed", WAIT_S)
+        assert len(store._link.pool) == len(set(store._link.pool))
+        with site.vault.lock:
+            for number, slot in enumerate(site.vault.table.slots):
+                if slot.state is SlotState.SEALED:
+                    assert chunk_digest(site.vault.arena.view(number, slot.nbytes)) == slot.digest
+
+
+def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[..., Site]) -> None:
+    """After a rewind a link that comes back hears nothing of the old attempt's commit of the same step (R15)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    for step in (3, 5):
+        together(*[lambda s=s, n=step: s.put(n, state(n)).wait("committed", WAIT_S) for s in stores])
+    together(*[lambda s=s: s.rewind(3) for s in stores])
+    ticket, _ = together(lambda: stores[0].put(5, state(50)), lambda: stores[1].put(4, state(4)))
+    break_link(stores[0])
+    stores[0].steps()  # answered on the new link, after whatever it was told first
+    assert ticket.level != "committed"
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_bytes_that_change_under_a_get_are_not_returned(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """A slot that is recycled between the check before the copy and the copy itself fails the get (R7)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    real = memstore.checkpoint.decode_state
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        with site.vault.lock:
+            shelved = next(iter(site.vault.shelf.shards.values()))
+        site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(memstore.checkpoint, "decode_state", late)
+    reader = memstore.api.Reader("job", Tool(site.folder("a")))
+    with reader, pytest.raises(DigestMismatch, match="restart" if has_into else "call get"):
+        reader.get(into=state(0) if has_into else None)
+
+
+def test_an_abandon_under_a_seal_fails_that_put_only(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step abandoned while its manifest is made leaves nothing behind, and later puts are sealed (R12)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.finish)
+    monkeypatch.setattr(site.vault, "finish", stop)
+    ticket = store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    store._skip(store._new_ticket(3, 0), "no room")
+    store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
+    wait_for(lambda: not site.vault.shelf.drafts, "the abandon")
+    stop.go.set()
+    wait_for(lambda: ticket.is_over, "the end of the abandoned put")
+    assert ticket.level in ("skipped", "failed")
+    assert store.put(100, state(100), timeout_s=WAIT_S).wait("committed", WAIT_S).level == "committed"
+    with site.vault.lock:
+        assert len(list(site.vault.manifests.load_all())) == len(site.vault.shelf.shards)
+
+
+def test_a_put_that_fails_on_its_host_is_skipped_by_all(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest that cannot be saved on one host skips that step on every rank, and its slots are free (R12)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[lambda s=s: s.put(1, state(1)).wait("committed", WAIT_S) for s in stores])
+    real, failed = site.vault.manifests.save, threading.Event()
+
+    def save(name: str, data: bytes) -> None:
+        if threading.current_thread().name.startswith("memstore-seal") and not failed.is_set():
+            failed.set()
+            raise OSError("no space left")
+        real(name, data)
+
+    monkeypatch.setattr(site.vault.manifests, "save", save)
+    tickets = [store.put(2, state(2)) for store in stores]
+    wait_for(lambda: all(ticket.is_over for ticket in tickets), "the skip")
+    assert [ticket.level for ticket in tickets] == ["failed", "skipped"]
+    assert not site.vault.shelf.drafts
+
+
+def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() and connect() in one process while a put is still digested: the new store keeps its leases (R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    owner = next(iter(site.vault.table.leases))
+    store.close()
+    ranks = site.holders["a"].ranks
+    again = memstore.api.RankLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
+    try:
+        with ranks.lock:
+            link = ranks.links[again.nonce]
+        link.attempt = 1
+        ranks.grant(link)
+        slots = again.acquire(1, WAIT_S)
+        assert slots is not None
+        stop.go.set()
+        wait_for(lambda: owner == link.owner or not site.vault.table.leases.get(owner), "the old store's goodbye")
+        wait_for(lambda: not ranks_busy(site), "the old link's end")
+        assert site.vault.table.slots[slots[0]].state is SlotState.LEASED
+    finally:
+        again.close()
+
+
+def ranks_busy(site: Site) -> bool:
+    """Return whether some put is still digested or a link of a closed store is still served."""
+    names = [t.name for t in threading.enumerate() if t.name.startswith("memstore-seal")]
+    return len(names) > 1
+
+
+def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hand-over that is sent again waits for the seal under way instead of failing its ticket (R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    ticket = store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    break_link(store)
+    store.steps()  # the holder has read what was sent again before this call
+    link = site.holders["a"].ranks.links[store._link.nonce]
+    wait_for(link.handovers.empty, "the second hand-over to be taken up")
+    stop.go.set()
+    assert ticket.wait("committed", WAIT_S).level == "committed"
+
+
+def test_a_fence_finishes_every_put_that_was_handed_over(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two puts wait in the holder when the fence comes: both are sealed and in its inventory (R21)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    for step in (2, 3):
+        store.put(step, state(step))
+    assert stop.at.wait(WAIT_S)
+    store.steps()  # the holder has read both hand-overs
+    with ThreadPoolExecutor(1) as pool:
+        rewind = pool.submit(store.rewind, 1)
+        wait_for(lambda: site.holders["a"].fences.get("job") == 2, "the fence")
+        stop.go.set()
+        rewind.result(WAIT_S)
+    with site.vault.lock:
+        assert {2, 3} <= {copy.shard.step for copy in site.vault.shelf.copies("a", "job")}
