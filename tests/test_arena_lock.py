@@ -107,7 +107,7 @@ def test_forked_child_does_not_keep_the_lock(folder: Path) -> None:
         os._exit(0)
     try:
         lock.release()
-        ArenaLock.take(folder, timeout_s=0).release()
+        ArenaLock.take(folder, timeout_s=5).release()
     finally:
         os.close(release)
         os.close(wait)

@@ -97,11 +97,11 @@ def test_a_handed_over_step_is_sent_again_to_the_next_holder(tmp_path: Path, nur
     """A hand-over that found no holder is not lost: the next one seals it and the step commits (R8, R11)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
-        ranks = fleet.begin(["h0", "h1"], last_step=1)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
         cluster.kill_holder("h0")
-        together(ranks, "put", step=2)
+        together(ranks, "put", step=1)
         cluster.start_holder("h0")
-        assert together(ranks, "wait", step=2)[0]["level"] == "committed"
+        assert together(ranks, "wait", step=1)[0]["level"] == "committed"
 
 
 def test_nothing_remains_of_a_cluster(tmp_path: Path, nursery: RankNursery) -> None:

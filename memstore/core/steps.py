@@ -300,11 +300,7 @@ class Steps:
         if attempt is None:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
-        spans = job.spans(attempt.ordinal)
-        kept = kept_steps(
-            [s for s in job.commits if in_lineage(spans, s) and s not in job.retired],
-            keep=int(attempt.config["keep_steps"]),
-        )
+        kept = self._kept(job, attempt)
         busy = self.catalog.pinned_steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
@@ -333,11 +329,19 @@ class Steps:
         if attempt is None:
             return
         spans, busy = job.spans(attempt.ordinal), self.catalog.pinned_steps(job)
+        kept = self._kept(job, attempt)
         for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
             commit = job.commits.get(step)
             is_whole = commit is not None and len(job.copies[step]) == commit.world_size
-            if commit is None or (not in_lineage(spans, step) and not is_whole):
+            is_old = in_lineage(spans, step) and step not in kept  # a restore adopted a newer one by a fact
+            if commit is None or is_old or (not in_lineage(spans, step) and not is_whole):
                 self._drop_step(job, step)
+
+    def _kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
+        """The committed steps of the lineage that retention keeps."""
+        spans = job.spans(attempt.ordinal)
+        committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
+        return kept_steps(committed, keep=int(attempt.config["keep_steps"]))
 
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
