@@ -28,6 +28,8 @@ USER_TIMEOUT_S = 30.0
 REST_OF_FRAME_S = 30.0
 """How long a frame that has begun may take when the caller waits without limit for one to begin."""
 SKIP_BUFFER_BYTES = 256 << 10
+WAKE_BYTES = 1 << 20
+"""A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
 _UCRED = struct.Struct("3i")
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -59,6 +61,7 @@ class Channel:
         self._recv_lock = threading.Lock()
         self._bulk_left = 0
         self._last_request = 0
+        self._low_water = 1
         self._header = bytearray(wire.HEADER_BYTES)
         sock.setblocking(False)
         self._writable, self._readable = select.poll(), select.poll()
@@ -230,6 +233,7 @@ class Channel:
             try:
                 got = self._sock.recv_into(view[done:])
             except BlockingIOError:
+                self._wake_at(min(view.nbytes - done, WAKE_BYTES))
                 self._wait(self._readable, clock, mid_frame=not at_boundary or done > 0)
                 continue
             except OSError as error:
@@ -240,6 +244,12 @@ class Channel:
             if at_boundary and not done:
                 clock.limit_from_now()
             done += got
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Ask to be woken when `nbytes` are there or the peer is gone: waking for every segment costs more."""
+        if nbytes != self._low_water and self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low_water = nbytes
 
     def _wait(self, poll: select.poll, clock: _Clock, *, mid_frame: bool) -> None:
         left_s = clock.left_s()
