@@ -23,7 +23,7 @@ from memstore.shell.listener import connect_tcp
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
 
-BATCH_CHUNKS = 8  # chunks of one request: 32 MiB, so that a round trip costs little and streams share evenly
+BATCH_CHUNKS = 32  # most chunks of one request: round trips cost a stream its pace; small shards are cut finer
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
@@ -151,7 +151,8 @@ class Peer:
         before = self.sent_bytes
         wanted = list(range(len(manifest.chunks)))
         for _ in range(SEAL_ROUNDS_MAX):
-            batches = [wanted[i : i + BATCH_CHUNKS] for i in range(0, len(wanted), BATCH_CHUNKS)]
+            size = max(1, min(BATCH_CHUNKS, -(-len(wanted) // self._streams)))
+            batches = [wanted[i : i + size] for i in range(0, len(wanted), size)]
             self.over_streams(batches, lambda batch: self._send_batch(vault, shelved, sender, batch, throttle))
             sealed = self.call({"do": "seal", "shard": shard, "sender": sender, "manifest": data})
             if sealed["ok"]:
