@@ -284,7 +284,7 @@ class Rank:
         except CommitError:
             time.sleep(STEP_S)
         except TimeoutError:
-            pass
+            pass  # the ticket below says how far it came
         return self._ticket(self.tickets[step])
 
     def do_train(self, first: int, last: int, timeout_s: float = 30.0) -> dict[str, Any]:
