@@ -88,6 +88,27 @@ def test_a_relaunch_keeps_the_restored_step_until_its_first_commit() -> None:
     assert world.holders_of(StepId(1, 1), 1) == ["h0", "h1"]
 
 
+def test_the_first_put_frees_the_step_that_the_restored_one_replaces() -> None:
+    """keep_steps=1: a whole uncommitted step that was restored is what is kept, so the commit before it goes (R10)."""
+    world = CatalogWorld(3, min_copies=2, keep_steps=1)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    for holder in world.holders.values():
+        holder.refuses_copies = "full"  # step 2 is sealed by all ranks and misses its second copies
+    assert not world.put_all(ranks, 2, limit_s=2.0)
+    assert StepId(1, 2) not in world.job().commits
+    ranks = world.launch(3)
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {a["step"] for a in answers} == {2}
+    assert all(world.holders_of(StepId(1, 1), rank) for rank in range(3))
+    world.reserve(ranks)
+    world.run(1.0)
+    assert [world.holders_of(StepId(1, 1), rank) for rank in range(3)] == [[], [], []]
+    assert all(world.holders_of(StepId(1, 2), rank) for rank in range(3))
+
+
 def test_the_commit_of_a_retired_step_stays_history() -> None:
     """A step that may not be offered any more is still history: the job does not start from nothing."""
     world, ranks = trained(2, 2)
