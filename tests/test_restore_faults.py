@@ -17,6 +17,7 @@ from memstore.shell import stager
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.peer_client import Peer
+from memstore.shell.shipment import Stored
 from memstore.shell.tool import store_root
 from memstore.shell.vault import VERIFY_AGE_S, Vault
 from recovery.inventory import ShardId
@@ -176,7 +177,7 @@ def test_a_have_is_verified_and_reported(
     if is_rotten:
         rot(b.vault, theirs, 1)
     reports = reports_of(b, monkeypatch)
-    sent_bytes = a.peer("b").push(a.vault, mine, sender="a", attempt=1, throttle=lambda nbytes: None)
+    sent_bytes = a.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
     assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     assert reports[-1][0] == "sealed"
     assert not reports[-1][1]["copies"][0][-1]

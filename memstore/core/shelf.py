@@ -23,7 +23,7 @@ class Draft:
     """A shard under construction: it holds a reference for every chunk that is there."""
 
     shard: ShardId
-    digests: tuple[bytes, ...]
+    digests: list[bytes]  # b"" where the sender has not named the chunk yet
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
 
@@ -79,7 +79,7 @@ class Shelf:
 
     def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int) -> Draft:
         """Begin a shard; `name` tells drafts of one shard from several senders apart."""
-        draft = Draft(shard, tuple(digests), [None] * len(digests), attempt)
+        draft = Draft(shard, list(digests), [None] * len(digests), attempt)
         self.abort_draft(name, shard)
         self.drafts[shard, name, "draft"] = draft
         return draft
@@ -87,6 +87,11 @@ class Shelf:
     def draft(self, name: str, shard: ShardId) -> Draft | None:
         """Return an open draft."""
         return self.drafts.get((shard, name, "draft"))
+
+    def expect(self, draft: Draft, index: int, digest: bytes) -> bool:
+        """Name a chunk of a draft by its digest; False if it was named otherwise before."""
+        draft.digests[index] = draft.digests[index] or digest
+        return draft.digests[index] == digest
 
     def hold_known(self, draft: Draft, index: int, nbytes: int) -> int | None:
         """Take a reference to content that is here already; its slot, or None (R13: a have is a reference)."""
@@ -136,7 +141,7 @@ class Shelf:
                     self.table.unhold(number)
             known.is_doomed = False
             return known
-        return self._shelve(Shelved(shard, spec, draft.digests, draft.slots))
+        return self._shelve(Shelved(shard, spec, tuple(draft.digests), draft.slots))
 
     def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> Shelved:
         """Count a manifest found on adoption; chunks that are not here are missing (R6)."""

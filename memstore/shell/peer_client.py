@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from memstore.core.events import shard_to_wire
-from memstore.core.manifest import decode_manifest, shard_digest
-from memstore.core.shelf import Draft, Shelved
+from memstore.core.manifest import shard_digest
+from memstore.core.shelf import Draft
 from memstore.core.wire import Kind, error_from_body
-from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_tcp
+from memstore.shell.shipment import Shipment
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
 
@@ -131,17 +132,13 @@ class Peer:
 
     # -- push ---------------------------------------------------------------------------------
 
-    def push(
-        self, vault: Vault, shelved: Shelved, *, sender: str, attempt: int, throttle: Callable[[int], None]
-    ) -> int:
-        """Copy a pinned shard to the peer; return the bytes sent. PeerRefused, TransportError."""
-        data = vault.manifest(shelved)
-        manifest = decode_manifest(data)
-        shard = shard_to_wire(shelved.shard)
+    def push(self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None]) -> int:
+        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError."""
+        shard = shard_to_wire(shipment.shard)
         offer = self.call(
             {
-                "do": "offer", "shard": shard, "digest": shelved.spec.digest, "attempt": attempt, "sender": sender,
-                "digests": [c.digest for c in manifest.chunks], "sizes": [c.nbytes for c in manifest.chunks],
+                "do": "offer", "shard": shard, "digest": shipment.digest, "attempt": attempt, "sender": sender,
+                "count": len(shipment.sizes),
             }
         )  # fmt: skip
         if not offer["ok"]:
@@ -149,11 +146,17 @@ class Peer:
         if offer["have"]:
             return 0
         before = self.sent_bytes
-        wanted = list(range(len(manifest.chunks)))
+        wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
             size = max(1, min(BATCH_CHUNKS, -(-len(wanted) // self._streams)))
             batches = [wanted[i : i + size] for i in range(0, len(wanted), size)]
-            self.over_streams(batches, lambda batch: self._send_batch(vault, shelved, sender, batch, throttle))
+            try:
+                self.over_streams(batches, lambda batch: self._send_batch(shipment, sender, batch, throttle))
+                data = shipment.manifest()
+            except PeerRefused:
+                with contextlib.suppress(TransportError):  # a draft that nobody feeds ends with its connection
+                    self.call({"do": "abort", "shard": shard, "sender": sender})
+                raise
             sealed = self.call({"do": "seal", "shard": shard, "sender": sender, "manifest": data})
             if sealed["ok"]:
                 return self.sent_bytes - before
@@ -165,18 +168,21 @@ class Peer:
             f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
         )
 
-    def _send_batch(
-        self, vault: Vault, shelved: Shelved, sender: str, batch: list[int], throttle: Callable[[int], None]
-    ) -> None:
+    def _send_batch(self, shipment: Shipment, sender: str, batch: list[int], throttle: Callable[[int], None]) -> None:
+        digests = shipment.digests(batch)
+
         def send(channel: Channel) -> None:
             request_id = next_request_id()
-            body = {"do": "chunks", "shard": shard_to_wire(shelved.shard), "sender": sender, "want": batch}
+            body = {
+                "do": "chunks", "shard": shard_to_wire(shipment.shard), "sender": sender, "want": batch,
+                "digests": digests, "sizes": [shipment.sizes[i] for i in batch],
+            }  # fmt: skip
             channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
-            answer = channel.recv(timeout_s=CALL_TIMEOUT_S).body
-            if not answer["ok"]:
-                raise PeerRefused(str(answer["why"]), is_final=False)
-            for index in answer["lack"]:
-                view = vault.chunk_view(shelved, int(index))
+            answer = channel.recv(timeout_s=CALL_TIMEOUT_S)
+            if answer.kind is not Kind.EVENT:  # an ERROR, or the reply that there is no such draft
+                raise PeerRefused(str(answer.body.get("why") or error_from_body(answer.body)), is_final=False)
+            for index in answer.body["lack"]:
+                view = shipment.view(int(index))
                 if view is None:
                     raise PeerRefused(f"chunk {index} went bad here", is_final=True)
                 throttle(view.nbytes)

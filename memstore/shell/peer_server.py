@@ -2,8 +2,9 @@
 
 A connection carries one request at a time. Requests (CALL bodies, key "do"):
 
-    offer     shard, digest, attempt, sender, digests, sizes   -> {"ok", "why"}     opens a draft
-    chunks    shard, sender, want=[index...]                   -> {"lack": [...]}   then one CHUNK frame per
+    offer     shard, digest, attempt, sender, count            -> {"ok", "why"}     opens a draft of count chunks;
+              digest is "" while the sender itself does not know it yet
+    chunks    shard, sender, want=[index...], digests, sizes   -> {"lack": [...]}   then one CHUNK frame per
               lacking index, in order, then the reply {"bad": [...]}
     seal      shard, sender, manifest                          -> {"ok", "missing"}
     abort     shard, sender                                    -> {}
@@ -95,14 +96,17 @@ class PeerServer:
         shard, sender, attempt = shard_from_wire(body["shard"]), str(body["sender"]), int(body["attempt"])
         if self.is_fenced(shard.job, attempt):
             return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
-        digests, sizes = list(body["digests"]), [int(n) for n in body["sizes"]]
-        self.vault.verify_old(digests, sizes)  # outside the lock: it reads bytes
+        count, slots_count = int(body["count"]), len(self.vault.table.slots)
+        if not 0 <= count <= slots_count:
+            return {"ok": False, "why": f"{count} chunks offered, this host has {slots_count} slots", "is_final": False}
+        known = self.vault.shelf.find(shard, str(body["digest"])) if body["digest"] else None
+        if known is not None:  # outside the lock: it reads bytes
+            self.vault.verify_old(known.digests, [known.spec.chunk_nbytes(i) for i in range(len(known.digests))])
         with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
-            known = self.vault.shelf.find(shard, str(body["digest"]))
             has_it = known is not None and not known.missing and not known.is_doomed
-            why = None if has_it else self.vault.shelf.guest_refusal(shard, len(digests))
+            why = None if has_it else self.vault.shelf.guest_refusal(shard, count)
             if not has_it and why is None:
-                self.vault.open_draft(sender, shard, digests, sizes, attempt)
+                self.vault.shelf.open_draft(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:
             # The controller may not know of it: the word of this copy died with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
@@ -122,8 +126,10 @@ class PeerServer:
             return {"ok": False, "why": "no such draft"}
         with self.lock:
             self.feeders.setdefault((sender, shard), set()).add(channel)
-        want = [int(i) for i in body["want"]]
-        lack = [i for i in want if draft.slots[i] is None]
+        want, sizes = [int(i) for i in body["want"]], [int(n) for n in body["sizes"]]
+        if not all(0 <= i < len(draft.slots) for i in want):
+            raise ProtocolError(f"{channel.peer}: chunks {min(want)} to {max(want)} of a draft of {len(draft.slots)}")
+        lack = self.vault.expect(draft, want, [bytes(d) for d in body["digests"]], sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
         return {"ok": True, "bad": [i for i in lack if not self._receive(channel, draft, i)]}
 
@@ -153,7 +159,7 @@ class PeerServer:
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:
             return {"ok": False, "missing": [], "why": "no such draft: it was aborted or fenced"}
-        if manifest.shard != shard or tuple(c.digest for c in manifest.chunks) != draft.digests:
+        if manifest.shard != shard or [c.digest for c in manifest.chunks] != draft.digests:
             self._abort(body)
             return {"ok": False, "missing": [], "why": "the manifest names other chunks than the offer"}
         if self.is_fenced(shard.job, draft.attempt):

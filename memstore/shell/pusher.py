@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire
 from memstore.core.shelf import Shelved
-from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable, TransportError
+from memstore.errors import MemstoreError, PeerRefused, TransportError
 from memstore.shell.peer_client import RateLimit
+from memstore.shell.shipment import Fresh, Stored
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class Pusher:
         self.under_way: set[tuple[ShardId, str]] = set()
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
 
-    def replicate(self, shelved: Shelved) -> None:
-        """Push a freshly sealed shard to this host's targets; then its ticket is replicated (R15)."""
-        shard = shelved.shard
+    def replicate(self, shard: ShardId, digest: str, fresh: Fresh | None = None) -> bool:
+        """Push a shard that is stored, or being sealed, to this host's targets; then its ticket is replicated (R15).
+
+        False if there are no targets, so that nothing is to be waited for.
+        """
         targets = list(self.holder.targets.get(shard.job, ()))
         left = set(targets)
-        if not targets:
-            self.holder.ranks.replicated(shard)
 
         def done(target: str, is_ok: bool) -> None:
             if is_ok:
@@ -51,7 +52,8 @@ class Pusher:
                     self.holder.ranks.replicated(shard)
 
         for target in targets:
-            self.submit(shard, shelved.spec.digest, target, is_repair=False, done=done)
+            self.submit(shard, digest, target, is_repair=False, done=done, fresh=fresh)
+        return bool(targets)
 
     def order(self, body: dict[str, Any]) -> None:
         """A push ordered by the controller."""
@@ -59,18 +61,25 @@ class Pusher:
             shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=bool(body["is_repair"])
         )
 
-    def submit(self, shard: ShardId, digest: str, target: str, *, is_repair: bool, done: Any = None) -> None:
+    def submit(
+        self, shard: ShardId, digest: str, target: str, *, is_repair: bool, done: Any = None, fresh: Fresh | None = None
+    ) -> None:
         """Queue one push unless the same one is under way."""
         with self.lock:
             if (shard, target) in self.under_way:
                 return
             self.under_way.add((shard, target))
-        self.workers.submit(self._run, shard, digest, target, is_repair, done)
+        if fresh is not None:
+            fresh.begin()
+        self.workers.submit(self._run, shard, digest, target, is_repair, done, fresh)
 
-    def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, done: Any) -> None:
+    def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, done: Any, fresh: Fresh | None) -> None:
         why, is_final = "", True
         try:
-            why, is_final = self._push(shard, digest, target, is_repair)
+            if fresh is None:
+                why, is_final = self._push(shard, digest, target, is_repair)
+            else:
+                why, is_final = self._push_fresh(fresh, target)
         except MemstoreError as exc:
             why = str(exc)
         except Exception as exc:
@@ -86,6 +95,19 @@ class Pusher:
         if done is not None:
             done(target, not why)
 
+    def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:
+        """Send while it is digested; what goes wrong is tried again once it is sealed. PeerRefused: the put failed."""
+        try:
+            self.holder.peer(target).push(
+                fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled
+            )
+            return "", True
+        except (PeerRefused, TransportError):
+            digest = fresh.sealed().spec.digest
+        finally:
+            fresh.release()
+        return self._push(fresh.shard, digest, target, is_repair=False)
+
     def _push(self, shard: ShardId, digest: str, target: str, is_repair: bool) -> tuple[str, bool]:
         """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
         deadline_s = time.monotonic() + ROOM_WAIT_S
@@ -100,13 +122,12 @@ class Pusher:
                 peer = self.holder.peer(target)
                 throttle = self.repair_limit if is_repair else _unthrottled
                 attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
-                peer.push(
-                    self.holder.vault, shelved, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle
-                )
+                shipment = Stored(self.holder.vault, shelved)
+                peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
                 return "", True
             except PeerRefused as exc:
                 why, is_final = str(exc), bool(getattr(exc, "is_final", False))
-            except (PeerUnreachable, TransportError) as exc:
+            except TransportError as exc:
                 why = f"cannot reach {target}: {exc}"
             finally:
                 self.holder.vault.unpin(shelved, pin)

@@ -12,11 +12,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.manifest import chunk_sizes
 from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.shipment import Fresh
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
@@ -147,16 +149,31 @@ class Sealer:
                 is_old = shard.attempt < fence
                 return f"attempt {fence} was opened" if is_old else "its slots were no longer leased to it"
             if known is None:
-                known = self.vault.seal_local(
-                    shard, world_size=int(body["world_size"]), layout=bytes(body["layout"]), nbytes=int(body["nbytes"]),
-                    slots=slots, attempt=shard.attempt,
-                )  # fmt: skip
+                known, has_targets = self._seal_fresh(shard, body, slots)
+            else:
+                has_targets = self.holder.pusher.replicate(shard, known.spec.digest)
         finally:
             with self.changed:
                 self.sealing.discard(shard)
                 self.changed.notify_all()
         self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
         self.holder.sealed(known)
-        self.holder.pusher.replicate(known)
+        if not has_targets:
+            self.server.replicated(shard)
         self.server.grant_current(link)
         return ""
+
+    def _seal_fresh(self, shard: ShardId, body: dict[str, Any], slots: list[int]) -> tuple[Shelved, bool]:
+        """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
+        fresh = Fresh(self.vault, shard, slots, chunk_sizes(int(body["nbytes"]), self.vault.chunk_bytes))
+        is_sound = len(fresh.slots) == len(fresh.sizes)  # else sealing it says what is wrong
+        has_targets = is_sound and self.holder.pusher.replicate(shard, "", fresh)
+        try:
+            shelved = self.vault.seal_local(
+                shard, world_size=int(body["world_size"]), layout=bytes(body["layout"]), nbytes=int(body["nbytes"]),
+                slots=slots, attempt=shard.attempt, fresh=fresh,
+            )  # fmt: skip
+        except BaseException as exc:
+            fresh.fail(f"{type(exc).__name__}: {exc}")
+            raise
+        return shelved, has_targets

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memstore.core.manifest import (
     Chunk,
@@ -33,6 +34,9 @@ from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.slot_headers import SlotHeader
 from memstore.shell.slot_headers import SlotState as HeaderState
 from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.shipment import Fresh
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
@@ -176,13 +180,18 @@ class Vault:
     # -- a put (R7, R14) ----------------------------------------------------------------------
 
     def seal_local(
-        self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int
-    ) -> Shelved:
-        """Digest handed-over slots, in order, and store the shard; the slots are in state receiving."""
+        self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
+        fresh: Fresh | None = None,
+    ) -> Shelved:  # fmt: skip
+        """Digest handed-over slots, in order, and store the shard; they are in state receiving. `fresh` hears of it."""
         left = set(slots)  # not in the draft yet
         try:
             sizes = chunk_sizes(nbytes, self.chunk_bytes)
-            digests = [chunk_digest(self.arena.view(n, size)) for n, size in zip(slots, sizes, strict=True)]
+            digests = []
+            for number, size in zip(slots, sizes, strict=True):
+                digests.append(chunk_digest(self.arena.view(number, size)))
+                if fresh is not None:
+                    fresh.add(digests[-1])  # its pushes may send this chunk now
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
             now = time.time()
             with self.lock:
@@ -193,7 +202,11 @@ class Vault:
                 self.flush()
             chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
-            return self.finish(OWN_DRAFT, encode_manifest(manifest))
+            with self.lock:
+                shelved = self.finish(OWN_DRAFT, encode_manifest(manifest))
+                if fresh is not None:
+                    fresh.seal(shelved)
+            return shelved
         except BaseException:
             self.abort_draft(OWN_DRAFT, shard)
             self.give_back(sorted(left))
@@ -212,12 +225,22 @@ class Vault:
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int
     ) -> Draft:
         """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
+        with self.lock:
+            draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt)
+        self.expect(draft, range(len(digests)), digests, sizes)
+        return draft
+
+    def expect(self, draft: Draft, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]) -> list[int]:
+        """Name chunks of a draft, hold those whose content is here, return the others (R13). IntegrityError."""
         self.verify_old(digests, sizes)
         with self.lock:
-            draft = self.shelf.open_draft(name, shard, digests, attempt=attempt)
-            for index, size in enumerate(sizes):
+            if not any(draft is known for known in self.shelf.drafts.values()):
+                raise IntegrityError(f"the draft of {draft.shard} was aborted meanwhile: offer it again")
+            for index, digest, size in zip(indices, digests, sizes, strict=True):
+                if not self.shelf.expect(draft, index, digest):
+                    raise IntegrityError(f"chunk {index} of {draft.shard} was announced with two digests")
                 self.shelf.hold_known(draft, index, size)
-            return draft
+            return [i for i in indices if draft.slots[i] is None]
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
         """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
