@@ -87,6 +87,7 @@ class Holder:
         self.peers: dict[str, Peer] = {}
         self._peers_lock = threading.Lock()
         self.session: ControllerSession | None = None
+        self._session_lock = threading.Lock()
         self.orders = ThreadPoolExecutor(4, thread_name_prefix="memstore-orders")
         # One thread: an older share never replaces a newer one, and slow growth holds up no drop and no fence.
         self.reserves = ThreadPoolExecutor(1, thread_name_prefix="memstore-reserve")
@@ -197,25 +198,31 @@ class Holder:
     # -- the controller's session ---------------------------------------------------------------
 
     def _serve_controller(self, channel: Channel, term: int) -> None:
-        """Obey the controller of the highest term only; tell a lower one to go (R17)."""
-        if term < self.term:
-            channel.send(Kind.EVENT, 0, {"k": "stale", "term": self.term}, deadline_s=SEND_S)
-            return
-        self.term = term
+        """Obey the newest session of the highest term only; tell a lower one to go (R17)."""
         session = ControllerSession(channel)
-        old, self.session = self.session, session
+        with self._session_lock:
+            newest = self.term = max(self.term, term)
+            if term == newest:
+                old, self.session = self.session, session
+        if term < newest:
+            channel.send(Kind.EVENT, 0, {"k": "stale", "term": newest}, deadline_s=SEND_S)
+            return
         if old is not None:
             old.close()
-        session.open(self._up())
-        self.ranks.resend_calls()
         try:
+            session.open(self._up())
+            self.ranks.resend_calls()
             while True:
-                self._guarded(channel.recv(timeout_s=None).body)
+                body = channel.recv(timeout_s=None).body
+                with self._session_lock:  # an order is over before a newer session begins, or is not obeyed
+                    if self.session is not session:
+                        break
+                    self._guarded(body)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.info.host_id)
         finally:
-            if self.session is session:
-                self.session = None
+            with self._session_lock:
+                self.session = None if self.session is session else self.session
             session.close()
 
     def _up(self) -> dict[str, Any]:
@@ -231,14 +238,11 @@ class Holder:
             "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
 
-    def _queue(self, body: dict[str, Any]) -> None:
-        session = self.session
-        if session is not None:
-            session.put(body)
-
     def report(self, kind: str, body: dict[str, Any]) -> None:
         """Queue a report to the controller; without a session it is dropped: inventories replace it."""
-        self._queue({"k": kind, **body})
+        session = self.session
+        if session is not None:
+            session.put({"k": kind, **body})
 
     def relay(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
         """Pass a rank's call on; it is sent again to the next controller if this one dies."""
@@ -246,7 +250,7 @@ class Holder:
 
     def rank_gone(self, nonce: str) -> None:
         """A rank's process is dead."""
-        self._queue({"k": "rank_gone", "nonce": nonce})
+        self.report("rank_gone", {"nonce": nonce})
 
     def _heartbeat_loop(self) -> None:
         """A thread of its own that touches no bulk data (R28)."""
@@ -320,7 +324,7 @@ class Holder:
             self.journal.rewrite(records)
         else:
             self.journal.append(records)
-        self._queue({"k": "ack", "seq": int(body["seq"])})
+        self.report("ack", {"seq": int(body["seq"])})
 
     def _fence(self, job: str, attempt: int, members: list[str]) -> None:
         """Older processes are refused from now on; answer with what is here (R21)."""

@@ -1,0 +1,180 @@
+"""A holder obeys one controller, the newest of the highest term, whatever comes at once or too late (R16, R17)."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.wire import Kind
+from memstore.errors import PeerTimeout
+from memstore.shell import holder as holder_module
+from memstore.shell.channel import Channel
+from memstore.shell.controller_session import ControllerSession
+from memstore.shell.holder import Holder
+from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.listener import connect_tcp
+from memstore.shell.tool import store_root
+from memstore.testing.processes import wait_for
+
+WAIT_S = 15.0
+SECRET = b"s" * 32
+Dial = Callable[[int], Channel]
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    """A holder that never beats by itself, so that what it sends is what it was asked for."""
+    config = Config(
+        store=f"t{secrets.token_hex(4)}", arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
+        heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0,
+    )  # fmt: skip
+    made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
+    yield made
+    made.close()
+    shutil.rmtree(store_root(config), ignore_errors=True)
+
+
+@pytest.fixture
+def dial(holder: Holder) -> Iterator[Dial]:
+    """Connects as the controller of a term."""
+    made: list[Channel] = []
+
+    def connect(term: int) -> Channel:
+        channel = connect_tcp(
+            holder.info.address, holder.info.port, secret=SECRET, store=holder.config.store,
+            identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+        )  # fmt: skip
+        made.append(channel)
+        return channel
+
+    yield connect
+    for channel in made:
+        channel.close()
+
+
+class Pause:
+    """Holds up whoever comes until `go`."""
+
+    def __init__(self) -> None:
+        self.at, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.at.set()
+        assert self.go.wait(WAIT_S)
+
+
+def order(channel: Channel, kind: str, **body: Any) -> None:
+    channel.send(Kind.EVENT, 0, {"k": kind, **body}, deadline_s=WAIT_S)
+
+
+def heard(channel: Channel, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    return channel.recv(timeout_s=timeout_s).body
+
+
+def obeys(holder: Holder, channel: Channel) -> None:
+    """Raise unless an order on this session is carried out."""
+    target = secrets.token_hex(4)
+    order(channel, "targets", job="job", targets=[target])
+    wait_for(lambda: holder.targets.get("job") == [target], "the order")
+
+
+def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
+    """A controller of an older term hears of the newer one, is not obeyed, and does not displace it (R17)."""
+    newer = dial(6)
+    assert heard(newer)["k"] == "up"
+    older = dial(5)
+    with contextlib.suppress(Exception):  # the holder may have hung up already
+        order(older, "targets", job="job", targets=["old"])
+    assert heard(older) == {"k": "stale", "term": 6}
+    obeys(holder, newer)
+    assert holder.term == 6
+
+
+def test_of_two_controllers_at_once_the_higher_term_stays(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older controller that is slow to be taken does not displace the newer one that came meanwhile (R17)."""
+    pause, firsts = Pause(), [True]
+
+    class Slow(ControllerSession):
+        def __init__(self, channel: Channel) -> None:
+            super().__init__(channel)
+            if firsts and firsts.pop():
+                pause()
+
+    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    older = dial(5)
+    assert pause.at.wait(WAIT_S)
+    newer = dial(6)
+    assert heard(newer)["k"] == "up"
+    pause.go.set()
+    assert heard(older) == {"k": "stale", "term": 6}
+    obeys(holder, newer)
+
+
+@pytest.mark.parametrize("term", [5, 6])
+def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, term: int
+) -> None:
+    """What was read from an older session, of this term or one before, never overrides the newer session (R17)."""
+    pause, closed = Pause(), threading.Semaphore(0)
+
+    class Slow(ControllerSession):
+        """Its orders are read and then wait."""
+
+        def __init__(self, channel: Channel) -> None:
+            super().__init__(channel)
+            real = channel.recv
+
+            def recv(**limits: Any) -> Any:
+                frame = real(**limits)
+                pause()
+                return frame
+
+            monkeypatch.setattr(channel, "recv", recv)
+
+        def close(self) -> None:
+            super().close()
+            closed.release()
+
+    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    older = dial(5)
+    assert heard(older)["k"] == "up"
+    order(older, "targets", job="job", targets=["old"])
+    assert pause.at.wait(WAIT_S)
+    monkeypatch.setattr(holder_module, "ControllerSession", ControllerSession)
+    newer = dial(term)
+    assert heard(newer)["k"] == "up"
+    obeys(holder, newer)
+    pause.go.set()
+    assert closed.acquire(timeout=WAIT_S)  # by the newer session
+    assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
+    assert holder.targets["job"] != ["old"]
+    obeys(holder, newer)
+
+
+def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of facts come again in the next term: a write under way at the takeover counts for nobody else (R16)."""
+    pause, real = Pause(), holder.journal.append
+    monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
+    older = dial(5)
+    assert heard(older)["k"] == "up"
+    order(older, "journal", seq=7, reset=False, records=[["old"]])
+    assert pause.at.wait(WAIT_S)
+    newer, first = dial(6), None
+    with contextlib.suppress(PeerTimeout):
+        first = heard(newer, 0.3)  # not before the write is over, else it may be missing in what it says
+    pause.go.set()
+    first = first or heard(newer)
+    assert (first["k"], first["journal"]) == ("up", [["old"]])
+    order(newer, "journal", seq=1, reset=False, records=[["new"]])
+    assert heard(newer) == {"k": "ack", "seq": 1}
