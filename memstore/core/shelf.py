@@ -289,7 +289,9 @@ class Shelf:
         """Say why an incoming copy does not fit the guest share, or None."""
         share = self.shares.get(shard.job)
         if share is None:
-            free = len(self.table.free) - self._promised()
+            # Drafts of jobs without a share hold no slot yet for what has not arrived.
+            awaited = sum(len(d.missing) for d in self.drafts.values() if d.shard.job not in self.shares)
+            free = max(0, len(self.table.free) - self._promised() - awaited)
             if chunks_count <= free:
                 return None
             return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"

@@ -1,0 +1,84 @@
+"""What a holder does for its peers: room that one offer finds is not found by another (R10, R13)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, cast
+
+import pytest
+
+from memstore.core.events import shard_to_wire
+from memstore.core.shelf import Share
+from memstore.shell.channel import Channel
+from memstore.shell.peer_server import PeerServer
+from memstore.shell.vault import Vault
+from memstore.testing.scratch_folder import scratch_folder
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+
+
+class Moments:
+    """A lock that, once armed, does something as soon as nobody holds it: what another thread could do."""
+
+    def __init__(self) -> None:
+        self.lock, self.depth = threading.RLock(), 0
+        self.work: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depth -= 1
+        self.lock.release()
+        if not self.depth and self.work is not None:
+            work, self.work = self.work, None
+            work()
+
+
+@pytest.fixture
+def vault() -> Iterator[Vault]:
+    with scratch_folder() as folder:
+        made = Vault(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        yield made
+        made.close()
+
+
+def offer(server: PeerServer, sender: str, shard: ShardId) -> dict[str, Any]:
+    """Offer a shard of two chunks that nobody has."""
+    body = {"shard": shard_to_wire(shard), "digest": "", "attempt": shard.attempt, "sender": sender, "count": 2}
+    return server._offer(cast(Channel, object()), body)
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.MonkeyPatch, is_reserved: bool) -> None:
+    """Room for one shard, offered two: one is admitted and one refused, with a share and without (R10, R13)."""
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    if is_reserved:
+        vault.claim("job", Share(1, {}, 2))
+    else:
+        vault.ensure_free(2)
+    moments, real = Moments(), vault.shelf.guest_refusal
+    monkeypatch.setattr(vault, "lock", moments)
+    answers: list[dict[str, Any]] = []
+
+    def refusal(shard: ShardId, chunks_count: int) -> str | None:
+        why = real(shard, chunks_count)
+        if not answers and shard.rank == 1:
+            moments.work = lambda: answers.append(offer(server, "c", ShardId("job", 1, 7, 2)))
+        return why
+
+    monkeypatch.setattr(vault.shelf, "guest_refusal", refusal)
+    answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
+    second, first = answers
+    assert first == {"ok": True, "have": False}
+    assert not second["ok"]
+    assert not second["is_final"]
+    assert len(vault.shelf.drafts) == 1
+    server._abort({"sender": "b", "shard": shard_to_wire(ShardId("job", 1, 7, 1))})
+    assert offer(server, "c", ShardId("job", 1, 7, 2))["ok"]
