@@ -13,10 +13,13 @@ from click.testing import CliRunner
 
 from memstore.config import MIB
 from memstore.drills import faults
-from memstore.drills.catalogue import DRILLS, REFUSED
+from memstore.drills.catalogue import DRILLS
 from memstore.drills.cli import drill as drill_command
-from memstore.drills.report import BROKEN, ERROR, PASS, Report, verdict_line
-from memstore.drills.runner import DURABLE_EVERY, Options, run_drill
+from memstore.drills.options import DURABLE_EVERY, Options
+from memstore.drills.promises import FAMILIES, GOES_ON, PLACES, REFUSED, RESTART
+from memstore.drills.report import BROKEN, ERROR, PASS, PHASES, Report, verdict_line
+from memstore.drills.runner import run_drill
+from memstore.drills.scenes import SCENES
 from memstore.drills.site import EmbeddedSite
 from memstore.drills.training import alter, compare, make_state
 from memstore.shell.tool import store_root
@@ -61,8 +64,8 @@ def play(site: EmbeddedSite, name: str, **options: Any) -> tuple[Report, list[st
     ), told
 
 
-def phases(report: Report) -> list[str]:
-    return [line.phase for line in report.timeline]
+def labels(report: Report) -> list[str]:
+    return [line.label for line in report.timeline]
 
 
 def check_kept(site: EmbeddedSite, name: str) -> None:
@@ -75,7 +78,7 @@ def check_kept(site: EmbeddedSite, name: str) -> None:
     assert (report.bytes_by_tier["peer"] > 0) == (name == "kill-host")
     assert report.bytes_compared > RANKS * 2 * MIB
     assert {"before", "inject", "effect", "detected", "planned", "restored", "compared", "redundant"} <= {
-        *phases(report)
+        *labels(report)
     }
     assert told[0].startswith(f"drill {name} · seed 7 · the drill's own cluster (3 hosts) · victim ")
     if name in ("kill-holder", "kill-controller"):
@@ -92,7 +95,7 @@ def check_refused(site: EmbeddedSite, name: str) -> None:
     assert not report.is_verified
 
 
-OTHERS = [name for name in DRILLS if name != "kill-host"]
+OTHERS = [name for name in DRILLS if name != "kill-host" and DRILLS[name].flow == RESTART]
 
 
 @on_ray
@@ -107,6 +110,22 @@ def test_a_drill_ends_as_promised(site: EmbeddedSite, name: str) -> None:
 def test_its_twin_is_refused(site: EmbeddedSite, name: str) -> None:
     """Beyond the tolerance every rank gets a RecoveryError that names ranks and hosts, and no byte."""
     check_refused(site, name)
+
+
+@on_ray
+@pytest.mark.parametrize("name", [name for name in DRILLS if DRILLS[name].flow == GOES_ON])
+def test_training_goes_on_through_it(site: EmbeddedSite, name: str, tmp_path: Path) -> None:
+    """No put raises nor stalls beyond its budget, commits go on, every byte is right, no rank is restarted (1.5)."""
+    fields = {"durable": str(tmp_path)} if DRILLS[name].needs_durable else {}
+    report, _ = play(site, name, job_fields=fields)
+    assert report.outcome == PASS, report.words
+    assert (report.verdict, report.is_verified, report.rpo_steps) == (GOES_ON, True, 0)
+    assert [phase.name for phase in report.phases] == list(PHASES)
+    assert {"effect", "detected", "training", "resumed", "redundant", "compared"} <= {*labels(report)}
+    assert report.stall_s is not None
+    assert report.stall_s <= site.config.stall_budget_s + 1
+    assert report.rto_s is not None
+    assert report.bytes_compared > 2 * RANKS * 2 * MIB  # every shard twice, once by a rank of another host
 
 
 @on_ray
@@ -141,7 +160,7 @@ class TestKeepingTheMemory:
         monkeypatch.undo()
         assert (report.outcome, report.error, report.exit_code) == (ERROR, "DrillError", 1), report.words
         assert "is still there" in report.words
-        assert "restored" not in phases(report)
+        assert "restored" not in labels(report)
 
 
 @on_ray
@@ -228,7 +247,17 @@ def test_the_catalogue_lists_every_drill_with_its_promise() -> None:
     result = CliRunner().invoke(drill_command, ["list", "--json"], standalone_mode=False)
     rows = json.loads(result.stdout)
     assert [row["drill"] for row in rows] == list(DRILLS)
-    assert all(row["breaks"] and row["touches"] and row["promised"] and row["beyond"] for row in rows)
+    assert all(row["breaks"] and row["touches"] and row["promised"] and row["runs_on"] for row in rows)
+    assert all(row["beyond"] for row in rows if row["ranks"] == "restarted")
+
+
+def test_every_entry_of_the_catalogue_has_its_scene() -> None:
+    """A drill is an entry and a scene of the same name, of a family and places that `drill list` knows."""
+    assert set(SCENES) == set(DRILLS)
+    assert {d.family for d in DRILLS.values()} <= set(FAMILIES)
+    assert {place for d in DRILLS.values() for place in (*d.runs_on, *d.beyond_runs_on)} <= set(PLACES)
+    text = CliRunner().invoke(drill_command, ["list"]).stdout
+    assert all(f"{name}  (" in text for name in DRILLS)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`memstore drill NAME`: break a cluster in a chosen way and prove the promise on the bytes.
+"""`memstore drill`: list the faults, play one, play a suite, or check a cluster in production with the canary.
 
 Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 the promise is broken.
 """
@@ -16,98 +16,154 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memstore.cli.options import check_host, check_reachable, config_or_usage, store_options
+from memstore.cli.options import store_options
+from memstore.cli.output import print_json
 from memstore.config import MIB, Config
-from memstore.drills.catalogue import DRILLS, find
+from memstore.drills.catalogue import DRILLS, find, rows
+from memstore.drills.promises import FAMILIES, GOES_ON, PLACES
+from memstore.drills.site_options import (
+    address_option,
+    check_usage,
+    durable_directory,
+    embedded_option,
+    embedded_site,
+    job_options,
+    prepare_ray,
+    running_site,
+    yes_option,
+)
 
 if TYPE_CHECKING:
+    from memstore.drills.options import Options
     from memstore.drills.report import Report
-    from memstore.drills.runner import Options
-    from memstore.drills.site import Site
 
-LIST = "list"
 SEED_LIMIT = 1 << 31
-HOSTS_MAX = 16  # raylets on one machine; each takes half a second of a core to start
-ROOM = 8  # arena bytes per byte of state: (2 copies x 2 versions + 1 repair), and slack for a neighbour's ranks
-# Read by Ray when it is imported; what the user has set wins. A private cluster needs neither tokens nor usage reports.
-RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
 
 
-@click.command()
-@click.argument("name", metavar="NAME", type=click.Choice([LIST, *DRILLS]))
-@click.option("--embedded", is_flag=True, help="Bring a cluster of its own: raylets on this machine, in two racks.")
-@click.option("--seed", type=click.IntRange(0, SEED_LIMIT), help="Chooses victims and states; default: a random one.")
-@click.option(
-    "--beyond", is_flag=True, help="Lose more than is tolerated: a refusal (or the durable step) is promised."
-)
-@click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
-              help="Ranks, one per host; with --embedded also the hosts.")  # fmt: skip
-@click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True, help="Copies of each shard.")
-@click.option("--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True, help="MiB per rank and step.")
-@click.option("--durable", metavar="DIR", help="Durable tier of the scratch job.")
-@click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill kills what is not its own.")
-@click.option("--allow-data-loss", is_flag=True, help="kill-host: even if other jobs have copies on the victim.")
-@click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
-@click.option("--yes", is_flag=True, help="Do not ask before touching a cluster that the drill did not start.")
-@store_options
-def drill(name: str, config: Config, as_json: bool, **given: Any) -> int:
+class Drills(click.Group):
+    """The verbs, and every drill of the catalogue as a verb of its own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs, then the drills."""
+        return [*self.commands, *DRILLS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a verb, or the command that plays the drill of that name."""
+        if cmd_name not in self.commands and cmd_name in DRILLS:
+            return _play_command(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name every drill where the name is not one."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"{args[0]!r} is not one of {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Drills, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def drill() -> None:
     """Break something, wait until it is broken, recover, and compare every byte with states made without the store.
 
-    NAME is one of the drills, or `list`. Without --embedded it runs a scratch job on your running store, says first
-    what it will touch, and asks.
+    Without --embedded a drill plays with a scratch job on your running store, says first what it will touch, and asks.
     """
-    if name == LIST:
-        _list(as_json)
-        return 0
-    if given["embedded"]:
-        for variable, value in RAY_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
-    logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
 
+
+@drill.command("list", short_help="Every fault: what it breaks, what it touches, what is promised, where it runs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def list_drills(as_json: bool) -> None:
+    """Show every fault with what it does, its blast radius, the promised outcome and its must-fail twin."""
+    if as_json:
+        print_json(rows())
+        return
+    for family in FAMILIES:
+        for entry in (d for d in DRILLS.values() if d.family == family):
+            after = "the ranks go on" if entry.flow == GOES_ON else "the ranks are restarted"
+            places = "; ".join(PLACES[place] for place in entry.runs_on)
+            click.echo(f"{entry.name}  ({family}; {after})")
+            lines = [("breaks", entry.breaks), ("touches", entry.touches), ("promised", entry.promise.words)]
+            if entry.beyond:
+                lines.append(("beyond", f"{entry.beyond}; promised: a refusal, or the durable step"))
+            lines.append(("runs on", places + (", where --victim names the host" if entry.needs_victim else "")))
+            for what, text in lines:
+                click.echo(f"  {what:<10}{text}")
+
+
+def _play_command(name: str) -> click.Command:
+    """Return the command that plays one drill."""
+    entry = find(name)
+    options: list[Callable[..., Any]] = [
+        embedded_option,
+        click.option("--seed", type=click.IntRange(0, SEED_LIMIT),
+                     help="Chooses victims and states; default: a random one."),
+        click.option("--beyond", is_flag=True,
+                     help="Lose more than is tolerated: a refusal (or the durable step) is promised."),
+        job_options,
+        click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill hits what is not its own."),
+        click.option("--allow-data-loss", is_flag=True,
+                     help="Even if another job has its last copy of something on the hosts that lose their memory."),
+        address_option,
+        yes_option,
+        store_options,
+    ]  # fmt: skip
+
+    def play(config: Config, as_json: bool, **given: Any) -> None:
+        _play(name, config, given, as_json=as_json)
+
+    wrapped: Callable[..., Any] = play
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    help_text = f"Break {entry.breaks}.\n\nTouches: {entry.touches}.\n\nPromised: {entry.promise.words}."
+    return click.command(name, help=help_text, short_help=entry.breaks)(wrapped)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
+    with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
+        yield
+
+
+def teller(as_json: bool) -> Callable[[str], None]:
+    """Return what writes a line for people: to stderr if stdout carries JSON."""
     words = sys.stderr if as_json else sys.stdout
 
     def tell(line: str) -> None:
         click.echo(line, file=words)
 
-    # Ray prints to stdout what its raylets say of a dead host; stdout is for the drill.
-    with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
-        report = _run(name, config, given, tell)
+    return tell
+
+
+def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) -> None:
+    check_usage(find(name), given)
+    if given["embedded"]:
+        prepare_ray()
+    tell = teller(as_json)
+    with quiet():
+        report = _report(name, config, given, tell)
     from memstore.drills.report import verdict_line
 
     if as_json:
         click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
     tell(verdict_line(report))
-    return report.exit_code
+    click.get_current_context().exit(report.exit_code)
 
 
-def _list(as_json: bool) -> None:
-    if as_json:
-        rows = [{"drill": d.name, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,
-                 "beyond": d.beyond} for d in DRILLS.values()]  # fmt: skip
-        click.echo(json.dumps(rows, ensure_ascii=False))
-        return
-    for entry in DRILLS.values():
-        click.echo(entry.name)
-        for what, text in (("breaks", entry.breaks), ("touches", entry.touches), ("promised", entry.promise.words),
-                           ("beyond", f"{entry.beyond}; promised: a refusal, or the durable step")):  # fmt: skip
-            click.echo(f"  {what:<10}{text}")
+def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[str], None]) -> Report:
+    from memstore.drills.options import DURABLE_EVERY, Options
+    from memstore.drills.runner import run_drill
 
-
-def _run(name: str, config: Config, given: dict[str, Any], tell: Callable[[str], None]) -> Report:
-    from memstore.drills.runner import DURABLE_EVERY, Options, run_drill
-
+    entry, nbytes = find(name), given["mbytes"] * MIB
     seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
-    durable = os.path.abspath(given["durable"]) if given["durable"] else None
-    job_fields = {"replicas": given["replicas"], "durable": durable, "durable_every": DURABLE_EVERY}
-    nbytes = given["mbytes"] * MIB
-    with _embedded(given, nbytes) if given["embedded"] else _running(name, config, given) as site:
+    touches = f"{entry.touches}; besides, room for a scratch job of {given['mbytes']} MiB per rank"
+    opened = embedded_site(given, nbytes) if given["embedded"] else running_site(config, given, touches)
+    with durable_directory(given, is_needed=entry.needs_durable) as durable, opened as site:
+        fields = {"replicas": given["replicas"], "durable": durable, "durable_every": DURABLE_EVERY}
         options = Options(
             seed=seed, is_beyond=given["beyond"], ranks_count=given["hosts_count"], nbytes=nbytes,
-            config=site.config.with_fields(job_fields), victim=given["victim"],
+            config=site.config.with_fields(fields), victim=given["victim"],
             allows_data_loss=given["allow_data_loss"],
         )  # fmt: skip
         report = run_drill(name, site, options, tell)
@@ -124,55 +180,3 @@ def _replay(name: str, given: dict[str, Any], options: Options, config: Config) 
     words += [f"--{key} {given[key]}" for key in ("durable", "victim") if given[key]]
     words += [f"--store {config.store}"] if config.store != Config.store else []
     return " ".join(words)
-
-
-@contextlib.contextmanager
-def _embedded(given: dict[str, Any], nbytes: int) -> Iterator[Site]:
-    """Hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
-    import secrets
-
-    from memstore.drills.site import EmbeddedSite
-    from memstore.testing.embedded import EmbeddedCluster
-
-    config = config_or_usage(
-        store=f"drill{secrets.token_hex(4)}", arena_bytes=max(256 * MIB, ROOM * given["replicas"] * nbytes),
-        chunk_bytes=MIB, interface="127.0.0.1",
-    )  # fmt: skip
-    labels = {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(given["hosts_count"])}
-    with EmbeddedCluster(labels, config=config) as cluster:
-        site = EmbeddedSite(cluster)
-        try:
-            yield site
-        finally:
-            site.close()
-
-
-@contextlib.contextmanager
-def _running(name: str, config: Config, given: dict[str, Any]) -> Iterator[Site]:
-    """The user's cluster: say what will be touched, ask, and touch no more than that."""
-    victim, entry = given["victim"], find(name)
-    if given["beyond"] and name != "corrupt-chunk":
-        raise click.UsageError(f"--beyond {name} destroys the memory of several hosts: it runs with --embedded only")
-    if name in ("kill-host", "kill-holder") and victim is None:
-        raise click.UsageError(f"{name} on a running cluster kills what is not its own: name the host with --victim")
-    check_reachable(given["address"])
-    from memstore.drills.site import Site
-
-    site = Site(config, given["address"])
-    try:
-        status = site.status()
-        hosts = [row["host"] for row in status["hosts"] if row["status"] == "live"]
-        if victim is not None:
-            check_host(status, victim)
-        jobs = ", ".join(job["job"] for job in status["jobs"]) or "none"
-        click.echo(
-            f"drill {name} will touch, on store {config.store!r} ({len(hosts)} hosts, jobs: {jobs}): {entry.touches}; "
-            f"besides, room for a scratch job of {given['mbytes']} MiB per rank"
-            + (f"; victim: {victim}" if victim else ""),
-            err=True,
-        )
-        if not given["yes"]:
-            click.confirm("Go on?", abort=True, err=True)
-        yield site
-    finally:
-        site.close()

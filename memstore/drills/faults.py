@@ -70,6 +70,41 @@ def wait_gone(processes: list[Process], timeout_s: float = GONE_S) -> int:
     return len(processes)
 
 
+def freeze(process: Process) -> None:
+    """Stop a process that still is who it was (SIGSTOP); DrillError if it is gone."""
+    pid, start = process
+    if not is_alive(pid, start):
+        raise DrillError(f"pid {pid} was gone before it was frozen")
+    os.kill(pid, signal.SIGSTOP)
+
+
+def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
+    """Return when a process is stopped; DrillError if it runs on or is gone."""
+    deadline_s = time.monotonic() + timeout_s
+    while (state := process_state(process[0])) != "T" or not is_alive(*process):
+        if time.monotonic() > deadline_s or state is None:
+            raise DrillError(f"pid {process[0]} is in state {state} after SIGSTOP: the fault did not take effect")
+        time.sleep(POLL_S)
+
+
+def thaw(process: Process) -> bool:
+    """Let a frozen process go on (SIGCONT); False if it is gone, killed by its successor (R2)."""
+    pid, start = process
+    if not is_alive(pid, start):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    return True
+
+
+def process_state(pid: int) -> str | None:
+    """Return the letter /proc shows for a process, such as R, S or T; None if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
 def arena_identity(folder: str) -> tuple[int, int] | None:
     """Return device and inode of the arena file; None if there is none. A new life has another."""
     try:
@@ -132,9 +167,12 @@ def check_silent(record: dict[str, Any], store: str, secret: bytes) -> None:
         )
 
 
-def jobs_here(folder: str) -> list[str]:
-    """Return the jobs with a shard in an arena."""
-    return sorted({manifest.shard.job for manifest in _manifests(folder)})
+def memory_available() -> int:
+    """Return the bytes that processes of this machine can still take, as the kernel counts (MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise DrillError("/proc/meminfo names no MemAvailable")
 
 
 def flip_chunk(folder: str, job: str, step: int, rank: int, where: float) -> dict[str, Any]:
@@ -215,6 +253,6 @@ HANDS: dict[str, Callable[..., Any]] = {
     work.__name__: work
     for work in (
         holder_process, process_of, kill, wait_gone, arena_identity, arena_nbytes, destroy_arena, check_destroyed,
-        jobs_here, secret_of, check_silent, flip_chunk, is_sealed_damage,
+        secret_of, check_silent, flip_chunk, is_sealed_damage, freeze, wait_frozen, thaw, memory_available,
     )
 }  # fmt: skip

@@ -92,17 +92,28 @@ class DrillRank:
 
     def restore(self, timeout_s: float, *, is_altered: bool = False) -> Restored:
         """get(), then compare every byte with a state made anew from (seed, rank, step)."""
-        from memstore.drills.training import alter, compare, make_state
-
-        rank = self.store.rank
         try:
             got = self.store.get(timeout_s=timeout_s)
         except MemstoreError as exc:
-            return Restored(rank, error=type(exc).__name__, message=str(exc))
+            return Restored(self.store.rank, error=type(exc).__name__, message=str(exc))
         if got is None:
             return Restored(
-                rank, error="None", message="get() returned None: the store says that the job has no history"
-            )
+                self.store.rank, error="None",
+                message="get() returned None: the store says that the job has no history",
+            )  # fmt: skip
+        return self._compared(got, self.store.rank, is_altered=is_altered)
+
+    def read(self, step: int, rank: int, timeout_s: float, *, is_altered: bool = False) -> Restored:
+        """Read one rank's shard while training goes on, adopting nothing (R27), and compare every byte."""
+        try:
+            got = self.store.get(step, rank=rank, timeout_s=timeout_s)
+        except MemstoreError as exc:
+            return Restored(rank, error=type(exc).__name__, message=str(exc))
+        return self._compared(got, rank, is_altered=is_altered)
+
+    def _compared(self, got: Any, rank: int, *, is_altered: bool) -> Restored:
+        from memstore.drills.training import alter, compare, make_state
+
         if is_altered:
             alter(got.state)
         fresh = make_state(self.seed, rank, got.step, self.nbytes)
