@@ -1,4 +1,4 @@
-"""What a holder does for its peers: room that one offer finds is not found by another (R10, R13)."""
+"""What a holder does for its peers: one offer's room is not found by another, a have is true (R10, R13)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def vault() -> Iterator[Vault]:
         made.close()
 
 
-def offer(server: PeerServer, sender: str, shard: ShardId) -> dict[str, Any]:
-    """Offer a shard of two chunks that nobody has."""
-    body = {"shard": shard_to_wire(shard), "digest": "", "attempt": shard.attempt, "sender": sender, "count": 2}
+def offer(server: PeerServer, sender: str, shard: ShardId, digest: str = "") -> dict[str, Any]:
+    """Offer a shard of two chunks."""
+    body = {"shard": shard_to_wire(shard), "digest": digest, "attempt": shard.attempt, "sender": sender, "count": 2}
     return server._offer(cast(Channel, object()), body)
 
 
@@ -82,3 +82,19 @@ def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.Monk
     assert len(vault.shelf.drafts) == 1
     server._abort({"sender": "b", "shard": shard_to_wire(ShardId("job", 1, 7, 1))})
     assert offer(server, "c", ShardId("job", 1, 7, 2))["ok"]
+
+
+def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offer of a shard that retention drops at that moment is taken as new, and no copy is reported (R13)."""
+    reported: list[Any] = []
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
+    shard = ShardId("job", 1, 7, 1)
+    vault.ensure_free(4)
+    slots = [vault.take_slot(), vault.take_slot()]
+    known = vault.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
+    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": True}
+    assert len(reported) == 1
+    real = vault.verify_old
+    monkeypatch.setattr(vault, "verify_old", lambda digests, sizes: (real(digests, sizes), vault.drop(shard)))
+    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": False}
+    assert len(reported) == 1

@@ -103,6 +103,7 @@ class PeerServer:
         if known is not None:  # outside the lock: it reads bytes
             self.vault.verify_old(known.digests, [known.spec.chunk_nbytes(i) for i in range(len(known.digests))])
         with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
+            known = self.vault.shelf.find(shard, known.spec.digest) if known is not None else None  # or dropped by now
             has_it = known is not None and not known.missing and not known.is_doomed
             why = None if has_it else self.vault.shelf.guest_refusal(shard, count)
             if not has_it and why is None:
