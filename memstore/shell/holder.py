@@ -74,7 +74,7 @@ class Holder:
         )
         write_secret(self.folder, secret)
         drop_orphan(self.folder, config.orphan_ttl_s)
-        self.vault = Vault(
+        self.vault = Vault.open(
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes,
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip

@@ -66,7 +66,7 @@ class Fresh:
     def seal(self, shelved: Shelved) -> None:
         """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
         with self._changed:
-            self._pins = [self.vault.shelf.pin(shelved, time.monotonic() + PIN_S) for _ in range(self._readers)]
+            self._pins = [self.vault.shelf.pin(shelved, self.vault.clock.monotonic() + PIN_S) for _ in range(self._readers)]
             self._shelved = shelved
             self._changed.notify_all()
 

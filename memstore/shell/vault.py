@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memstore.core.manifest import (
     Chunk,
@@ -26,8 +26,9 @@ from memstore.core.manifest import (
     spec_of,
 )
 from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved
-from memstore.core.slots import Owner, Slot, SlotState, SlotTable
-from memstore.errors import CapacityError, DigestMismatch, IntegrityError, MemstoreError
+from memstore.core.slots import Owner, SlotState, SlotTable
+from memstore.errors import CapacityError, IntegrityError
+from memstore.shell.adoption import adopt
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import is_alive
 from memstore.shell.manifest_folder import ManifestFolder
@@ -42,78 +43,55 @@ PIN_S = 600.0  # longest a reader may keep a replica (R7)
 VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
 
 
+class Clock(Protocol):
+    """Seconds: of the day, and since some moment. The `time` module is one."""
+
+    def time(self) -> float:
+        """Return the time of day."""
+
+    def monotonic(self) -> float:
+        """Return a time that never goes back."""
+
+
 class Vault:
     """Everything one host stores, behind one lock."""
 
     def __init__(
-        self, folder: Path, *, limit_bytes: int, chunk_bytes: int, admit: Callable[[int, int], str | None] | None = None
+        self,
+        arena: Arena,
+        manifests: ManifestFolder,
+        *,
+        limit_bytes: int,
+        chunk_bytes: int,
+        admit: Callable[[int, int], str | None] | None = None,
+        clock: Clock = time,
+        is_alive: Callable[[int, int], bool] = is_alive,
     ) -> None:
         self.lock = threading.RLock()
-        self.chunk_bytes = chunk_bytes
-        self.limit_bytes = limit_bytes
+        self.arena, self.manifests, self.clock = arena, manifests, clock
+        self.limit_bytes, self.chunk_bytes = limit_bytes, chunk_bytes
         self._admit = admit  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None (R9)
-        self.arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
-        self.manifests = ManifestFolder.open(folder)
-        self.table = SlotTable(self.arena.slots_count)
+        self.table = SlotTable(arena.slots_count)
         self.shelf = Shelf(self.table)
-        self.adoption_notes: list[str] = []
         self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
         self._grow_lock = threading.Lock()
-        self._adopt()
+        self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
+        self.flush()
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, admit: Callable[[int, int], str | None] | None = None
+    ) -> Vault:
+        """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
+        arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
+        return cls(arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, admit=admit)
 
     def close(self) -> None:
         """Unmap; the files stay for the next holder."""
         with self.lock:
             self.arena.close()
 
-    # -- adoption (R6) ------------------------------------------------------------------------
-
-    def _adopt(self) -> None:
-        """Take over what an earlier holder left: verify every sealed slot before it may serve."""
-        now = time.time()
-        bad = 0
-        for number in range(self.arena.slots_count):
-            header = self.arena.headers.read(number)
-            slot = Slot(
-                SlotState(header.state), header.nbytes, bytes(header.digest),
-                Owner(header.owner_pid, header.owner_start, header.generation) if header.owner_pid else None,
-                header.attempt, now,
-            )  # fmt: skip
-            is_owned = slot.owner is not None and is_alive(slot.owner.pid, slot.owner.start)
-            if is_owned and slot.state in (SlotState.LEASED, SlotState.RECEIVING):
-                # Handed over but not sealed: the rank still has the hand-over and will send it again (R8).
-                slot.state = SlotState.LEASED
-                self.table.restore(number, slot)
-            elif slot.state is SlotState.SEALED and slot.nbytes <= self.chunk_bytes:
-                if chunk_digest(self.arena.view(number, slot.nbytes)) == slot.digest:
-                    slot.owner = None
-                    self.table.restore(number, slot)
-                else:
-                    bad += 1
-                    self.table.dirty.add(number)
-            elif slot.state is not SlotState.FREE:
-                self.table.dirty.add(number)
-        self.table.rebuild_free()
-        for name, data in self.manifests.load_all():
-            self._adopt_manifest(name, data)
-        self.table.sweep_unreferenced()
-        self.flush()
-        if bad:
-            self.adoption_notes.append(f"{bad} slots failed their digest on adoption and were dropped")
-
-    def _adopt_manifest(self, name: str, data: bytes) -> None:
-        try:
-            manifest = decode_manifest(data)
-            digest = shard_digest(data)
-            if name != ManifestFolder.name_of(manifest.shard, digest):
-                raise DigestMismatch(f"manifest file {name} does not hold what its name says")
-            self.shelf.adopt(
-                manifest.shard, spec_of(manifest, digest),
-                [c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks],
-            )  # fmt: skip
-        except MemstoreError as exc:
-            self.adoption_notes.append(f"dropped {name}: {exc}")
-            self.manifests.remove(name)
+    # -- headers ------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write the headers of changed slots; the caller holds the lock."""
@@ -193,7 +171,7 @@ class Vault:
                 if fresh is not None:
                     fresh.add(digests[-1])  # its pushes may send this chunk now
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
-            now = time.time()
+            now = self.clock.time()
             with self.lock:
                 draft = self.shelf.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
                 for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
@@ -244,7 +222,7 @@ class Vault:
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
         """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
-        now = time.time()
+        now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
             old = {n for n in known if n is not None and now - self.table.slots[n].verified_s > VERIFY_AGE_S}
@@ -274,7 +252,7 @@ class Vault:
         is_good = chunk_digest(self.arena.view(number, nbytes)) == draft.digests[index]
         with self.lock:
             if is_good and any(draft is known for known in self.shelf.drafts.values()):
-                self.shelf.fill(draft, index, number, draft.digests[index], nbytes, time.time())
+                self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
             else:
                 self.table.release(number)
             self.flush()
@@ -316,7 +294,7 @@ class Vault:
         """Pin a replica for reading; None if it is not here (R7)."""
         with self.lock:
             shelved = self.shelf.find(shard, digest)
-            return (shelved, self.shelf.pin(shelved, time.monotonic() + PIN_S)) if shelved is not None else None
+            return (shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S)) if shelved is not None else None
 
     def unpin(self, shelved: Shelved, pin: int) -> None:
         """Release a pin."""
@@ -351,7 +329,7 @@ class Vault:
             self.table.hold(number)
         is_good = chunk_digest(view) == digest
         with self.lock:
-            slot.verified_s = time.time() if is_good else slot.verified_s
+            slot.verified_s = self.clock.time() if is_good else slot.verified_s
             hurt = [] if is_good else self.shelf.condemn(number)
             self.table.unhold(number)
             self.flush()
@@ -370,7 +348,7 @@ class Vault:
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
         with self.lock:
-            for shelved in self.shelf.expire_pins(time.monotonic()):
+            for shelved in self.shelf.expire_pins(self.clock.monotonic()):
                 self._discard(shelved)
 
     def _discard(self, shelved: Shelved) -> None:
