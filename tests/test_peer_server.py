@@ -44,7 +44,7 @@ class Moments:
 @pytest.fixture
 def vault() -> Iterator[Vault]:
     with scratch_folder() as folder:
-        made = Vault(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         yield made
         made.close()
 

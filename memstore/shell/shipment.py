@@ -10,7 +10,6 @@ host has sealed (R7, R13, R14): sending early puts no byte at risk, it only save
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from memstore.core.shelf import Shelved
@@ -66,7 +65,8 @@ class Fresh:
     def seal(self, shelved: Shelved) -> None:
         """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
         with self._changed:
-            self._pins = [self.vault.shelf.pin(shelved, self.vault.clock.monotonic() + PIN_S) for _ in range(self._readers)]
+            deadline_s = self.vault.clock.monotonic() + PIN_S
+            self._pins = [self.vault.shelf.pin(shelved, deadline_s) for _ in range(self._readers)]
             self._shelved = shelved
             self._changed.notify_all()
 
