@@ -34,6 +34,9 @@ STORE_FIELDS = (
     "scrub_bytes_per_s",
     "recovery_grace_s",
     "orphan_ttl_s",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
 )
 
 
@@ -57,6 +60,9 @@ class Config:
     scrub_bytes_per_s: int = 64 * MIB  # bound on re-digesting sealed slots (R30)
     recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
     orphan_ttl_s: float = 86_400.0  # an adopted arena nobody connects to is dropped after this (R5)
+    tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
+    tls_key: str | None = None  # that signs the store's certificates; all three: TLS between hosts; none: plain TCP
+    tls_ca: str | None = None
 
     # -- job fields ---------------------------------------------------------------------------
     replicas: int = 2  # copies of each shard, the owner's own included
@@ -88,6 +94,7 @@ class Config:
                 )
         if self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
+        _check_tls({name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")})
         if self.min_copies > self.replicas:
             raise ConfigError(
                 f"min_copies={self.min_copies} exceeds replicas={self.replicas}: lower min_copies or raise replicas",
@@ -142,6 +149,19 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_restores", 1, 1000),
     ("crash_window_s", 0, 1e9),
 )
+
+
+def _check_tls(files: dict[str, Any]) -> None:
+    """Refuse a part of the three, and paths that mean something else in another process."""
+    given = [name for name, path in files.items() if path is not None]
+    missing = [name for name, path in files.items() if path is None]
+    if given and missing:
+        raise ConfigError(
+            f"{', '.join(given)} without {', '.join(missing)}: TLS needs all three, plain TCP none", field=missing[0]
+        )
+    for name in given:
+        if not isinstance(files[name], str) or not files[name].startswith("/") or "\0" in files[name]:
+            raise ConfigError(f"{name}={files[name]!r} is not an absolute path", field=name, value=files[name])
 
 
 def _plain(value: Any) -> Any:

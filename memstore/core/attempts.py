@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
+WORLD_SIZE_MAX = 1 << 20  # what is missing of a launch is listed rank by rank
 FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
 
 
@@ -103,6 +104,8 @@ class Attempts:
         name, rank, world_size = body["job"], int(body["rank"]), int(body["world_size"])
         if not 0 <= rank < world_size:
             return "ConfigError", f"rank {rank} is outside the world of {world_size} ranks: use 0 to {world_size - 1}"
+        if world_size > WORLD_SIZE_MAX:
+            return "ConfigError", f"world_size={world_size} is over the limit of {WORLD_SIZE_MAX:,} ranks"
         if job is not None:
             spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == body["key"]]
             # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.

@@ -37,6 +37,7 @@ from memstore.core.events import (
 from memstore.core.fact_log import FactLog
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
+from memstore.core.names import check_job_name
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
 from memstore.core.room import Room
@@ -44,6 +45,7 @@ from memstore.core.rounds import Rounds
 from memstore.core.staging import Staging
 from memstore.core.steps import Steps
 from memstore.core.takeover import Takeover
+from memstore.errors import ConfigError
 from placement.groups import Placement
 from recovery.inventory import StepId
 
@@ -172,6 +174,11 @@ class Catalog:
         known = name in self.jobs
         verb = event.verb
         if verb == "join":
+            try:
+                check_job_name(name)  # it will be a folder's name
+            except ConfigError as error:
+                self.refuse(call, "ConfigError", str(error))
+                return
             self.attempts.join(self.now, call)
         elif verb in ("get", "withdraw", "rewind", "reserve", "skip", "close") and not known:
             self.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")

@@ -31,9 +31,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.core.names import check_job_name
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 Body = dict[str, Any]
+ORDINAL_LIMIT = 1 << 62  # of attempts, steps and ranks, as in manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +165,17 @@ def shard_to_wire(shard: ShardId) -> list[Any]:
 
 
 def shard_from_wire(value: Any) -> ShardId:
-    """Return the shard id that `shard_to_wire` wrote."""
-    job, attempt, step, rank = value
-    return ShardId(str(job), int(attempt), int(step), int(rank))
+    """Return the shard id that `shard_to_wire` wrote; ValueError for what no rank could have put.
+
+    The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) != 4:
+        raise ValueError("a shard is [job, attempt, step, rank]")
+    job, *numbers = value
+    check_job_name(job)
+    if any(type(number) is not int or not 0 <= number < ORDINAL_LIMIT for number in numbers):
+        raise ValueError(f"attempt, step and rank are whole numbers from 0 to 2**62, not {str(numbers)[:160]}")
+    return ShardId(job, *numbers)
 
 
 def spec_to_wire(spec: ShardSpec) -> list[Any]:

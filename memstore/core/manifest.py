@@ -26,6 +26,7 @@ CHUNK_BYTES_MAX = 1 << 30
 LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers
 MANIFEST_BYTES_MAX = 2 * LAYOUT_BYTES_MAX  # a layout and the digests of a 16 TiB shard in 4 MiB chunks
 _INT_LIMIT = 1 << 62
+_FIELDS_COUNT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,19 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
 def _unpack(data: bytes | bytearray | memoryview) -> list[Any]:
     if len(data) > MANIFEST_BYTES_MAX:
         raise ProtocolError(f"a manifest of {len(data)} bytes is over the limit of {MANIFEST_BYTES_MAX}")
+    arrays: list[list[Any]] = []
+
+    def flat(row: list[Any]) -> list[Any]:
+        # An array costs 80 times its encoded byte: the outer one is the only one that there is.
+        arrays.append(row)
+        if len(arrays) > 1:
+            raise ValueError("an array inside the array")
+        return row
+
     try:
-        row = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        row = msgpack.unpackb(
+            data, raw=False, list_hook=flat, max_array_len=_FIELDS_COUNT, max_map_len=0, max_ext_len=0
+        )
     except Exception as error:  # msgpack raises half a dozen unrelated types for bad bytes
         raise ProtocolError(f"{len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
     if not isinstance(row, list):

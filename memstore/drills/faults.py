@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from memstore.config import Config
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DrillError, MemstoreError, TransportError
 from memstore.shell.arena_folder import check_folder, open_file, read_secret
@@ -25,6 +26,7 @@ from memstore.shell.arena_mapping import ARENA_NAME
 from memstore.shell.listener import connect_tcp
 from memstore.shell.manifest_folder import MANIFESTS_NAME
 from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SLOTS_NAME, SlotState, read_file_header
+from memstore.shell.tls import Tls
 
 GONE_S = 20.0
 POLL_S = 0.01
@@ -152,15 +154,15 @@ def check_destroyed(folder: str, before: tuple[int, int] | None) -> None:
         )
 
 
-def check_silent(record: dict[str, Any], store: str, secret: bytes) -> None:
+def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
     """Raise DrillError if a holder of the store still answers where the victim listened.
 
     Somebody else may have been given the port since, so an open port alone means nothing: the handshake does.
     """
     with contextlib.suppress(TransportError):
         connect_tcp(
-            str(record["address"]), int(record["port"]), secret=secret, store=store, identity={"role": "probe"},
-            timeout_s=PROBE_S,
+            str(record["address"]), int(record["port"]), secret=secret, store=config.store,
+            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(config),
         ).close()  # fmt: skip
         raise DrillError(
             f"the holder at {record['address']}:{record['port']} still answers: the fault did not take effect"

@@ -35,7 +35,7 @@ class KillHolder(Scene):
         host = self.holders[0]
         self.site.do(host, "wait_gone", [self.process])
         secret = self.site.do(host, "secret_of", self.site.folder(host))
-        self.site.do(host, "check_silent", self.record, self.site.config.store, secret)
+        self.site.do(host, "check_silent", self.record, self.site.config, secret)
         return f"pid {self.process[0]} is gone, its port does not answer (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:

@@ -149,7 +149,7 @@ class Site:
         self.do(host, "wait_gone", victims)
         nbytes = int(self.do(host, "destroy_arena", folder))
         self.do(host, "check_destroyed", folder, before)
-        self.do(host, "check_silent", record, self.config.store, secret)
+        self.do(host, "check_silent", record, self.config, secret)
         return nbytes
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
@@ -202,7 +202,7 @@ class EmbeddedSite(Site):
         done = self.cluster.lose_host(host)
         faults.wait_gone(victims)
         faults.check_destroyed(folder, before)
-        faults.check_silent(record, self.config.store, secret)
+        faults.check_silent(record, self.config, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
 
     def end_drill(self) -> None:

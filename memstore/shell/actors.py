@@ -26,6 +26,7 @@ from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
 from memstore.shell.listener import connect_tcp
 from memstore.shell.ray_membership import RayMembership
+from memstore.shell.tls import Tls
 from memstore.shell.tool import Tool
 
 log = logging.getLogger("memstore")
@@ -89,7 +90,7 @@ class HolderActor:
     def _probe(self, record: dict[str, Any]) -> None:
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-            identity={"role": "probe"}, timeout_s=PROBE_S,
+            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(self.config),
         ).close()  # fmt: skip
 
     def _refuse_double(self, host: str) -> None:

@@ -56,7 +56,7 @@ def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> 
             for level in levels:
                 if not os.path.lexists(level):
                     Path(level).mkdir(mode=0o700, exist_ok=True)
-                _check_level(level)
+                check_level(level)
             return folder
         except FileNotFoundError:
             continue
@@ -77,7 +77,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     try:
         _check_root(path.parent.parent.parent)
         for level in (path.parent.parent, path.parent, path):
-            _check_level(level)
+            check_level(level)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no arena folder {path}: {error.filename} is missing; run `memstore up`") from None
     return path
@@ -92,7 +92,8 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     """
     path = folder / name
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        # Emptied, if asked, only once it is known to be ours.
+        fd = os.open(path, (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -103,6 +104,8 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     if problem:
         os.close(fd)
         raise ConfigError(f"refusing {path}: it {problem}; remove it if you know where it comes from")
+    if flags & os.O_TRUNC:
+        os.ftruncate(fd, 0)
     return fd
 
 
@@ -156,7 +159,8 @@ def _check_root(root: Path) -> None:
         )
 
 
-def _check_level(level: Path) -> None:
+def check_level(level: Path) -> None:
+    """Raise ConfigError unless `level` is a real folder, ours and closed to others."""
     problem = _problem(os.lstat(level), wants_folder=True)
     if problem:
         raise ConfigError(
@@ -172,6 +176,8 @@ def _problem(status: os.stat_result, *, wants_folder: bool) -> str | None:
         return "is not a folder" if wants_folder else "is not a regular file"
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if not wants_folder and status.st_nlink > 1:
+        return f"has {status.st_nlink} names: what is written here would appear elsewhere"
     if status.st_mode & 0o077:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}, open to others; want {'0700' if wants_folder else '0600'}"
     return None

@@ -9,7 +9,8 @@ MAC is HMAC-SHA256 under the secret over the label, the wire version, the store'
 The labels differ, so a proof sent back to its author proves nothing; the nonces are new for every connection, so a
 recorded handshake does not work again. Until the other side has proved itself each side reveals a nonce and a MAC,
 which say nothing about a 256-bit secret. It authenticates the ends at connection time; it does not encrypt, and does
-not protect later bytes from somebody who can rewrite them on the way.
+not protect later bytes from somebody who can rewrite them on the way: that is tls.py. Under TLS the digest of the
+server's certificate is among the fields, so that a handshake cannot be passed on through somebody else's.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class _Handshake:
         return wire.unpack_body(client)
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
-        fields = (label, bytes([wire.VERSION]), self.store.encode(), *parts)
+        fields: tuple[bytes, ...] = (label, bytes([wire.VERSION]), self.store.encode(), *parts)
+        if self.channel.binding:
+            fields = (*fields[:3], self.channel.binding, *parts)
         # Each field after its length: no two lists of fields give the same text.
         text = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
         return hmac.new(self.key, text, hashlib.sha256).digest()

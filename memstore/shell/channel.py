@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from memstore import errors
 from memstore.core import wire
 from memstore.core.wire import Kind
+from memstore.shell.tls import Tls, TlsStream
 
 UNIX_BUFFER_BYTES = 4 << 20
 """AF_UNIX buffers do not grow by themselves. TCP's do, and setting them would switch that off (see `_tune`)."""
@@ -52,10 +54,11 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
-        self._sock = sock
+        self._sock: socket.socket | TlsStream = sock
         self.peer = peer if peer is not None else describe_peer(sock)
         self.identity: dict[str, Any] = {}
         self.authenticated = True
+        self.binding = b""  # under TLS the digest of the server's certificate, which auth.py's proofs then name
         self._closed = threading.Event()
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
@@ -79,6 +82,28 @@ class Channel:
     def is_closed(self) -> bool:
         """True once the channel can carry nothing more."""
         return self._closed.is_set()
+
+    def secure(self, tls: Tls, *, is_server: bool, timeout_s: float) -> None:
+        """Put TLS below the frames, before the first of them; both ends show a certificate within `timeout_s`.
+
+        Raises AuthenticationError, PeerTimeout or PeerUnreachable; the channel is of no use then.
+        """
+        self.authenticated = False
+        clock = _Clock("TLS handshake", timeout_s)
+        with self._held(self._send_lock, clock), self._held(self._recv_lock, clock):
+            if isinstance(self._sock, TlsStream):
+                raise errors.InternalError(f"{self.peer}: TLS runs already")
+            try:
+                stream = self._sock = tls.wrap(self._sock, is_server=is_server)
+                if self.is_closed:  # an abort in this moment met the socket that TLS has taken over
+                    self._end()
+                while wanted := stream.shake():
+                    self._wait(self._readable if wanted == "read" else self._writable, clock, mid_frame=True)
+            except OSError as error:
+                if isinstance(error, errors.MemstoreError):
+                    raise
+                self._lost(f"{clock.operation}: {error}", cause=error)
+            self.binding = stream.server_digest()
 
     def send(
         self,
@@ -160,6 +185,8 @@ class Channel:
 
     def credentials(self) -> tuple[int, int]:
         """Return (pid, uid) of an AF_UNIX peer when it connected, by the kernel's word."""
+        if isinstance(self._sock, TlsStream):
+            raise errors.InternalError(f"{self.peer} is no AF_UNIX peer")
         try:
             answer = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         except OSError as error:
@@ -205,7 +232,8 @@ class Channel:
             lock.release()
 
     def _send_all(self, views: list[memoryview], clock: _Clock) -> None:
-        started, index = False, 0
+        # TLS may have sent part of a record when it asks us to wait.
+        started, index = isinstance(self._sock, TlsStream), 0
         while True:
             while index < len(views) and not views[index].nbytes:
                 index += 1
@@ -247,7 +275,8 @@ class Channel:
 
     def _wake_at(self, nbytes: int) -> None:
         """Ask to be woken when `nbytes` are there or the peer is gone: waking for every segment costs more."""
-        if nbytes != self._low_water and self._sock.family != socket.AF_UNIX:
+        # What TLS has read of a record already will not come again, so it cannot be counted in advance.
+        if nbytes != self._low_water and isinstance(self._sock, socket.socket) and self._sock.family != socket.AF_UNIX:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low_water = nbytes
 
@@ -263,6 +292,9 @@ class Channel:
     def _lost(self, why: str, *, eof: bool = False, cause: OSError | None = None) -> NoReturn:
         ours = self.is_closed
         self._end()
+        if isinstance(cause, ssl.SSLError) and not self.authenticated and not ours:
+            message = f"{self.peer} and this side do not agree on TLS, or on who signs certificates: {why}"
+            raise errors.AuthenticationError(message, peer=self.peer) from cause
         story = f"the channel to {self.peer} was closed here" if ours else f"lost {self.peer}: {why}"
         raise errors.PeerUnreachable(story, peer=self.peer, eof=eof and not ours) from cause
 

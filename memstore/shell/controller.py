@@ -39,6 +39,7 @@ from memstore.errors import MemstoreError, TransportError
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_tcp
 from memstore.shell.membership import Membership
+from memstore.shell.tls import Tls
 
 log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
@@ -106,6 +107,7 @@ class Controller:
     ) -> None:
         self.config, self.membership, self.secret = config, membership, secret
         self.on_exit, self.settle_s = on_exit, settle_s
+        self.tls = Tls.load(config)
         self.lease_s = 2 * config.suspect_after_s  # a controller this silent is one that nobody waits for (R17)
         self.stopping = threading.Event()
         self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
@@ -182,7 +184,7 @@ class Controller:
         try:
             channel = connect_tcp(
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-                identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S,
+                identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S, tls=self.tls,
             )  # fmt: skip
             session = Session(host, int(record["incarnation"]), channel, self._heard)
             with self.lock:

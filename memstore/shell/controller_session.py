@@ -12,8 +12,9 @@ import queue
 import threading
 from typing import Any
 
+from memstore.core.events import ORDINAL_LIMIT
 from memstore.core.wire import Kind
-from memstore.errors import TransportError
+from memstore.errors import ProtocolError, TransportError
 from memstore.shell.channel import Channel
 
 log = logging.getLogger("memstore")
@@ -56,3 +57,11 @@ class ControllerSession:
         """End the session and its thread."""
         self.channel.close()
         self.outbox.put(None)
+
+
+def term_of(identity: dict[str, Any]) -> int:
+    """Return the term a controller names; ProtocolError for what none can have."""
+    term = identity.get("term")
+    if type(term) is not int or not 0 < term < ORDINAL_LIMIT:
+        raise ProtocolError(f"a controller of term {str(term)[:80]!r}: a term is a whole number from 1 to 2**62")
+    return term

@@ -1,8 +1,9 @@
 """The durable tier on a directory, local or shared (R31): `<root>/<job>/<attempt>/<step>/rank-<n>` and `marker`.
 
 Every file appears whole, by temporary file, fsync, rename and fsync of the folder. Below the root no symbolic link is
-followed, and no name that memstore would not write is opened. The formats are in `memstore/core/durable_part.py` and
-`durable_marker.py`; when to write and what to keep is decided by `memstore/core/durable_schedule.py`.
+followed, and no name that memstore would not write is opened. What is made here is its owner's alone (0700, 0600). The
+formats are in `memstore/core/durable_part.py` and `durable_marker.py`; when to write and what to keep is decided by
+`memstore/core/durable_schedule.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class DirectoryTier(DurableTier):
         """Create the folder if only its last name is missing, then write, sync and remove a file in it."""
         try:
             with suppress(FileExistsError):
-                os.mkdir(self.root)
+                os.mkdir(self.root, 0o700)
             with self._folder() as root:
                 write_file(root, _PROBE, lambda fd: write_all(fd, memoryview(b"memstore"), 0) > 0)
                 unlink_if_there(root, _PROBE)
@@ -262,7 +263,7 @@ class DirectoryTier(DurableTier):
             for name in names:
                 if create:
                     with suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=fd)
+                        os.mkdir(name, 0o700, dir_fd=fd)
                     sync_folder(fd)
                 child = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
                 os.close(fd)

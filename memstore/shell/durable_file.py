@@ -51,7 +51,7 @@ def write_file(folder: int, name: str, fill: Callable[[int], bool]) -> bool:
     Whatever happens, no temporary file stays, short of a crash. Writers of one name do not meet: the last one wins.
     """
     temp = f"{TEMP_PREFIX}{name}-{secrets.token_hex(8)}"
-    fd = os.open(temp, _WRITE_FLAGS, 0o666, dir_fd=folder)
+    fd = os.open(temp, _WRITE_FLAGS, 0o600, dir_fd=folder)
     is_placed = False
     try:
         try:

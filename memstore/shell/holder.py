@@ -28,7 +28,7 @@ from memstore.shell.arena_folder import make_folder, write_secret
 from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
-from memstore.shell.controller_session import SEND_S, ControllerSession
+from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
@@ -41,6 +41,7 @@ from memstore.shell.pusher import Pusher
 from memstore.shell.rank_server import RankServer
 from memstore.shell.scrubber import Scrubber
 from memstore.shell.stager import Stager, sealed_copy
+from memstore.shell.tls import Tls
 from memstore.shell.vault import Vault
 from recovery.inventory import Copy
 
@@ -65,7 +66,7 @@ class Holder:
         on_fatal: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.config = config
-        self.secret = secret
+        self.secret, self.tls = secret, Tls.load(config)
         self.on_fatal = on_fatal
         self.stopping = threading.Event()
         self.folder: Path = make_folder(config.arena_dir, store=config.store, host=identity.host_id)
@@ -100,12 +101,11 @@ class Holder:
             self.vault, identity.host_id,
             is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0), on_sealed=self._copy_sealed,
         )  # fmt: skip
-        address = resolve_interface(config.interface)
         self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
         self.listener = Listener.tcp(
-            address, config.port, secret=secret, store=config.store,
+            resolve_interface(config.interface), config.port, secret=secret, store=config.store,
             identity={"role": "holder", "host": identity.host_id, "incarnation": self.incarnation},
-            on_channel=self._accept,
+            on_channel=self._accept, tls=self.tls,
         )  # fmt: skip
         self.info = HostInfo(
             identity.host_id, self.incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
@@ -168,7 +168,7 @@ class Holder:
     def _accept(self, channel: Channel, identity: dict[str, Any]) -> None:
         role = identity.get("role")
         if role == "controller":
-            self._serve_controller(channel, int(identity["term"]))
+            self._serve_controller(channel, term_of(identity))
         elif role == "holder":
             self.peer_server.serve(channel, identity)
 
@@ -192,7 +192,7 @@ class Holder:
                     self.peers[host] = Peer(
                         host, address, port, secret=self.secret, store=self.config.store,
                         identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
-                        streams=self.config.streams,
+                        streams=self.config.streams, tls=self.tls,
                     )  # fmt: skip
 
     # -- the controller's session ---------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 from memstore import errors
 from memstore.shell import auth
 from memstore.shell.channel import Channel, describe_peer
+from memstore.shell.tls import Tls
 
 OnChannel = Callable[[Channel, dict[str, Any]], None]
 Handshake = Callable[[Channel], dict[str, Any]]
@@ -67,6 +68,7 @@ class Listener:
         store: str,
         identity: dict[str, Any],
         on_channel: OnChannel,
+        tls: Tls | None = None,
         handshake_timeout_s: float = 5.0,
         unauthenticated_max: int = 64,
     ) -> Listener:
@@ -80,9 +82,11 @@ class Listener:
             raise errors.ConfigError(f"refusing to listen on {address} without a secret; only loopback may do without")
 
         def handshake(channel: Channel) -> dict[str, Any]:
-            return auth.authenticate_server(
-                channel, secret, store=store, identity=identity, timeout_s=handshake_timeout_s
-            )
+            until = time.monotonic() + handshake_timeout_s
+            if tls is not None:
+                channel.secure(tls, is_server=True, timeout_s=handshake_timeout_s)
+            left_s = max(0.0, until - time.monotonic())
+            return auth.authenticate_server(channel, secret, store=store, identity=identity, timeout_s=left_s)
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -232,7 +236,14 @@ class Listener:
 
 
 def connect_tcp(
-    address: str, port: int, *, secret: bytes | None, store: str, identity: dict[str, Any], timeout_s: float
+    address: str,
+    port: int,
+    *,
+    secret: bytes | None,
+    store: str,
+    identity: dict[str, Any],
+    timeout_s: float,
+    tls: Tls | None = None,
 ) -> Channel:
     """Connect and prove both ends within `timeout_s`; the server's identity is in `channel.identity`.
 
@@ -242,6 +253,12 @@ def connect_tcp(
     family, where = _resolve(address, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     channel = _connected(sock, where, f"tcp:{address}:{port}", timeout_s)
+    if tls is not None:
+        try:
+            channel.secure(tls, is_server=False, timeout_s=max(0.0, started + timeout_s - time.monotonic()))
+        except BaseException:
+            channel.close()
+            raise
     left_s = max(0.0, started + timeout_s - time.monotonic())
     auth.authenticate_client(channel, secret, store=store, identity=identity, timeout_s=left_s)
     return channel

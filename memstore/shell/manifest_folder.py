@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memstore.errors import CapacityError, ConfigError
-from memstore.shell.arena_folder import open_file
+from memstore.shell.arena_folder import check_level, open_file
 from recovery.inventory import ShardId
 
 MANIFESTS_NAME = "manifests"
@@ -35,8 +35,7 @@ class ManifestFolder:
         """Create the folder inside an arena folder if it is absent, or adopt it."""
         path = folder / MANIFESTS_NAME
         path.mkdir(mode=0o700, exist_ok=True)
-        if path.is_symlink():
-            raise ConfigError(f"refusing {path}: it is a symbolic link; remove it")
+        check_level(path)
         return cls(path)
 
     @staticmethod
@@ -82,14 +81,14 @@ class ManifestFolder:
         """
         self.skipped = {}
         for name in sorted(os.listdir(self.path)):
-            if name.startswith(_TEMPORARY):
-                (self.path / name).unlink(missing_ok=True)
-                continue
             try:
+                if name.startswith(_TEMPORARY):
+                    (self.path / name).unlink(missing_ok=True)
+                    continue
                 data = self._read(name)
             except FileNotFoundError:
                 continue
-            except ConfigError as error:
+            except (ConfigError, OSError) as error:
                 self.skipped[name] = str(error)
                 continue
             yield name, data

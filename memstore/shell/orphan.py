@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
+
+from memstore.shell.arena_folder import open_file
 
 log = logging.getLogger("memstore")
 USED_NAME = "used"  # its modification time says when a rank connected last
@@ -13,7 +16,9 @@ USED_NAME = "used"  # its modification time says when a rank connected last
 
 def touch(folder: Path) -> None:
     """A rank connected: the arena is not an orphan."""
-    (folder / USED_NAME).touch(mode=0o600)
+    fd = open_file(folder, USED_NAME, os.O_WRONLY | os.O_CREAT)
+    os.utime(fd)
+    os.close(fd)
 
 
 def drop_orphan(folder: Path, ttl_s: float) -> None:

@@ -21,6 +21,7 @@ from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnre
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_tcp
 from memstore.shell.shipment import Shipment
+from memstore.shell.tls import Tls
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
 
@@ -44,9 +45,11 @@ class Peer:
         store: str,
         identity: dict[str, Any],
         streams: int,
+        tls: Tls | None = None,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
         self._secret, self._store, self._identity, self._streams = secret, store, identity, streams
+        self._tls = tls
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
@@ -73,7 +76,7 @@ class Peer:
         if channel is None:
             channel = connect_tcp(
                 self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
-                timeout_s=CONNECT_TIMEOUT_S,
+                timeout_s=CONNECT_TIMEOUT_S, tls=self._tls,
             )  # fmt: skip
         with self._lock:
             self._borrowed.add(channel)

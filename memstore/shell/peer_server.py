@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from memstore.core.events import copy_to_wire, shard_from_wire, shard_to_wire
-from memstore.core.manifest import decode_manifest, shard_digest
+from memstore.core.manifest import DIGEST_BYTES, decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
+from memstore.core.tree import checked_count, checked_list
 from memstore.core.wire import Kind, error_body
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
 from memstore.shell.channel import Channel, Frame
@@ -54,12 +55,17 @@ class PeerServer:
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
         try:
+            host = identity.get("host")
+            if type(host) is not str:
+                raise ProtocolError(f"{channel.peer} calls itself a holder of no host")
             while True:
                 frame = channel.recv(timeout_s=None)
                 if frame.kind is Kind.BYE:
                     return
                 if frame.kind is not Kind.CALL:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
+                if frame.body.get("sender", host) != host:
+                    raise ProtocolError(f"{channel.peer} is {host} and speaks for {str(frame.body['sender'])[:80]!r}")
                 self._answer(channel, frame)
         except PeerUnreachable:
             return
@@ -80,7 +86,7 @@ class PeerServer:
                 handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest, "verify": self._verify}
                 reply = handler[do](body) if do in handler else {}
             channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
-        except (KeyError, TypeError, ValueError) as exc:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
             if isinstance(exc, MemstoreError):
                 raise
             raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {exc!r}") from exc
@@ -93,11 +99,12 @@ class PeerServer:
 
     def _offer(self, channel: Channel, body: dict[str, Any]) -> dict[str, Any]:
         """Admit or refuse a shard before a byte of it travels (R10, R13)."""
-        shard, sender, attempt = shard_from_wire(body["shard"]), str(body["sender"]), int(body["attempt"])
+        shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
+        attempt = checked_count(body["attempt"], "attempt")
+        count, slots_count = checked_count(body["count"], "count"), len(self.vault.table.slots)
         if self.is_fenced(shard.job, attempt):
             return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
-        count, slots_count = int(body["count"]), len(self.vault.table.slots)
-        if not 0 <= count <= slots_count:
+        if count > slots_count:
             return {"ok": False, "why": f"{count} chunks offered, this host has {slots_count} slots", "is_final": False}
         known = self.vault.shelf.find(shard, str(body["digest"])) if body["digest"] else None
         if known is not None:  # outside the lock: it reads bytes
@@ -125,14 +132,25 @@ class PeerServer:
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:
             return {"ok": False, "why": "no such draft"}
+        want, digests, sizes = self._chunks_named(body, len(draft.slots))
         with self.lock:
             self.feeders.setdefault((sender, shard), set()).add(channel)
-        want, sizes = [int(i) for i in body["want"]], [int(n) for n in body["sizes"]]
-        if not all(0 <= i < len(draft.slots) for i in want):
-            raise ProtocolError(f"{channel.peer}: chunks {min(want)} to {max(want)} of a draft of {len(draft.slots)}")
-        lack = self.vault.expect(draft, want, [bytes(d) for d in body["digests"]], sizes)
+        lack = self.vault.expect(draft, want, digests, sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
         return {"ok": True, "bad": [i for i in lack if not self._receive(channel, draft, i)]}
+
+    def _chunks_named(self, body: dict[str, Any], chunks_count: int) -> tuple[list[int], list[bytes], list[int]]:
+        """Return the indices, digests and sizes of a batch; ValueError for what no draft here can have."""
+        want, digests, sizes = (checked_list(body[name], None, name) for name in ("want", "digests", "sizes"))
+        if any(checked_count(i, "chunk index") >= chunks_count for i in want) or len({*want}) != len(want):
+            raise ValueError(f"the draft has chunks 0 to {chunks_count - 1}, each once")
+        if any(type(digest) is not bytes or len(digest) != DIGEST_BYTES for digest in digests):
+            raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
+        if any(type(size) is not int or not 0 < size <= self.vault.chunk_bytes for size in sizes):
+            raise ValueError(f"a chunk has 1 to {self.vault.chunk_bytes} bytes")
+        if not len(want) == len(digests) == len(sizes):
+            raise ValueError(f"{len(want)} indices, {len(digests)} digests, {len(sizes)} sizes")
+        return want, digests, sizes
 
     def _receive(self, channel: Channel, draft: Draft, index: int) -> bool:
         chunk = channel.recv(timeout_s=CHUNK_TIMEOUT_S)
@@ -170,7 +188,9 @@ class PeerServer:
             return {"ok": False, "missing": draft.missing, "why": f"{len(draft.missing)} chunks are missing"}
         try:
             shelved = self.vault.finish(sender, data)
-        except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked
+        except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
+            if not draft.missing:
+                self._abort(body)
             return {"ok": False, "missing": draft.missing, "why": str(exc)}
         with self.lock:
             self.feeders.pop((sender, shard), None)
@@ -238,7 +258,7 @@ class PeerServer:
         shelved, pin = self._pinned(frame.body)
         lacking: list[int] = []
         try:
-            for index in (int(i) for i in frame.body["want"]):
+            for index in [checked_count(i, "chunk index") for i in checked_list(frame.body["want"], None, "want")]:
                 view = self.vault.chunk_view(shelved, index) if 0 <= index < len(shelved.slots) else None
                 if view is None:
                     lacking.append(index)

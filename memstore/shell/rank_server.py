@@ -21,7 +21,7 @@ from memstore.core.events import shard_from_wire
 from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind, error_body
-from memstore.errors import ConfigError, PeerUnreachable
+from memstore.errors import ConfigError, PeerUnreachable, ProtocolError
 from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.channel import Channel
 from memstore.shell.sealer import SEND_S, RankLink, Sealer
@@ -66,16 +66,20 @@ class RankServer:
         body = channel.recv(timeout_s=SEND_S).body
         try:
             owner = owner_of(body, identity)
+            link = self._hello(channel, body, owner)
         except ConfigError as exc:
             channel.send(Kind.EVENT, 0, {"k": "refused", **error_body(exc)}, deadline_s=SEND_S)
             return
-        link = self._hello(channel, body, owner)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
+            raise ProtocolError(f"{channel.peer}: a rank's first message is not understood: {exc!r}") from exc
         self.sealer.start(link)
         try:
             while True:
                 self._event(link, channel.recv(timeout_s=None).body)
         except PeerUnreachable:
             return
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
+            raise ProtocolError(f"{channel.peer}: a rank's message is not understood: {exc!r}") from exc
         finally:
             with self.lock:
                 link.handovers.put(None)

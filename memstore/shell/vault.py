@@ -264,14 +264,15 @@ class Vault:
         One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
 
         Raises:
-            IntegrityError: The draft was aborted meanwhile, or lacks chunks.
+            IntegrityError: The draft was aborted meanwhile, lacks chunks, or has others than the manifest says.
         """
         manifest = decode_manifest(manifest_data)
         digest = shard_digest(manifest_data)
         with self.lock:
             draft = self.shelf.draft(name, manifest.shard)
-            if draft is None or draft.missing:
-                what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks"
+            sizes = [self.table.slots[n].nbytes for n in (draft.slots if draft else ()) if n is not None]
+            if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
+                what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
             self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
             shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))

@@ -38,10 +38,10 @@ def hold_durable_writes(gate: Path) -> None:
     DirectoryTier.write_part = held  # type: ignore[method-assign]
 
 
-def main(argv: list[str]) -> int:
-    """Run one role as the JSON specification in argv says."""
+def main() -> int:
+    """Run one role as the JSON specification on stdin says."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
-    spec = json.loads(argv[1])
+    spec = json.load(sys.stdin)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     config = Config().with_fields(spec["config"])
     membership = DirectoryMembership(spec["membership"])
@@ -63,4 +63,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

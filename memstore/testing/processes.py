@@ -20,9 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from memstore.config import Config
 from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
+from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.shell.tool import Tool, store_root
 
 log = logging.getLogger("memstore")
@@ -93,10 +96,14 @@ class ProcessCluster:
         }  # fmt: skip
         log = (self.folder / f"{role}-{arguments.get('host', '')}.log").open("ab")
         with log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "memstore.testing.process_main", json.dumps(spec)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            process = subprocess.Popen(
+                [sys.executable, "-m", "memstore.testing.process_main"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+        if process.stdin is not None:
+            with process.stdin as stdin:  # not an argument: everybody on the machine could read the secret there
+                stdin.write(json.dumps(spec).encode())
+        return process
 
     def start_controller(self) -> None:
         """Start a controller; an older one is outranked by its term (R17)."""
@@ -162,6 +169,31 @@ class ProcessCluster:
     def arena(self, host: str) -> Path:
         """The arena folder of a host."""
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    def inventory(self, host: str) -> dict[str, Any]:
+        """What a host stores, as its files say: manifests and journal by content, and slots that hold bytes."""
+        folder = self.arena(host)
+        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
+        return {
+            "manifests": {path.name: path.read_bytes() for path in sorted((folder / "manifests").iterdir())},
+            "journal": (folder / "journal").read_bytes(),
+            "slots": sorted(zip(used["state"].tolist(), used["nbytes"].tolist(), used["digest"].tolist(), strict=True)),
+        }
+
+    def settled_inventory(self, manifests_count: int) -> dict[str, Any]:
+        """The inventory of every host that runs, once each has this many manifests: older steps are dropped by then."""
+
+        def settled() -> dict[str, Any]:
+            found = {host: self.inventory(host) for host in self.holders}
+            is_settled = all(
+                len(one["manifests"]) == manifests_count and not any(n.startswith(".") for n in one["manifests"])
+                and all(state == SlotState.SEALED for state, _, _ in one["slots"]) for one in found.values()
+            )  # fmt: skip
+            return found if is_settled and found == {host: self.inventory(host) for host in self.holders} else {}
+
+        inventory: dict[str, Any] = wait_for(settled, f"{manifests_count} manifests on every host")
+        return inventory
 
     def env(self, host: str) -> dict[str, str]:
         """The environment of a process that runs on a host."""
