@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from memstore.errors import TransportError
 
 
 class Membership(Protocol):
@@ -42,12 +46,15 @@ class DirectoryMembership:
     def announce(self, host_id: str, record: dict[str, Any]) -> None:
         path = self.folder / "hosts" / host_id
         temporary = self.folder / f".{host_id}.{os.getpid()}"
-        temporary.write_text(json.dumps(record))
-        temporary.replace(path)
+        with self._reachable():
+            temporary.write_text(json.dumps(record))
+            temporary.replace(path)
 
     def hosts(self) -> dict[str, dict[str, Any]]:
         found = {}
-        for path in sorted((self.folder / "hosts").iterdir()):
+        with self._reachable():
+            paths = sorted((self.folder / "hosts").iterdir())
+        for path in paths:
             try:
                 found[path.name] = json.loads(path.read_text())
             except (OSError, ValueError):
@@ -55,16 +62,29 @@ class DirectoryMembership:
         return found
 
     def withdraw(self, host_id: str) -> None:
-        (self.folder / "hosts" / host_id).unlink(missing_ok=True)
+        with self._reachable():
+            (self.folder / "hosts" / host_id).unlink(missing_ok=True)
 
     def claim_term(self, above: int) -> int:
         term = max(above, self.newest_term()) + 1
         while True:
             try:
-                os.close(os.open(self.folder / "terms" / str(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                with self._reachable():
+                    os.close(os.open(self.folder / "terms" / str(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
                 return term
             except FileExistsError:
                 term += 1
 
     def newest_term(self) -> int:
-        return max((int(p.name) for p in (self.folder / "terms").iterdir()), default=0)
+        with self._reachable():
+            return max((int(p.name) for p in (self.folder / "terms").iterdir()), default=0)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Say as TransportError that the folder is out of reach: its file system is gone, or full."""
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except OSError as exc:
+            raise TransportError(f"the membership in {self.folder} does not answer: {exc}") from exc
