@@ -141,7 +141,7 @@ def test_a_slot_recycled_under_a_push_costs_a_second_send_only(
     spoilt = bytearray(CHUNK_BYTES)
 
     def view(self: Fresh, index: int) -> memoryview | None:
-        if index == 1 and not b.peer_server.digest_errors_count:
+        if index == 1 and not b.peer_server.damage.stats()["digest_errors"]:
             return memoryview(spoilt)
         return real(self, index)
 
@@ -153,7 +153,7 @@ def test_a_slot_recycled_under_a_push_costs_a_second_send_only(
     theirs = b.vault.shelf.find(SHARD)
     assert theirs is not None
     assert b.vault.verify(theirs) == []
-    assert b.peer_server.digest_errors_count == 1
+    assert b.peer_server.damage.stats()["digest_errors"] == 1
 
 
 def wait_for(is_done: object) -> None:

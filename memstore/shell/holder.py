@@ -192,7 +192,7 @@ class Holder:
                     self.peers[host] = Peer(
                         host, address, port, secret=self.secret, store=self.config.store,
                         identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
-                        streams=self.config.streams, tls=self.tls,
+                        streams=self.config.streams, damage=self.peer_server.damage, tls=self.tls,
                     )  # fmt: skip
 
     # -- the controller's session ---------------------------------------------------------------
@@ -258,9 +258,9 @@ class Holder:
             session = self.session
             if session is None:
                 continue
-            found = {"digest_errors": self.peer_server.digest_errors_count, "scrub": self.scrubber.found_count}
             with contextlib.suppress(TransportError):
-                session.send_now({"k": "beat", "stats": {**self.vault.stats(), **found}})
+                stats = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+                session.send_now({"k": "beat", "stats": stats})
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):

@@ -19,6 +19,7 @@ from memstore.core.shelf import Draft
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.damage import Damage
 from memstore.shell.listener import connect_tcp
 from memstore.shell.shipment import Shipment
 from memstore.shell.tls import Tls
@@ -45,6 +46,7 @@ class Peer:
         store: str,
         identity: dict[str, Any],
         streams: int,
+        damage: Damage,
         tls: Tls | None = None,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
@@ -53,6 +55,7 @@ class Peer:
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
+        self._damage = damage
         self._workers = ThreadPoolExecutor(streams, thread_name_prefix=f"memstore-peer-{host_id}")
         self.is_closed = False
         self.sent_bytes = 0
@@ -82,8 +85,10 @@ class Peer:
             self._borrowed.add(channel)
         try:
             yield channel
-        except BaseException:
+        except BaseException as exc:
             channel.close()
+            if isinstance(exc, ProtocolError):
+                self._damage.frame(exc)
             raise
         finally:
             with self._lock:
@@ -253,6 +258,7 @@ class Peer:
                     vault.give_back([number])
                     raise
                 if not vault.keep_chunk(draft, index, number, frame.bulk_bytes):
+                    self._damage.chunk()
                     bad.append(index)
             channel.recv(timeout_s=CALL_TIMEOUT_S)
             return bad

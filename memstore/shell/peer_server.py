@@ -29,6 +29,7 @@ from memstore.core.tree import checked_count, checked_list
 from memstore.core.wire import Kind, error_body
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
 from memstore.shell.channel import Channel, Frame
+from memstore.shell.damage import Damage
 from memstore.shell.vault import Vault
 from recovery.inventory import Copy, ShardId
 
@@ -50,7 +51,7 @@ class PeerServer:
         self.feeders: dict[tuple[str, ShardId], set[Channel]] = {}  # open draft -> connections that feed it
         self.lock = threading.Lock()
         self.received_bytes = 0
-        self.digest_errors_count = 0
+        self.damage = Damage()
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
@@ -69,6 +70,8 @@ class PeerServer:
                 self._answer(channel, frame)
         except PeerUnreachable:
             return
+        except ProtocolError as exc:
+            self.damage.frame(exc)
         finally:
             self._leave(channel)
 
@@ -90,8 +93,8 @@ class PeerServer:
             if isinstance(exc, MemstoreError):
                 raise
             raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {exc!r}") from exc
-        except PeerUnreachable:
-            raise
+        except (PeerUnreachable, ProtocolError):
+            raise  # nothing more can be said on this connection
         except MemstoreError as exc:
             channel.send(Kind.ERROR, frame.request_id, error_body(exc), deadline_s=REPLY_TIMEOUT_S)
 
@@ -168,7 +171,8 @@ class PeerServer:
             raise
         is_good = self.vault.keep_chunk(draft, index, number, chunk.bulk_bytes)
         self.received_bytes += chunk.bulk_bytes
-        self.digest_errors_count += not is_good
+        if not is_good:
+            self.damage.chunk()
         return is_good
 
     def _seal(self, body: dict[str, Any]) -> dict[str, Any]:

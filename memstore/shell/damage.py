@@ -1,0 +1,35 @@
+"""What arrived damaged at one holder, as receiver or as client, counted for status (R14)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from memstore.errors import ProtocolError
+
+log = logging.getLogger("memstore")
+
+
+class Damage:
+    """Two counts that any thread may raise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks_count = 0  # their digest was wrong: they are asked for again
+        self._frames_count = 0  # their header or body was: the connection is ended
+
+    def chunk(self) -> None:
+        """A chunk came whose digest is not the promised one."""
+        with self._lock:
+            self._chunks_count += 1
+
+    def frame(self, error: ProtocolError) -> None:
+        """What came is no frame of ours."""
+        with self._lock:
+            self._frames_count += 1
+        log.warning("a connection is ended: %s", error)
+
+    def stats(self) -> dict[str, int]:
+        """The counts by name."""
+        with self._lock:
+            return {"digest_errors": self._chunks_count, "broken_frames": self._frames_count}
