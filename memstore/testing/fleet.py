@@ -23,7 +23,11 @@ class Fleet:
     def spawn(self, hosts: Sequence[str], **env: str) -> list[RankProcess]:
         """Start one rank per entry of `hosts`; none has connected yet."""
         return [
-            self.nursery.start(rank, {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": "run", **env})
+            self.nursery.start(
+                rank,
+                {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": "run", **env},
+                namespace=self.cluster.namespace(host),
+            )
             for rank, host in enumerate(hosts)
         ]
 

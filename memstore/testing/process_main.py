@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import logging
 import os
@@ -57,6 +58,9 @@ def main() -> int:
         identity = HostIdentity(spec["host"], read_boot_id(), True, spec["labels"])
         holder = Holder(identity, config, secret=secret, arena_limit_bytes=spec["arena_limit_bytes"])
         info = holder.info
+        if spec["peer_address"] is not None:  # peers go through a proxy; they learn the address with the first session
+            address, port = spec["peer_address"]
+            holder.info = dataclasses.replace(info, address=address, port=port)
         membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
     over.wait()
     return 0

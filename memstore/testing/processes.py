@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,8 @@ from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.shell.tool import Tool, store_root
+from memstore.testing.fault_proxy import FaultProxy
+from memstore.testing.namespaces import NamespaceRig
 
 log = logging.getLogger("memstore")
 START_S = 30.0
@@ -50,13 +52,30 @@ class ProcessCluster:
 
     def __init__(
         self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int = 64 << 20,
-        durable_gate: Path | None = None, **config: Any,
+        durable_gate: Path | None = None, rig: NamespaceRig | None = None, controller_host: str = "",
+        proxied: Collection[str] = (), **config: Any,
     ) -> None:  # fmt: skip
+        """Processes that are yet to start.
+
+        Args:
+            folder: Where the processes find one another, and for their logs.
+            hosts: The labels of each host.
+            rig: Has a namespace for every host, where its processes run; None for loopback.
+            controller_host: The host of the rig on which the controller runs; "" for this machine's own end.
+            proxied: Hosts whose peers reach them through `proxies[host]`; the controller dials them directly.
+            config: Fields of Config.
+        """
         self.folder = folder
+        self.rig, self.controller_host = rig, controller_host
+        self.proxied = list(proxied)
+        self.proxies: dict[str, FaultProxy] = {}
         self.durable_gate = durable_gate  # durable writes wait until this file is there
         self.secret = secrets.token_bytes(32)
-        fields = {"chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0, **config}
-        self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, interface="127.0.0.1", **fields)
+        fields = {
+            "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0,
+            "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
+        }  # fmt: skip
+        self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
         self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
@@ -66,6 +85,8 @@ class ProcessCluster:
 
     def __enter__(self) -> ProcessCluster:
         try:
+            address = "127.0.0.1" if self.rig is None else self.rig.root_address
+            self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
             self.start_controller()
             for host in self.labels:
                 self.start_holder(host)
@@ -87,17 +108,19 @@ class ProcessCluster:
         for process in [*self.holders.values(), *self.replaced, self.controller]:
             if process is not None:
                 kill(process)
+        for proxy in self.proxies.values():
+            proxy.close()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
 
-    def _spawn(self, role: str, **arguments: Any) -> subprocess.Popen[bytes]:
+    def _spawn(self, role: str, on_host: str, **arguments: Any) -> subprocess.Popen[bytes]:
         spec = {
             "role": role, "membership": str(self.folder), "secret": self.secret.hex(),
             "config": {**self.config.store_fields()}, **arguments,
         }  # fmt: skip
-        log = (self.folder / f"{role}-{arguments.get('host', '')}.log").open("ab")
+        log = (self.folder / f"{role}-{on_host if role == 'holder' else ''}.log").open("ab")
         with log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "memstore.testing.process_main"],
+                [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.process_main"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         if process.stdin is not None:
@@ -105,19 +128,48 @@ class ProcessCluster:
                 stdin.write(json.dumps(spec).encode())
         return process
 
-    def start_controller(self) -> None:
-        """Start a controller; an older one is outranked by its term (R17)."""
-        self.controller = self._spawn("controller", settle_s=self.settle_s)
+    def start_controller(self, *, on_host: str = "", membership: Path | None = None) -> None:
+        """Start a controller, by default where the first one ran; an older one is outranked by its term (R17).
+
+        `membership` is another way to the folder, so that a test can take it away from this controller alone.
+        """
+        if self.controller is not None:
+            self.replaced.append(self.controller)
+        self.controller = self._spawn(
+            "controller",
+            on_host or self.controller_host,
+            settle_s=self.settle_s,
+            membership=str(membership or self.folder),
+        )
 
     def start_holder(self, host: str) -> None:
         """Start a holder on a host; it adopts the arena that is there."""
+        proxy = self.proxies.get(host)
         self.holders[host] = self._spawn(
             "holder",
+            host,
             host=host,
+            peer_address=None if proxy is None else [proxy.address, proxy.port],
             labels=self.labels[host],
             arena_limit_bytes=self.config.arena_bytes,
             durable_gate=str(self.durable_gate or ""),
         )
+
+    def _prefix(self, host: str) -> list[str]:
+        return [] if self.rig is None or not host else self.rig.prefix(host)
+
+    def namespace(self, host: str) -> str:
+        """The path of the network namespace in which a host's processes run; "" for this process's own."""
+        return "" if self.rig is None else self.rig.namespace(host)
+
+    def announced(self, host: str) -> Callable[[], tuple[str, int]]:
+        """Return what tells where a host's holder listens now."""
+
+        def record() -> tuple[str, int]:
+            found = json.loads((self.folder / "hosts" / host).read_text())
+            return str(found["address"]), int(found["port"])
+
+        return record
 
     def add_host(self, host: str, labels: Mapping[str, str]) -> None:
         """A machine joins."""

@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from memstore.testing.namespaces import enter
+
 PR_SET_PDEATHSIG = 1
 REPLY_S = 60.0
 STEP_S = 0.02  # what a step of training takes: without it a loop of skipped puts would be over in no time
@@ -170,11 +172,12 @@ class RankNursery:
         self._process.kill()
         self._process.wait(timeout=REPLY_S)
 
-    def start(self, rank: int, env: Mapping[str, str]) -> RankProcess:
-        """Fork a rank with these additions to its environment."""
+    def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
+        """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
         mine, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._channel, [json.dumps(dict(env)).encode()], [theirs.fileno()])
+            birth = {"env": dict(env), "namespace": namespace}
+            socket.send_fds(self._channel, [json.dumps(birth).encode()], [theirs.fileno()])
         pid = int(self._channel.recv(32))
         process = RankProcess(pid, mine, rank)
         self._ranks.append(process)
@@ -365,12 +368,14 @@ def nursery_main(fd: int) -> None:
         channel.sendall(str(pid).encode())
 
 
-def _rank_main(channel: socket.socket, env: dict[str, str]) -> None:
+def _rank_main(channel: socket.socket, birth: dict[str, Any]) -> None:
     """The forked rank: never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(env)
+        os.environ.update(birth["env"])
+        if birth["namespace"]:
+            enter(birth["namespace"])
         Rank(channel).run()
     finally:
         os._exit(0)
