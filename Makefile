@@ -23,4 +23,4 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 drill: $(STAMP)
-	$(BIN)/memstore drill kill-host --embedded
+	$(BIN)/memstore drill run --suite standard --embedded --out drill-report

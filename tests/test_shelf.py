@@ -153,3 +153,15 @@ def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     other = ShardId("other", 1, 1, 0)
     assert shelf.guest_refusal(other, 2) is None
     assert "2 slots are free, 3 needed" in str(shelf.guest_refusal(other, 3))
+
+
+def test_a_removed_job_gives_its_room_back() -> None:
+    """Its share counts for nobody any more; one that a newer attempt of the name has claimed since stays (R10)."""
+    shelf = Shelf(SlotTable(8))
+    shelf.set_share("old", Share(3, {0: 4}, guest_slots=4))
+    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 16
+    shelf.drop_share("old", 2)
+    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 16
+    shelf.drop_share("old", 3)
+    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 8
+    shelf.drop_share("unknown", 1)

@@ -17,7 +17,7 @@ Orders to a holder (`Tell.kind`):
     release        job, round, rank, result     hand the staged shard to the rank
     level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
     abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
-    drop           shards                       free copies (R19)
+    drop           shards, removed              free copies (R19), and the room of a removed job: [job, attempt] (R10)
     persist        job, step, parts, marker     write parts or the marker to durable storage (R31)
     markers        job, durable, call           list durable markers
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.drops import drop_copy
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Call, Job
@@ -43,7 +45,7 @@ class Queries:
 
     def ask(self, verb: str, call: Call) -> None:
         """Dispatch one question."""
-        handlers = {
+        handlers: dict[str, Callable[[Call], None]] = {
             "status": self._status,
             "steps": self._steps,
             "plan": self._plan,
@@ -51,6 +53,7 @@ class Queries:
             "verify": self._verify,
             "rm": self._remove,
             "retire": self._retire,
+            "drop": lambda call: drop_copy(self.catalog, self._job(call), call),
         }
         if verb in handlers:
             handlers[verb](call)
@@ -220,6 +223,7 @@ class Queries:
                     "shards": len(ranks),
                     "world_size": commit.world_size if commit is not None else None,
                     "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
+                    "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
                     "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
                     "age_s": self.catalog.wall_s - commit.wall_s if commit is not None else None,
                 }
@@ -379,7 +383,7 @@ class Queries:
             return
         shards = [[job.name, s.attempt, s.step, rank] for s, ranks in job.copies.items() for rank in ranks]
         for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "drop", {"shards": shards})
+            self.catalog.tell(host, "drop", {"shards": shards, "removed": [job.name, job.newest_ordinal]})
         self.catalog.record(JobRemoved(job.name, job.newest_ordinal))
         self.catalog.answer(call, {"job": job.name, "shards": len(shards)})
 

@@ -249,6 +249,12 @@ class Shelf:
         """Reserve room for a job in place of what it had; the caller has grown the arena to `slots_needed`."""
         self.shares[job] = share
 
+    def drop_share(self, job: str, attempt: int) -> None:
+        """Give up the room of a removed job, unless an attempt opened since then has claimed it anew."""
+        share = self.shares.get(job)
+        if share is not None and share.attempt <= attempt:
+            del self.shares[job]
+
     def slots_needed(self, job: str, share: Share) -> int:
         """Slots the arena must have for this share beside all other jobs' shares and strays."""
         others = sum(s.total for name, s in self.shares.items() if name != job)

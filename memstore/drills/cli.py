@@ -5,13 +5,9 @@ Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,8 +16,11 @@ from memstore.cli.options import store_options
 from memstore.cli.output import print_json
 from memstore.config import MIB, Config
 from memstore.drills.catalogue import DRILLS, find, rows
+from memstore.drills.cli_canary import canary
+from memstore.drills.cli_run import run
 from memstore.drills.promises import FAMILIES, GOES_ON, PLACES
 from memstore.drills.site_options import (
+    SEED_LIMIT,
     address_option,
     check_usage,
     durable_directory,
@@ -29,15 +28,15 @@ from memstore.drills.site_options import (
     embedded_site,
     job_options,
     prepare_ray,
+    quiet,
     running_site,
+    teller,
     yes_option,
 )
 
 if TYPE_CHECKING:
     from memstore.drills.options import Options
     from memstore.drills.report import Report
-
-SEED_LIMIT = 1 << 31
 
 
 class Drills(click.Group):
@@ -90,6 +89,10 @@ def list_drills(as_json: bool) -> None:
                 click.echo(f"  {what:<10}{text}")
 
 
+drill.add_command(run)
+drill.add_command(canary)
+
+
 def _play_command(name: str) -> click.Command:
     """Return the command that plays one drill."""
     entry = find(name)
@@ -116,24 +119,6 @@ def _play_command(name: str) -> click.Command:
         wrapped = option(wrapped)
     help_text = f"Break {entry.breaks}.\n\nTouches: {entry.touches}.\n\nPromised: {entry.promise.words}."
     return click.command(name, help=help_text, short_help=entry.breaks)(wrapped)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
-    logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
-    with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
-        yield
-
-
-def teller(as_json: bool) -> Callable[[str], None]:
-    """Return what writes a line for people: to stderr if stdout carries JSON."""
-    words = sys.stderr if as_json else sys.stdout
-
-    def tell(line: str) -> None:
-        click.echo(line, file=words)
-
-    return tell
 
 
 def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) -> None:

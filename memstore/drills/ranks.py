@@ -44,6 +44,8 @@ class PutRow:
     step: int
     stall_s: float
     error: str = ""
+    nbytes: int = 0
+    level_s: float = 0.0  # from the call to the level that was waited for
 
 
 class DrillRank:
@@ -55,6 +57,7 @@ class DrillRank:
         torch.set_num_threads(1)
         self.store: Any = None
         self.seed = self.nbytes = 0
+        self.state: Any = None
 
     def who(self) -> tuple[int, int]:
         """This process: pid and start time."""
@@ -84,6 +87,20 @@ class DrillRank:
                 rows.append(PutRow(step, time.perf_counter() - started_s, f"{type(exc).__name__}: {exc}"))
             time.sleep(pause_s)
         return rows
+
+    def prepare(self, step: int) -> None:
+        """Make the state of a step, so that `put_and_wait` measures nothing else."""
+        from memstore.drills.training import make_state
+
+        self.state = make_state(self.seed, self.store.rank, step, self.nbytes)
+
+    def put_and_wait(self, step: int, level: str, timeout_s: float) -> PutRow:
+        """Put the state that was prepared, wait for a level, forget the state."""
+        started_s = time.perf_counter()
+        ticket = self.store.put(step, self.state)
+        ticket.wait(level, timeout_s)
+        self.state = None
+        return PutRow(step, ticket.stall_s, nbytes=ticket.nbytes, level_s=time.perf_counter() - started_s)
 
     def wait(self, level: str, timeout_s: float) -> int:
         """Wait until the newest put that counts has reached a level; return the newest step that did."""

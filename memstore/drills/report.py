@@ -119,7 +119,7 @@ class Timeline:
         """Tell what just happened; `note` stands at the right."""
         line = Line(self.now(), label, text, note)
         self._report.timeline.append(line)
-        self._tell(f"  {line.at_s:06.3f}  {label:<{LABEL_WIDTH}}{text:<{TEXT_WIDTH}}{note}".rstrip())
+        self._tell(f"  {line.at_s:06.3f}  {label:<{LABEL_WIDTH}}{text:<{TEXT_WIDTH}} {note}".rstrip())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

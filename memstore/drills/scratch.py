@@ -74,6 +74,26 @@ class ScratchJob:
             raise DrillError(f"{what}: a put raised {errors[0]}")
         return rows
 
+    def put_measured(self, step: int, level: str) -> list[PutRow]:
+        """All ranks put one step at once, its states made before; return how long it took to reach a level."""
+        collect([r.actor.prepare.remote(step) for r in self.ranks], "making the states")
+        rows: list[PutRow] = collect([r.actor.put_and_wait.remote(step, level, CALL_S) for r in self.ranks], "put")
+        return rows
+
+    def rejoin(self) -> None:
+        """The same processes leave and open the next attempt."""
+        collect([r.actor.leave.remote() for r in self.ranks], "leave")
+        self.join(fresh=False)
+
+    def drop(self, rank: int, host: str) -> dict[str, Any]:
+        """Drop one copy of the newest committed step through the controller, which refuses if it is the last."""
+        job = self.status()
+        body = {
+            "job": self.name, "attempt": job["committed_attempt"], "step": job["committed_step"], "rank": rank,
+            "host": host,
+        }  # fmt: skip
+        return ask("drop", body, config=self.site.config)
+
     def begin_puts(self, first: int, last: int, pause_s: float) -> list[Any]:
         """All ranks begin to put, resting between steps; return their calls for `collect`."""
         return [r.actor.put.remote(first, last, pause_s) for r in self.ranks]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from memstore.drills.promises import RUNNING, Drill
 if TYPE_CHECKING:
     from memstore.drills.site import EmbeddedSite, Site
 
+SEED_LIMIT = 1 << 31
 HOSTS_MAX = 16  # raylets on one machine; each takes half a second of a core to start
 ROOM = 8  # arena bytes per byte of state: (2 copies x 2 versions + 1 repair), and slack for a neighbour's ranks
 # Read by Ray when it is imported; what the user has set wins. A private cluster needs neither tokens nor usage reports.
@@ -153,3 +155,21 @@ def durable_directory(given: dict[str, Any], *, is_needed: bool) -> Iterator[str
         return
     with tempfile.TemporaryDirectory(prefix="memstore-drill-") as made:
         yield made
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
+    with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
+        yield
+
+
+def teller(as_json: bool) -> Callable[[str], None]:
+    """Return what writes a line for people: to stderr if stdout carries JSON."""
+    words = sys.stderr if as_json else sys.stdout
+
+    def tell(line: str) -> None:
+        click.echo(line, file=words)
+
+    return tell

@@ -369,6 +369,9 @@ class Holder:
             self.stager.release(job)
         for shard in shards:
             self.vault.drop(shard)
+        if "removed" in body:
+            with self.vault.lock:
+                self.vault.shelf.drop_share(str(body["removed"][0]), int(body["removed"][1]))
         for job in jobs:
             self.ranks.grant_job(job)
 

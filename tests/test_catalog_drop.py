@@ -1,0 +1,66 @@
+"""One copy may be dropped on request, the last one never (R7, R19)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_world import CatalogWorld
+from recovery.inventory import StepId
+
+STEP = StepId(1, 1)
+
+
+def trained() -> tuple[CatalogWorld, list[FakeRank]]:
+    """Two hosts, two ranks, step 1 committed on both."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    return world, ranks
+
+
+def drop(world: CatalogWorld, asking: FakeRank, host: str, **changed: Any) -> Any:
+    """Ask for the drop of rank 0's copy; return the answer, or the refusal's text."""
+    refused_count = len(asking.errors.get("drop", ()))
+    body = {"job": asking.job, "attempt": 1, "step": 1, "rank": 0, "host": host, **changed}
+    world.holders[asking.host_id].call(asking, "drop", body)
+    world.run(0.3)
+    if len(asking.errors.get("drop", ())) > refused_count:
+        return asking.error("drop")
+    return asking.answers["drop"][-1]
+
+
+def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
+    """The copy goes at once, is left alone for a moment so that its absence can be seen, and comes back (R29)."""
+    world, ranks = trained()
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+    answer = drop(world, ranks[0], "h0")
+    assert (answer["host"], answer["left_on"]) == ("h0", ["h1"])
+    assert answer["nbytes"] > 0
+    world.run(2.0)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert world.holders_of(STEP, 1) == ["h0", "h1"], "another shard of the job was touched"
+    world.run(15.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+
+
+def test_the_last_copy_is_never_dropped() -> None:
+    """With the other copy dropped, or its host dead, the drop is refused and nothing changes (R19)."""
+    world, ranks = trained()
+    drop(world, ranks[0], "h0")
+    assert "the last whole one" in drop(world, ranks[0], "h1")
+    assert world.holders_of(STEP, 0) == ["h1"]
+    world.kill_host("h0")
+    world.run(0.5)
+    assert "the last whole one" in drop(world, ranks[1], "h1", rank=1)
+    assert world.holders_of(STEP, 1) == ["h1"]
+
+
+def test_what_is_not_there_is_not_dropped() -> None:
+    """A host without the copy, a step that is not committed, a job nobody knows: refused by name."""
+    world, ranks = trained()
+    assert "not by h9" in drop(world, ranks[0], "h9")
+    assert "is not committed" in drop(world, ranks[0], "h0", step=7)
+    assert "holds no job" in drop(world, ranks[0], "h0", job="another")
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
