@@ -54,7 +54,7 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
     found = endangered(jobs, plans, hosts)
     if found:
         raise DrillError(
-            f"refused before anything was touched: destroying the memory of {', '.join(hosts)} would cost "
+            f"refused before anything was broken: destroying the memory of {', '.join(hosts)} would cost "
             f"{'; '.join(found[:5])}. Name another host with --victim, wait until its copies are complete "
             "(`memstore status`), or pass --allow-data-loss"
         )

@@ -367,11 +367,7 @@ class Holder:
         jobs = {shard.job for shard in shards}
         for job in jobs:
             self.stager.release(job)
-        for shard in shards:
-            self.vault.drop(shard)
-        if "removed" in body:
-            with self.vault.lock:
-                self.vault.shelf.drop_share(str(body["removed"][0]), int(body["removed"][1]))
+        self.vault.drop_all(shards, body.get("removed"))
         for job in jobs:
             self.ranks.grant_job(job)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.core.manifest import (
     Chunk,
@@ -345,6 +345,14 @@ class Vault:
             for shelved in gone:
                 self._discard(shelved)
         return bool(gone)
+
+    def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
+        """Remove shards, and the room of a removed job: [job, attempt] (R10)."""
+        for shard in shards:
+            self.drop(shard)
+        if removed is not None:
+            with self.lock:
+                self.shelf.drop_share(str(removed[0]), int(removed[1]))
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
