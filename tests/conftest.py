@@ -1,8 +1,8 @@
 """One clean environment for every test, and a check after each that it left nothing behind.
 
 What counts as left: a child process, a listening socket of this process, a thread that is ours or would keep the
-process alive, a store's folder under /dev/shm. Fixtures of a wider scope are set up before the check begins, so a
-cluster that a module shares is not held against its tests.
+process alive, a store's folder under /dev/shm, a network link. Fixtures of a wider scope are set up before the check
+begins, so a cluster that a module shares is not held against its tests.
 """
 
 from __future__ import annotations
@@ -108,7 +108,14 @@ def is_used_by_others(path: str, family_pid: int) -> bool:
     return False
 
 
-_CHECKS: tuple[Callable[[], set[str]], ...] = (live_children, listening_sockets, store_folders, busy_threads)
+def rig_links() -> set[str]:
+    """Return the network links of this process's rigs; their namespaces end with the children that keep them."""
+    return {f"link {name}" for name in os.listdir("/sys/class/net") if name.startswith(f"ms-{os.getpid()}-")}
+
+
+_CHECKS: tuple[Callable[[], set[str]], ...] = (
+    live_children, listening_sockets, store_folders, busy_threads, rig_links
+)  # fmt: skip
 
 
 def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:

@@ -1,7 +1,8 @@
 """Several hosts on one machine: one raylet per host, with `host` and `rack` labels, and a memstore on top.
 
 For the demo, drills and tests. Losing a host here means what it means on real machines: every process
-of its raylet is killed and checked to be gone, and its arena is destroyed.
+of its raylet is killed and checked to be gone, and its arena is destroyed. With a `NamespaceRig` every host
+but the head also has a network of its own, with links to cut.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +28,12 @@ from memstore.config import Config
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.tool import store_root
+from memstore.testing.namespaces import NamespaceRig
 
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
 DEATH_S = 20.0
+JOIN_S = 60.0
 # Stock Ray needs 12 to 65 s to see a dead raylet; drills and the demo do not wait for that twice.
 FAST_HEALTH = {
     "health_check_initial_delay_ms": 1000,
@@ -46,15 +51,18 @@ class EmbeddedCluster:
 
     def __init__(
         self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
-        has_store: bool = True,
+        has_store: bool = True, rig: NamespaceRig | None = None,
     ) -> None:  # fmt: skip
+        """A cluster that is yet to start; `rig` has a namespace for every host but the first, Ray's head."""
+        self.rig = rig
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
         self.cpus_per_host = cpus_per_host
         self.config = config or Config(
-            store=f"e{secrets.token_hex(4)}", arena_bytes=256 * MIB, chunk_bytes=MIB, interface="127.0.0.1"
-        )
+            store=f"e{secrets.token_hex(4)}", arena_bytes=256 * MIB, chunk_bytes=MIB,
+            interface="127.0.0.1" if rig is None else str(rig.network),
+        )  # fmt: skip
         self.has_store = has_store
-        self.nodes: dict[str, Any] = {}
+        self.nodes: dict[str, Any] = {}  # of cluster_utils; in a rig, processes of `ray start`
         self.cluster: Any = None
 
     def __enter__(self) -> EmbeddedCluster:
@@ -73,9 +81,11 @@ class EmbeddedCluster:
     def start(self) -> None:
         """Start the raylets, connect this process, start the store."""
         self.cluster = Cluster()
-        for host in self.labels:
-            self.add_node(host)
+        head, *others = self.labels
+        self.add_node(head)
         ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
+        for host in others:  # one after the other: raylets that start at once take the same socket name
+            self.add_node(host)
         if self.has_store:
             store_cluster.start(self.config)
 
@@ -89,16 +99,46 @@ class EmbeddedCluster:
         if labels is not None:
             self.labels[host] = {"host": host, **labels}
         is_head = not self.nodes
-        extra = {"_system_config": FAST_HEALTH, "include_dashboard": False} if is_head else {}
+        extra: dict[str, Any] = {"_system_config": FAST_HEALTH, "include_dashboard": False} if is_head else {}
+        if self.rig is not None and not is_head:
+            self.nodes[host] = self._start_in_namespace(self.rig, host)
+            self._wait_joined(self.rig.address(host))
+            return
+        if self.rig is not None:
+            extra["node_ip_address"] = self.rig.root_address
         self.nodes[host] = self.cluster.add_node(
             num_cpus=self.cpus_per_host, object_store_memory=OBJECT_STORE_BYTES, labels=self.labels[host], **extra
         )
 
+    def _start_in_namespace(self, rig: NamespaceRig, host: str) -> subprocess.Popen[Any]:
+        """Start a raylet on a host of the rig; what it says goes to Ray's own log folder."""
+        argv = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block",
+            f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}", "--disable-usage-stats",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            "--labels", ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
+        ]  # fmt: skip
+        quiet = subprocess.DEVNULL
+        # A cluster half with and half without Ray's token authentication does not form.
+        env = {"RAY_AUTH_MODE": "disabled", **os.environ}
+        return rig.popen(host, argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, env=env)
+
+    def _wait_joined(self, address: str) -> None:
+        """Wait until Ray counts a raylet alive; cluster_utils does so for its own."""
+        deadline_s = time.monotonic() + JOIN_S
+        while address not in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the raylet at {address} did not join within {JOIN_S:g} s")
+            time.sleep(0.05)
+
     def node_processes(self, host: str) -> list[tuple[int, int]]:
         """(pid, start time) of the raylet of a host and of everything below it."""
         node = self.nodes[host]
-        roots = [p.process.pid for infos in node.all_processes.values() for p in infos]
-        return [(pid, start) for pid in descendants(roots) if (start := process_start_time(pid)) is not None]
+        if self.rig is not None and host in self.rig.hosts:
+            pids = self.rig.processes(host)
+        else:
+            pids = descendants([p.process.pid for infos in node.all_processes.values() for p in infos])
+        return [(pid, start) for pid in pids if (start := process_start_time(pid)) is not None]
 
     def kill_processes(self, host: str) -> list[tuple[int, int]]:
         """SIGKILL every process of a host at once; return those that were killed."""
