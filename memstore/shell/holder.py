@@ -264,8 +264,8 @@ class Holder:
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
-            self._logged(self.ranks.reap)
-            self._logged(self.vault.expire_pins)
+            for work in (self.ranks.reap, self.vault.expire_pins, self.peer_server.give_up_idle):
+                self._logged(work)
 
     # -- orders -------------------------------------------------------------------------------
 

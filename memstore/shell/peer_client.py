@@ -153,25 +153,27 @@ class Peer:
             raise PeerRefused(str(offer["why"]), is_final=bool(offer["is_final"]))
         if offer["have"]:
             return 0
-        before = self.sent_bytes
+        try:
+            return self._send_and_seal(shipment, sender, throttle)
+        except MemstoreError:
+            with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
+                self.call({"do": "abort", "shard": shard, "sender": sender})
+            raise
+
+    def _send_and_seal(self, shipment: Shipment, sender: str, throttle: Callable[[int], None]) -> int:
+        shard, before = shard_to_wire(shipment.shard), self.sent_bytes
         wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
             size = max(1, min(BATCH_CHUNKS, -(-len(wanted) // self._streams)))
             batches = [wanted[i : i + size] for i in range(0, len(wanted), size)]
-            try:
-                self.over_streams(batches, lambda batch: self._send_batch(shipment, sender, batch, throttle))
-                data = shipment.manifest()
-            except PeerRefused:
-                with contextlib.suppress(TransportError):  # a draft that nobody feeds ends with its connection
-                    self.call({"do": "abort", "shard": shard, "sender": sender})
-                raise
-            sealed = self.call({"do": "seal", "shard": shard, "sender": sender, "manifest": data})
+            self.over_streams(batches, lambda batch: self._send_batch(shipment, sender, batch, throttle))
+            body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
+            sealed = self.call(body)
             if sealed["ok"]:
                 return self.sent_bytes - before
             wanted = [int(i) for i in sealed["missing"]]
             if not wanted:
                 raise PeerRefused(str(sealed["why"]), is_final=True)
-        self.call({"do": "abort", "shard": shard, "sender": sender})
         raise PeerRefused(
             f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
         )

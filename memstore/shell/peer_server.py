@@ -36,6 +36,7 @@ from recovery.inventory import Copy, ShardId
 log = logging.getLogger("memstore")
 CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its draft
 REPLY_TIMEOUT_S = 30.0
+DRAFT_IDLE_S = 120.0  # longer than a batch may take, and than a sender waits for its own digests
 
 
 class PeerServer:
@@ -49,6 +50,7 @@ class PeerServer:
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
         self.feeders: dict[tuple[str, ShardId], set[Channel]] = {}  # open draft -> connections that feed it
+        self.fed_s: dict[tuple[str, ShardId], float] = {}  # open draft -> when it was last heard of
         self.lock = threading.Lock()
         self.received_bytes = 0
         self.damage = Damage()
@@ -126,6 +128,7 @@ class PeerServer:
             return {"ok": False, "why": why, "is_final": False}
         with self.lock:
             self.feeders[sender, shard] = {channel}
+            self.fed_s[sender, shard] = self.vault.clock.monotonic()
         return {"ok": True, "have": False}
 
     def _chunks(self, channel: Channel, frame: Frame) -> dict[str, Any]:
@@ -138,9 +141,15 @@ class PeerServer:
         want, digests, sizes = self._chunks_named(body, len(draft.slots))
         with self.lock:
             self.feeders.setdefault((sender, shard), set()).add(channel)
+            self.fed_s[sender, shard] = self.vault.clock.monotonic()
         lack = self.vault.expect(draft, want, digests, sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
-        return {"ok": True, "bad": [i for i in lack if not self._receive(channel, draft, i)]}
+        bad = []
+        for index in lack:
+            if not self._receive(channel, draft, index):
+                bad.append(index)
+            self.fed_s[sender, shard] = self.vault.clock.monotonic()
+        return {"ok": True, "bad": bad}
 
     def _chunks_named(self, body: dict[str, Any], chunks_count: int) -> tuple[list[int], list[bytes], list[int]]:
         """Return the indices, digests and sizes of a batch; ValueError for what no draft here can have."""
@@ -198,6 +207,7 @@ class PeerServer:
             return {"ok": False, "missing": draft.missing, "why": str(exc)}
         with self.lock:
             self.feeders.pop((sender, shard), None)
+            self.fed_s.pop((sender, shard), None)
         self.on_sealed(Copy(shard, shelved.spec, self.host_id))
         return {"ok": True, "missing": [], "digest": shard_digest(data)}
 
@@ -205,6 +215,7 @@ class PeerServer:
         sender, shard = str(body["sender"]), shard_from_wire(body["shard"])
         with self.lock:
             self.feeders.pop((sender, shard), None)
+            self.fed_s.pop((sender, shard), None)
         self.vault.abort_draft(sender, shard)
         return {}
 
@@ -216,6 +227,7 @@ class PeerServer:
             orphans = [key for key, channels in self.feeders.items() if not channels]
             for key in orphans:
                 del self.feeders[key]
+                self.fed_s.pop(key, None)
         for sender, shard in orphans:
             self.vault.abort_draft(sender, shard)
 
@@ -225,6 +237,18 @@ class PeerServer:
             orphans = [key for key in self.feeders if key[0] not in hosts]
             for key in orphans:
                 del self.feeders[key]
+                self.fed_s.pop(key, None)
+        for sender, shard in orphans:
+            self.vault.abort_draft(sender, shard)
+
+    def give_up_idle(self) -> None:
+        """A sender that lost interest without a word, or whose word was lost, keeps no room here for ever (R13)."""
+        late_s = self.vault.clock.monotonic() - DRAFT_IDLE_S
+        with self.lock:
+            orphans = [key for key, fed_s in self.fed_s.items() if fed_s < late_s]
+            for key in orphans:
+                self.feeders.pop(key, None)
+                del self.fed_s[key]
         for sender, shard in orphans:
             self.vault.abort_draft(sender, shard)
 

@@ -1,0 +1,272 @@
+"""The invariants, looked at after every event: what is in every memory, what ranks are told, what they are given.
+
+The checker knows the ground truth: which bytes were handed over, what lies in which memory, which fault did what. It
+never asks the catalog whether the catalog is right; only `claims_redundancy` asks what is claimed, to hold it to that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.facts import StepCommitted, entry_from_wire
+from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
+from recovery.inventory import ShardId, ShardSpec, StepId
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.control import Controller
+    from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.memory import Memory
+    from memstore.testing.simulator.rank import SimRank
+    from memstore.testing.simulator.world import Simulation
+
+Body = dict[str, Any]
+SEALED = 3
+LEASED = 1
+COMMITS_WANTED = 3
+
+
+class Violation(AssertionError):
+    """A rule or invariant was broken."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+class Checker:
+    """What is true of one simulation, and what must be."""
+
+    def __init__(self, world: Simulation) -> None:
+        self.world = world
+        self.cause = ""  # the fault that is being injected, while it is
+        self.contents: dict[ShardId, list[list[bytes]]] = {}
+        self.facts: dict[StepId, StepCommitted] = {}
+        self.journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
+        self.acked: set[StepId] = set()
+        self.decided: dict[int, StepId | None] = {}  # attempt -> what it restored
+        self.ever: dict[tuple[ShardId, str], set[str]] = {}  # copy -> hosts that ever had all of it, spoilt or not
+        self.whole: dict[str, set[tuple[ShardId, str]]] = {}
+        self.steps_put = self.restores = self.acked_after_heal = 0
+        self._seen: dict[str, int] = {}
+        self._manifests: dict[bytes, tuple[Manifest, str]] = {}
+        self._is_healed = False
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def after_event(self) -> None:
+        """Look at every memory that changed."""
+        for name, memory in self.world.memories.items():
+            if self._seen.get(name) != memory.version:
+                self._seen[name] = memory.version
+                self._look(name, memory)
+
+    def _look(self, name: str, memory: Memory) -> None:
+        holder = self.world.holders.get(name)
+        if holder is not None and holder.is_up and not memory.is_cut:
+            self._look_at_table(holder)
+        sealed: set[bytes] = set()
+        good: set[bytes] = set()
+        for number, header in enumerate(memory.headers):
+            if int(header.state) != SEALED:
+                continue
+            digest = bytes(header.digest)
+            sealed.add(digest)
+            if number in memory.spoilt:
+                continue
+            if chunk_digest(memoryview(memory.slots[number])[: header.nbytes]) != digest:
+                raise Violation("R6", f"sealed slot {number} of {name} holds other bytes than its digest says")
+            good.add(digest)
+        whole: set[tuple[ShardId, str]] = set()
+        for data in memory.manifests.values():
+            manifest, digest_text = self._decoded(data)
+            wanted = {chunk.digest for chunk in manifest.chunks}
+            if not wanted <= sealed | memory.hurt:
+                raise Violation("R7", f"a manifest of {manifest.shard} on {name} names chunks that no slot holds")
+            if name not in self.ever.setdefault((manifest.shard, digest_text), set()) and wanted <= sealed:
+                self.ever[manifest.shard, digest_text].add(name)
+            if wanted <= good:
+                whole.add((manifest.shard, digest_text))
+        before, self.whole[name] = self.whole.get(name, set()), whole
+        if not self.cause and self.world.scenario.is_strict:
+            for shard, shard_digest_text in before - whole:
+                self._dropped(name, shard, shard_digest_text)
+
+    def _look_at_table(self, holder: SimHolder) -> None:
+        try:
+            holder.vault.table.validate()
+        except AssertionError as exc:
+            raise Violation("R6", f"slot table of {holder.host_id}: {exc}") from exc
+        for rank in self.world.ranks:
+            if rank.holder is holder and not rank.is_dead:
+                for number in (*rank.pool, *rank.in_copy):
+                    header = holder.memory.headers[number]
+                    if int(header.state) != LEASED or header.owner_pid != rank.pid:
+                        raise Violation(
+                            "R8", f"rank {rank.rank} may write slot {number} of {holder.host_id}, "
+                            f"which is in state {int(header.state)} of pid {header.owner_pid}"
+                        )  # fmt: skip
+
+    def _decoded(self, data: bytes) -> tuple[Manifest, str]:
+        if data not in self._manifests:
+            self._manifests[data] = (decode_manifest(data), shard_digest(data))
+        return self._manifests[data]
+
+    def _dropped(self, host: str, shard: ShardId, digest: str) -> None:
+        """A copy went without a fault: never one of the newest committed step that others do not have (R19, R29)."""
+        step = StepId(shard.attempt, shard.step)
+        newest = max(self.facts, default=None)
+        if newest is None or step != newest:
+            return
+        left = sorted(h for h, whole in self.whole.items() if (shard, digest) in whole)
+        if len(left) < self.world.scenario.replicas:
+            raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
+
+    # -- puts and commits -----------------------------------------------------------------------
+
+    def handed_over(self, shard: ShardId, content: list[bytes]) -> None:
+        """A rank has put these bytes."""
+        self.contents.setdefault(shard, []).append(content)
+        self.steps_put += 1
+
+    def journalled(self, holder: SimHolder) -> None:
+        """Facts were written beside an arena."""
+        for record in holder.memory.journal:
+            fact = entry_from_wire(record).fact
+            if isinstance(fact, StepCommitted):
+                step = StepId(fact.attempt, fact.step)
+                self.facts[step] = fact
+                self.journals.setdefault(step, set()).add(holder.host_id)
+
+    def told_committed(self, rank: SimRank, step_number: int, *, is_degraded: bool) -> None:
+        """A ticket hears that its step is committed: the copies and the fact must have been there (R16, R18, I4)."""
+        step = StepId(rank.attempt, step_number)
+        if step in self.acked or step_number not in rank.tickets:
+            return
+        fact = self.facts.get(step)
+        if fact is None:
+            raise Violation("R16", f"rank {rank.rank} was told that {step} is committed; no journal knows it")
+        controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
+        live = len(controller.sessions) if controller is not None else 1
+        if len(self.journals[step]) < min(self.world.scenario.replicas, live):
+            have = sorted(self.journals[step])
+            raise Violation("R16", f"{step} was acknowledged with its fact on {have} only, {live} hosts live")
+        for r, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
+            shard = ShardId(rank.job, step.attempt, step.step, r)
+            never = sorted(set(hosts) - self.ever.get((shard, digest), set()))
+            if never:
+                raise Violation("I4", f"{step} was committed with copies of rank {r} that never were on {never}")
+            if not fact.is_degraded and len(set(hosts)) < self.world.scenario.replicas:
+                raise Violation("R18", f"{step} says it is not degraded, rank {r} has copies on {list(hosts)}")
+        for other in self.world.ranks:
+            if other.attempt == rank.attempt and other.tickets.get(step_number) in ("skipped", "failed"):
+                raise Violation("R12", f"{step} was committed, but rank {other.rank}'s put was not done")
+        for attempt, restored in self.decided.items():
+            if attempt > step.attempt and self.world.scenario.is_strict and (restored is None or restored < step):
+                raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")
+        self.acked.add(step)
+        self.acked_after_heal += self._is_healed and not is_degraded
+
+    def marked(self, job: str, attempt: int, step: int, specs: dict[int, ShardSpec]) -> None:
+        """A durable marker was written: every part must be there before it (R31)."""
+        for rank, spec in specs.items():
+            if (ShardId(job, attempt, step, rank), spec.digest) not in self.world.durable.parts:
+                raise Violation("R31", f"the marker of {(attempt, step)} was written without the part of rank {rank}")
+
+    # -- gets ---------------------------------------------------------------------------------
+
+    def read(self, rank: SimRank, body: Body) -> list[bytes]:
+        """The bytes in the slots that a get's answer names, as the rank would load them."""
+        memory = self.world.memories[rank.host_id]
+        return [b"" if n is None else bytes(memory.slots[n]) for n in body["slots"]]
+
+    def restored(self, rank: SimRank, answer: Body) -> int:
+        """A get was answered: one step for all, the bytes that were put, and nothing newer was promised (I1-I3)."""
+        self.restores += 1
+        got = None if answer["step"] is None else StepId(int(answer["attempt"]), int(answer["step"]))
+        known = self.decided.setdefault(rank.attempt, got)
+        if known != got:
+            raise Violation("I2", f"attempt {rank.attempt}: rank {rank.rank} got {got}, another rank {known}")
+        newest = max(self.acked, default=None)
+        if self.world.scenario.is_strict and newest is not None and (got is None or got < newest):
+            why = answer.get("why", "")
+            raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
+        if got is None:
+            return 0
+        shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
+        if answer["read"] not in self.contents.get(shard, []):
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+        return got.step
+
+    def refused(self, rank: SimRank, verb: str, error: str) -> None:
+        """A call failed: never a get for want of bytes, within the promise (I1)."""
+        self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
+        is_loss = verb == "get" and error.startswith("RecoveryError") and "call get() again" not in error
+        if is_loss and self.world.scenario.is_strict:
+            raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")
+
+    def ended(self, ranks: list[SimRank]) -> None:
+        """A launch is over: no put took longer than its budget and its own copy (R11)."""
+        for rank in ranks:
+            self.world.note(f"rank {rank.rank} of attempt {rank.attempt} ended: {rank.why[:120]}")
+
+    # -- redundancy and the end -------------------------------------------------------------------
+
+    def claims_redundancy(self, controller: Controller) -> bool:
+        """Say whether the store claims `replicas` copies of every shard of its newest committed step."""
+        job = controller.catalog.jobs.get(self.world.scenario.job)
+        if job is None or not job.commits:
+            return not self.acked
+        newest = max(job.commits)
+        fact = job.commits[newest]
+        live = set(controller.catalog.hosts.live_ids())
+        for rank in range(fact.world_size):
+            hosts = job.copies.get(newest, {}).get(rank, {})
+            have = [h for h, c in hosts.items() if h in live and not c.missing]
+            if len(have) < self.world.scenario.replicas:
+                return False
+        return not fact.is_degraded
+
+    def healed(self) -> None:
+        """From now on commits count for liveness."""
+        self._is_healed = True
+
+    def is_live(self) -> bool:
+        """Commits went on, and the newest has every copy in truth (I16)."""
+        return not self.why_not_live()
+
+    def why_not_live(self) -> str:
+        """Say what is still missing, or ""."""
+        if self.acked_after_heal < COMMITS_WANTED:
+            return f"{self.acked_after_heal} whole commits since the faults stopped, wanted {COMMITS_WANTED}"
+        newest = max(self.facts)
+        wanted = min(self.world.scenario.replicas, len(self.world.holders))
+        for rank, digest in enumerate(self.facts[newest].digests):
+            shard = ShardId(self.world.scenario.job, newest.attempt, newest.step, rank)
+            hosts = [h for h, whole in self.whole.items() if (shard, digest) in whole]
+            if len(hosts) < wanted:
+                return f"rank {rank} of {newest} is on {hosts}, wanted {wanted} hosts"
+        return ""
+
+    def at_the_end(self) -> None:
+        """All is quiet: the catalog knows what is there, and nothing is leased to or kept for the dead (I12, I18)."""
+        controller = self.world.served()
+        if controller is None:
+            raise Violation("I16", "no controller serves at the end")
+        job = controller.catalog.jobs[self.world.scenario.job]
+        known = {
+            (copy.shard, host, copy.missing)
+            for ranks in job.copies.values() for hosts in ranks.values() for host, copy in hosts.items()
+        }  # fmt: skip
+        held = {(c.shard, h, c.missing) for h, holder in self.world.holders.items() for c in holder.copies()}
+        if known != held:
+            only_held, only_known = sorted(map(str, held - known))[:3], sorted(map(str, known - held))[:3]
+            raise Violation("I18", f"held but unknown: {only_held}; known but not held: {only_known}")
+        for host, holder in self.world.holders.items():
+            leased = {o: n for o, n in holder.vault.table.leases.items() if n}
+            if leased:
+                raise Violation("I13", f"{host} still leases slots to dead processes: {leased}")
+            if holder.vault.shelf.drafts:
+                raise Violation("I13", f"{host} still has drafts {sorted(map(str, holder.vault.shelf.drafts))[:3]}")
+        why = self.why_not_live()
+        if why:
+            raise Violation("I16", f"at the end {why}")

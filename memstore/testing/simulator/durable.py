@@ -1,0 +1,95 @@
+"""Durable storage in the simulator, and the holder's part in writing it: parts from verified bytes, the marker last."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
+from memstore.core.manifest import chunk_digest
+from recovery.inventory import ShardId, ShardSpec
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.world import Wait
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Durable:
+    """What all hosts see: parts with their bytes, and markers."""
+
+    parts: dict[tuple[ShardId, str], tuple[bytes, list[bytes]]] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
+    problem: str = ""  # every operation fails with it
+    delay_s: float = 0.05
+    tears: int = 0  # so many of the next parts are cut short, silently
+
+
+class Persister:
+    """One holder's writes."""
+
+    def __init__(self, holder: SimHolder) -> None:
+        self.holder = holder
+
+    def order(self, body: Body) -> None:
+        """Write parts or a marker, or remove a step."""
+        self.holder.spawn(self._run(body))
+
+    def _run(self, body: Body) -> Generator[Wait, None, None]:
+        holder, durable = self.holder, self.holder.world.durable
+        job, (attempt, step), what = str(body["job"]), body["step"], str(body["what"])
+        reply = {"job": job, "what": what, "step": body["step"], "rank": -1}
+        if what == "parts":
+            for item, digest in body["parts"]:
+                yield durable.delay_s
+                shard = shard_from_wire(item)
+                why = durable.problem or self._write_part(shard, str(digest))
+                holder.report("persisted", {**reply, "rank": shard.rank, "ok": not why, "why": why})
+        elif what == "marker":
+            yield durable.delay_s
+            if not durable.problem:
+                specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
+                durable.markers[job, int(attempt), int(step)] = (specs, dict(body["lineage"]))
+                holder.world.checker.marked(job, int(attempt), int(step), specs)
+            holder.report("persisted", {**reply, "ok": not durable.problem, "why": durable.problem})
+        elif what == "remove" and not durable.problem:
+            durable.markers.pop((job, int(attempt), int(step)), None)
+
+    def _write_part(self, shard: ShardId, digest: str) -> str:
+        """Write one shard; return why not, or ""."""
+        holder, durable = self.holder, self.holder.world.durable
+        pinned = holder.vault.pin(shard, digest)
+        if pinned is None:
+            return f"{shard} is not here any more"
+        shelved, pin = pinned
+        try:
+            chunks = []
+            for index, wanted in enumerate(shelved.digests):
+                view = holder.vault.chunk_view(shelved, index)
+                if view is None or chunk_digest(view) != wanted:
+                    holder.vault.verify(shelved)
+                    holder.sealed(shelved)
+                    return f"chunk {index} went bad before it was written"
+                chunks.append(bytes(view))
+            if durable.tears:
+                durable.tears -= 1
+                chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
+            durable.parts[shard, digest] = (holder.vault.manifest(shelved), chunks)
+        finally:
+            holder.vault.unpin(shelved, pin)
+        return ""
+
+    def markers(self, body: Body) -> None:
+        """List the markers of a job."""
+        durable = self.holder.world.durable
+        rows = [
+            [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())], lineage]
+            for (job, attempt, step), (specs, lineage) in sorted(durable.markers.items())
+            if job == body["job"]
+        ]
+        why = durable.problem
+        reply = {"job": body["job"], "call": body["call"], "ok": not why, "why": why, "markers": [] if why else rows}
+        self.holder.report("markers", reply)

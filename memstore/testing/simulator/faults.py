@@ -1,0 +1,244 @@
+"""How each fault of a scenario is done, and whether a strict scenario may do it now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memstore.testing.simulator.scenario import Fault
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.rank import SimRank
+    from memstore.testing.simulator.world import Simulation
+
+SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: nobody gives a host up for this
+Inject = Callable[["Simulation", Fault], None]
+INJECT: dict[str, Inject] = {}
+NEEDS_QUIET = {"kill-host", "kill-rack", "flap-host", "flip-at-rest", "durable-torn"}  # whatever their length
+
+
+def fault(name: str) -> Callable[[Inject], Inject]:
+    """Register a fault."""
+
+    def add(inject: Inject) -> Inject:
+        INJECT[name] = inject
+        return inject
+
+    return add
+
+
+def inject(world: Simulation, each: Fault) -> None:
+    """Do one fault, unless it would go beyond the promise of a strict scenario."""
+    is_grave = each.kind in NEEDS_QUIET or each.for_s > SHORT_S
+    if world.scenario.is_strict and is_grave and not world.is_quiet():
+        world.note(f"fault {each.kind} left out: the store is not whole now")
+        return
+    world.note(f"fault {each.text().strip()}")
+    world.injected[each.kind] = world.injected.get(each.kind, 0) + 1
+    world.checker.cause = each.kind
+    INJECT[each.kind](world, each)
+    world.checker.after_event()
+    world.checker.cause = ""
+
+
+def _names(world: Simulation, each: Fault) -> list[str]:
+    names = sorted(world.holders)
+    return sorted({names[i % len(names)] for i in each.hosts})
+
+
+def _holder(world: Simulation, each: Fault) -> SimHolder:
+    return world.holders[_names(world, each)[0]]
+
+
+def _rank(world: Simulation, each: Fault) -> SimRank | None:
+    living = [r for r in world.ranks if not r.is_dead]
+    return living[each.rank % len(living)] if living else None
+
+
+@fault("kill-rank")
+def _kill_rank(world: Simulation, each: Fault) -> None:
+    rank = _rank(world, each)
+    if rank is not None:
+        world.kill_rank(rank, "killed")
+
+
+@fault("freeze-rank")
+def _freeze_rank(world: Simulation, each: Fault) -> None:
+    rank = _rank(world, each)
+    if rank is not None:
+        rank.is_frozen = True
+        world.at(each.for_s, lambda: world.thaw_rank(rank))
+
+
+@fault("kill-holder")
+def _kill_holder(world: Simulation, each: Fault) -> None:
+    world.kill_holder(_holder(world, each).host_id)
+
+
+@fault("crash-holder-at")
+def _crash_holder_at(world: Simulation, each: Fault) -> None:
+    _holder(world, each).memory.crash_in = each.count
+
+
+@fault("freeze-holder")
+def _freeze_holder(world: Simulation, each: Fault) -> None:
+    holder = _holder(world, each)
+    holder.is_frozen = True
+    world.at(each.for_s, lambda: world.thaw_holder(holder))
+
+
+@fault("replace-holder")
+def _replace_holder(world: Simulation, each: Fault) -> None:
+    """A frozen holder is killed by its successor, which waits for its lock (R2)."""
+    holder = _holder(world, each)
+    holder.is_frozen = True
+    world.at(min(each.for_s, 2.0), lambda: world.replace_holder(holder))
+
+
+@fault("kill-host")
+def _kill_host(world: Simulation, each: Fault) -> None:
+    for name in _names(world, each)[: world.scenario.replicas - 1]:
+        world.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("kill-rack")
+def _kill_rack(world: Simulation, each: Fault) -> None:
+    rack = _holder(world, each).info.labels.get("rack")
+    hosts = [h for h, x in sorted(world.holders.items()) if x.info.labels.get("rack") == rack]
+    if rack is None:
+        hosts = _names(world, each)[: world.scenario.replicas - 1]
+    elif world.scenario.is_strict and world.scenario.replicas > 2:
+        return  # with three copies over two racks a rack may hold two of them
+    for name in hosts:
+        world.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("flap-host")
+def _flap_host(world: Simulation, each: Fault) -> None:
+    name = _names(world, each)[0]
+    world.kill_host(name, back_after_s=0.5)
+    for n in range(1, 4):
+        world.at(3.0 * n, lambda: world.flap(name))
+
+
+@fault("reboot-all")
+def _reboot_all(world: Simulation, each: Fault) -> None:
+    """Every process of Ray dies at once; one host comes up late (R24)."""
+    for controller in world.controllers:
+        controller.stop()
+    for rank in world.ranks:
+        world.kill_rank(rank, "Ray was restarted")
+    late = _names(world, each)[0]
+    for name in sorted(world.holders):
+        world.kill_holder(name, back_after_s=min(each.for_s, SHORT_S) + 2.0 if name == late else 0.5)
+    world.at(0.5, world.start_controller)
+
+
+@fault("partition")
+def _partition(world: Simulation, each: Fault) -> None:
+    left = _names(world, each)
+    if world.scenario.is_strict and each.for_s > SHORT_S:
+        left = left[: world.scenario.replicas - 1]
+    right = [h for h in sorted(world.holders) if h not in left]
+    world.network.split(left, [*right, *(c.name for c in world.controllers)])
+    world.at(each.for_s, world.network.heal)
+
+
+@fault("one-way")
+def _one_way(world: Simulation, each: Fault) -> None:
+    name = _names(world, each)[0]
+    others = [*(h for h in world.holders if h != name), *(c.name for c in world.controllers)]
+    world.network.cut.update((name, o) if each.count % 2 else (o, name) for o in others)
+    world.at(each.for_s, world.network.heal)
+
+
+@fault("slow-link")
+def _slow_link(world: Simulation, each: Fault) -> None:
+    world.network.slow[_names(world, each)[0]] = 10.0 * each.count
+    world.at(each.for_s, world.network.heal)
+
+
+@fault("flip-in-transit")
+def _flip_in_transit(world: Simulation, each: Fault) -> None:
+    world.network.flips += each.count
+
+
+@fault("reset-in-transit")
+def _reset_in_transit(world: Simulation, each: Fault) -> None:
+    world.network.resets += each.count
+
+
+@fault("double-reports")
+def _double_reports(world: Simulation, each: Fault) -> None:
+    world.network.doubles += each.count
+
+
+@fault("flip-at-rest")
+def _flip_at_rest(world: Simulation, each: Fault) -> None:
+    memory = _holder(world, each).memory
+    sealed = [n for n, h in enumerate(memory.headers) if int(h.state) == 3 and n not in memory.spoilt]
+    for number in sealed[each.rank :][: each.count]:
+        memory.spoil(number)
+
+
+@fault("kill-controller")
+def _kill_controller(world: Simulation, each: Fault) -> None:
+    world.crash_controller(restart_after_s=min(each.for_s, 3.0))
+
+
+@fault("freeze-controller")
+def _freeze_controller(world: Simulation, each: Fault) -> None:
+    """Frozen and given up: a successor starts, then the old one wakes and must find out (R17)."""
+    controller = world.controllers[-1]
+    controller.is_frozen = True
+    world.at(each.for_s, lambda: setattr(controller, "is_frozen", False))
+    world.at(min(each.for_s, 2.0), world.start_controller)
+
+
+@fault("second-controller")
+def _second_controller(world: Simulation, each: Fault) -> None:
+    """A new controller starts while the old one runs, cut off from some hosts (R17)."""
+    old = world.controllers[-1].name
+    left = _names(world, each)
+    world.start_controller()
+    if each.for_s <= SHORT_S:
+        world.network.split(left, [world.controllers[-1].name])
+        world.network.split([h for h in world.holders if h not in left], [old])
+        world.at(each.for_s, world.network.heal)
+
+
+@fault("kv-away")
+def _kv_away(world: Simulation, each: Fault) -> None:
+    world.has_kv = False
+    world.at(each.for_s, lambda: setattr(world, "has_kv", True))
+
+
+@fault("memory-full")
+def _memory_full(world: Simulation, each: Fault) -> None:
+    memory = _holder(world, each).memory
+    memory.is_full = True
+    world.at(min(each.for_s, SHORT_S), lambda: setattr(memory, "is_full", False))
+
+
+@fault("durable-broken")
+def _durable_broken(world: Simulation, each: Fault) -> None:
+    world.durable.problem = "Input/output error"
+    world.at(each.for_s, lambda: setattr(world.durable, "problem", ""))
+
+
+@fault("durable-slow")
+def _durable_slow(world: Simulation, each: Fault) -> None:
+    world.durable.delay_s = 3.0
+    world.at(each.for_s, lambda: setattr(world.durable, "delay_s", 0.05))
+
+
+@fault("durable-torn")
+def _durable_torn(world: Simulation, each: Fault) -> None:
+    world.durable.tears += each.count
+
+
+@fault("add-host")
+def _add_host(world: Simulation, each: Fault) -> None:
+    if len(world.holders) < 6:
+        world.add_host(f"h{len(world.holders)}", {})

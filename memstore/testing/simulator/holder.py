@@ -1,0 +1,373 @@
+"""A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
+
+It mirrors shell/holder.py, sealer.py and rank_server.py where those wait for something; every decision about bytes,
+slots, shares and fences is the real code's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.events import (
+    Event,
+    FactAck,
+    HostInfo,
+    HostUp,
+    RankCall,
+    RankGone,
+    Report,
+    copy_to_wire,
+    shard_from_wire,
+)
+from memstore.core.facts import AttemptOpened, entry_from_wire
+from memstore.core.manifest import chunk_digest, chunk_sizes
+from memstore.core.shelf import Share, Shelved
+from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.peer_server import PeerServer
+from memstore.shell.vault import Vault
+from memstore.testing.catalog_holder import LEVELS
+from memstore.testing.simulator.durable import Persister
+from memstore.testing.simulator.memory import Memory, MemoryArena, MemoryManifests
+from memstore.testing.simulator.rank import CHUNKS, SimRank
+from memstore.testing.simulator.staging import Stager
+from memstore.testing.simulator.transfer import Fresh, Pusher
+from recovery.inventory import Copy, ShardId
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.control import Session
+    from memstore.testing.simulator.world import Simulation, Wait
+
+Body = dict[str, Any]
+REAP_S = 0.5
+DIGEST_S = 0.004
+DRAIN_S = 10.0
+SLOTS_MAX = 400
+
+
+class SimHolder:
+    """One life of a holder; the memory outlives it."""
+
+    def __init__(self, world: Simulation, info: HostInfo, memory: Memory) -> None:
+        self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
+        self.is_up, self.is_frozen = True, False
+        self.session: Session | None = None
+        self.term = 0
+        self.fences: dict[str, int] = {}
+        self.targets: dict[str, list[str]] = {}
+        self.view: set[str] = set()
+        self.ranks: dict[str, SimRank] = {}
+        self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
+        self.call_ids = itertools.count(1)
+        self.sealing: dict[ShardId, int] = {}  # -> attempt, for as long as it is digested
+        memory.is_cut, memory.crash_in = False, None
+        self.vault = Vault(
+            MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
+            chunk_bytes=memory.chunk_bytes, clock=world, is_alive=world.is_alive,
+        )  # fmt: skip
+        self.vault.on_hurt = self.sealed
+        self._read_journal()
+        self.peer_server = PeerServer(
+            self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
+            on_sealed=self._copy_sealed,
+        )  # fmt: skip
+        self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
+
+    @property
+    def is_serving(self) -> bool:
+        """True if its process lives and runs."""
+        return self.is_up and not self.is_frozen
+
+    def spawn(self, work: Generator[Wait, None, None]) -> None:
+        """Run one of its threads."""
+        self.world.spawn(work, self)
+
+    def _read_journal(self) -> None:
+        for record in self.memory.journal:
+            entry = entry_from_wire(record)
+            self.term = max(self.term, entry.term)
+            if isinstance(entry.fact, AttemptOpened):
+                self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+
+    # -- the controller's session ---------------------------------------------------------------
+
+    def accept(self, session: Session) -> bool:
+        """Obey the controller of the highest term only (R17)."""
+        if session.controller.term < self.term:
+            return False
+        self.term = session.controller.term
+        old, self.session = self.session, session
+        if old is not None:
+            old.controller.lose(self.host_id, "the holder obeys another controller")
+        return True
+
+    def hello(self) -> HostUp:
+        """What a new session begins with: inventory, journal, processes (R16)."""
+        ranks = tuple(sorted(n for n, r in self.ranks.items() if not r.is_dead))
+        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), ranks)
+
+    def copies(self, job: str | None = None) -> list[Copy]:
+        """The inventory."""
+        return list(self.vault.shelf.copies(self.host_id, job))
+
+    def open_calls(self) -> list[tuple[int, str, Body]]:
+        """Calls that no controller has answered yet."""
+        return [(n, verb, body) for n, (_, _, verb, body) in sorted(self.calls.items())]
+
+    def tell(self, event: Event) -> None:
+        """To the controller; without a session it is dropped: inventories replace it."""
+        if self.session is not None and self.is_up:
+            self.session.report(event)
+
+    def report(self, kind: str, body: Body) -> None:
+        """Report something done."""
+        self.tell(Report(self.host_id, kind, body))
+
+    def sealed(self, shelved: Shelved) -> None:
+        """Report a replica: whole, or with the chunks it lacks."""
+        self._copy_sealed(Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing))
+
+    def _copy_sealed(self, copy: Copy) -> None:
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+
+    # -- ranks --------------------------------------------------------------------------------
+
+    def welcome(self, rank: SimRank) -> list[int]:
+        """Take a link; return the slots the rank holds that are not its own (R8)."""
+        _, stale = self.vault.table.confirm(rank.owner, rank.held())
+        self.vault.flush()
+        self.ranks[rank.nonce] = rank
+        if rank.attempt and rank.attempt < self.fences.get(rank.job, 0):
+            rank.is_fenced = True
+        return stale
+
+    def call(self, rank: SimRank, call_id: int, verb: str, body: Body) -> None:
+        """Relay a question; asked again on a new link it is the same question."""
+        known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
+        number = known or next(self.call_ids)
+        self.calls[number] = (rank, call_id, verb, body)
+        self.tell(RankCall(self.host_id, number, verb, dict(body)))
+
+    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+        """The controller answered; a get's answer carries the bytes' place, pinned."""
+        rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
+        if rank is None or rank.is_dead:
+            return
+        if "shard" in body and error is None:
+            pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
+            if pinned is None:
+                error = ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
+            else:
+                body = {**body, "slots": list(pinned[0].slots)}
+                rank_read = self.world.checker.read(rank, body)
+                self.vault.unpin(*pinned)
+                body = {**body, "read": rank_read}
+        rank.answered(call_id, body, error)
+
+    def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:
+        """A hand-over came completely: seal it under the fence that holds now (R21)."""
+        fence = self.fences.get(rank.job, 0)
+        self.spawn(self._seal(rank, ShardId(rank.job, int(body["attempt"]), step, rank.rank), slots, body, fence))
+
+    def _seal(
+        self, rank: SimRank, shard: ShardId, slots: list[int], body: Body, fence: int
+    ) -> Generator[Wait, None, None]:
+        while shard in self.sealing:
+            yield 0.01
+        self.sealing[shard] = shard.attempt
+        try:
+            known = self.vault.shelf.find(shard)
+            is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
+            if is_mine and (known is not None or shard.attempt < fence):
+                self.vault.give_back(slots)
+            if known is None and (shard.attempt < fence or not is_mine):
+                self._put_failed(rank, shard)
+                return
+            has_targets = True
+            if known is None:
+                fresh = Fresh(self, shard, slots)
+                has_targets = self.pusher.replicate(shard, fresh=fresh)
+                for slot in slots:
+                    yield DIGEST_S
+                    fresh.digests.append(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
+                try:
+                    known = self.vault.seal_local(
+                        shard, world_size=int(body["world_size"]), layout=b"",
+                        nbytes=sum(chunk_sizes(CHUNKS * self.memory.chunk_bytes, self.memory.chunk_bytes)),
+                        slots=slots, attempt=shard.attempt, fresh=fresh,  # type: ignore[arg-type]
+                    )  # fmt: skip
+                except MemstoreError as exc:
+                    fresh.why = str(exc)
+                    self._put_failed(rank, shard)
+                    return
+            else:
+                has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
+        finally:
+            self.sealing.pop(shard, None)
+        rank.rise(shard.step, "sealed")
+        self.sealed(known)
+        if not has_targets:
+            rank.rise(shard.step, "replicated")
+        self.grant(rank)
+
+    def _put_failed(self, rank: SimRank, shard: ShardId) -> None:
+        """The step is given up on all ranks alike (R12)."""
+        if rank.attempt == shard.attempt:
+            rank.rise(shard.step, "failed")
+        number = next(self.call_ids)
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step}
+        self.calls[number] = (rank, 0, "skip", body)
+        self.tell(RankCall(self.host_id, number, "skip", body))
+        self.grant(rank)
+
+    def grant(self, rank: SimRank) -> None:
+        """Lease the rank what its share allows."""
+        is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
+        if is_here and rank.attempt >= self.fences.get(rank.job, 0):
+            slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
+            if slots:
+                rank.granted(slots)
+
+    def grant_job(self, job: str) -> None:
+        """Room may have become free."""
+        for _, rank in sorted(self.ranks.items()):
+            if rank.job == job:
+                self.grant(rank)
+
+    def reap(self) -> None:
+        """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
+        if not self.is_serving:
+            return
+        for owner in [o for o in self.vault.table.leases if not self.world.is_alive(o.pid, o.start)]:
+            self.vault.table.reclaim(owner)
+        self.vault.flush()
+        for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
+            rank = self.ranks.pop(nonce)
+            self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
+            self.tell(RankGone(self.host_id, nonce))
+        self.vault.expire_pins()
+        self.peer_server.give_up_idle()
+        for job in {r.job for r in self.ranks.values()}:
+            self.grant_job(job)
+
+    def scrub(self) -> None:
+        """Re-digest every sealed slot (R30)."""
+        if self.is_serving:
+            for number in range(len(self.vault.table.slots)):
+                for hurt in self.vault.verify_slot(number):
+                    self.sealed(hurt)
+
+    # -- orders -------------------------------------------------------------------------------
+
+    def obey(self, kind: str, body: Body) -> None:
+        """Carry out one order."""
+        getattr(self, f"_on_{kind}")(body)
+
+    def _on_journal(self, body: Body) -> None:
+        self.memory.append_facts(body["records"], is_reset=bool(body["reset"]))
+        self.world.checker.journalled(self)
+        self.tell(FactAck(self.host_id, int(body["seq"])))
+
+    def _on_view(self, body: Body) -> None:
+        self.view = {str(row[0]) for row in body["hosts"]}
+        self.peer_server.keep_senders(self.view)
+
+    def _on_fence(self, body: Body) -> None:
+        job, attempt = str(body["job"]), int(body["attempt"])
+        self.fences[job] = max(self.fences.get(job, 0), attempt)
+        self.spawn(self._fence(job, attempt, set(body["members"])))
+
+    def _fence(self, job: str, attempt: int, members: set[str]) -> Generator[Wait, None, None]:
+        self.vault.shelf.abort_older(job, attempt)
+        self.vault.flush()
+        until_s = self.world.now + DRAIN_S
+        yield lambda: not any(s.job == job and a < attempt for s, a in self.sealing.items()) or self.world.now > until_s
+        for rank in self.ranks.values():
+            if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
+                rank.is_fenced = True
+        copies = [copy_to_wire(c) for c in self.copies(job)]
+        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+
+    def _on_targets(self, body: Body) -> None:
+        self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
+
+    def _on_reserve(self, body: Body) -> None:
+        job = str(body["job"])
+        share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
+        reply = {"job": job, "attempt": body["attempt"], "ok": True, "why": ""}
+        try:
+            self.vault.claim(job, share)
+        except CapacityError as exc:
+            reply.update(ok=False, why=str(exc))
+        self.report("reserved", reply)
+        self.grant_job(job)
+
+    def _on_push(self, body: Body) -> None:
+        is_repair = bool(body["is_repair"])
+        self.pusher.submit(
+            shard_from_wire(body["shard"]), str(body["target"]), digest=str(body["digest"]), is_repair=is_repair
+        )
+
+    def _on_stage(self, body: Body) -> None:
+        self.spawn(self.stager.run(body))
+
+    def _on_check(self, body: Body) -> None:
+        if not self.stager.has_staged(body):
+            error = ["RecoveryError", "what was staged is gone: call get() again"]
+            self.report("checked", {k: body[k] for k in ("job", "round", "rank")} | {"ok": False, "error": error})
+            return
+        for rank in self.ranks.values():
+            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
+                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": True, "error": None}
+                self.report("checked", reply)
+
+    def _on_level(self, body: Body) -> None:
+        step, level = int(body["step"]), str(body["level"])
+        for rank in self._ranks_of(body):
+            if level in ("committed", "durable"):
+                self.world.checker.told_committed(rank, step, is_degraded=bool(body["degraded"]))
+            rank.rise(step, level)
+            rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
+            if level == "committed":
+                for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
+                    rank.tickets[old] = "superseded"
+
+    def _ranks_of(self, body: Body) -> list[SimRank]:
+        mine = (body["job"], body["attempt"])
+        return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
+
+    def _on_abandon(self, body: Body) -> None:
+        key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
+        shelf = self.vault.shelf
+        names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
+        for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
+            for draft in [k for k in shelf.drafts if k[0] == shard]:
+                shelf.abort_draft(draft[1], draft[0])
+            self.vault.drop(shard)
+        self.vault.flush()
+        for rank in self._ranks_of(body):
+            rank.rise(int(body["step"]), str(body["level"]))
+            rank.resume_step = max(rank.resume_step, int(body["resume"]))
+        self.grant_job(key[0])
+
+    def _on_drop(self, body: Body) -> None:
+        shards = [shard_from_wire(item) for item in body["shards"]]
+        for job in sorted({shard.job for shard in shards}):
+            self.stager.release(job)
+        for shard in shards:
+            self.vault.drop(shard)
+        for job in sorted({shard.job for shard in shards}):
+            self.grant_job(job)
+
+    def _on_persist(self, body: Body) -> None:
+        self.persister.order(body)
+
+    def _on_markers(self, body: Body) -> None:
+        self.persister.markers(body)
+
+    def _on_ask(self, body: Body) -> None:
+        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
+
+    def _on_exit(self, body: Body) -> None:
+        self.world.kill_holder(self.host_id)

@@ -1,0 +1,154 @@
+"""A machine's RAM file system in the simulator: arena, slot headers, manifests and journal, outliving any holder.
+
+Every write that the real files would see is one operation. `crash_in` cuts the power of the holder before an
+operation: what was written stays, what was to come never happens, not even clean-up code (R7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memstore.errors import CapacityError
+from memstore.shell.arena import Arena
+from memstore.shell.manifest_folder import ManifestFolder
+from memstore.shell.slot_headers import SlotHeader
+
+Body = dict[str, Any]
+
+
+class Crashed(Exception):
+    """The holder's process died at this write."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory.host_id)
+        self.memory = memory
+
+
+class Memory:
+    """What is in the machine's memory; `is_cut` until the next holder opens it."""
+
+    def __init__(self, host_id: str, chunk_bytes: int) -> None:
+        self.host_id, self.chunk_bytes = host_id, chunk_bytes
+        self.slots: list[bytearray] = []
+        self.headers: list[SlotHeader] = []
+        self.manifests: dict[str, bytes] = {}
+        self.journal: list[Body] = []
+        self.spoilt: set[int] = set()  # slots whose bytes a fault has changed, until they are freed
+        self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
+        self.is_full = False  # no room for a manifest, a slot or a fact
+        self.is_cut = False
+        self.crash_in: int | None = None
+        self.version = 0  # grows with every change, so that a checker looks only at what changed
+
+    def wipe(self) -> None:
+        """The machine lost its memory."""
+        self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
+        self.spoilt.clear()
+        self.hurt.clear()
+        self.version += 1
+
+    def spoil(self, slot: int) -> None:
+        """A fault changes a byte of a slot."""
+        self.slots[slot][0] ^= 0x20
+        self.spoilt.add(slot)
+        self.hurt.add(bytes(self.headers[slot].digest))
+        self.version += 1
+
+    def write(self) -> bool:
+        """One operation is about to change something; False if the process is dead already. Raises Crashed."""
+        if self.is_cut:
+            return False
+        if self.crash_in is not None:
+            self.crash_in -= 1
+            if self.crash_in < 0:
+                self.is_cut, self.crash_in = True, None
+                raise Crashed(self)
+        self.version += 1
+        return True
+
+    def append_facts(self, records: list[Body], *, is_reset: bool) -> None:
+        """Write journal records in one operation."""
+        if self.write():
+            self.journal = [*([] if is_reset else self.journal), *records]
+
+
+class MemoryHeaders:
+    """The slot table's records."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def read(self, slot: int) -> SlotHeader:
+        """Return one record."""
+        return self._memory.headers[slot]
+
+    def write(self, slot: int, header: SlotHeader) -> None:
+        """Replace one record."""
+        if self._memory.write():
+            self._memory.headers[slot] = header
+            if int(header.state) == 0:
+                self._memory.spoilt.discard(slot)
+
+
+class MemoryArena(Arena):
+    """An arena in a simulated machine's memory."""
+
+    def __init__(self, memory: Memory, limit_slots: int) -> None:
+        self.memory = memory
+        self.chunk_bytes, self.limit_slots = memory.chunk_bytes, limit_slots
+        self.headers = MemoryHeaders(memory)  # type: ignore[assignment]
+
+    @property
+    def slots_count(self) -> int:
+        """Slots claimed."""
+        return len(self.memory.slots)
+
+    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
+        """Return a slot's bytes."""
+        return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
+
+    def grow(self, slots_count: int, should_stop: Any = None) -> int:
+        """Claim slots; CapacityError if the file system is full."""
+        memory = self.memory
+        if memory.is_full or slots_count > self.limit_slots:
+            raise CapacityError(f"the simulated file system has no room for {slots_count} slots")
+        if memory.write():
+            count = slots_count - len(memory.slots)
+            memory.slots += [bytearray(self.chunk_bytes) for _ in range(count)]
+            memory.headers += [SlotHeader() for _ in range(count)]
+        return len(memory.slots)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class MemoryManifests(ManifestFolder):
+    """The manifests of a simulated machine; a name is there whole or not at all, as after a rename."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(Path(memory.host_id))
+        self.memory = memory
+
+    def save(self, name: str, data: bytes) -> None:
+        """Store a manifest; CapacityError if the file system is full."""
+        if self.memory.is_full:
+            raise CapacityError(f"the simulated file system has no room for a manifest of {len(data)} bytes")
+        if self.memory.write():
+            self.memory.manifests[name] = data
+
+    def load(self, name: str) -> bytes:
+        """Return a manifest; FileNotFoundError if it is not there."""
+        if name not in self.memory.manifests:
+            raise FileNotFoundError(name)
+        return self.memory.manifests[name]
+
+    def remove(self, name: str) -> None:
+        """Unlink a manifest; none there is fine."""
+        if self.memory.write():
+            self.memory.manifests.pop(name, None)
+
+    def load_all(self) -> Iterator[tuple[str, bytes]]:
+        """Yield every manifest in name order."""
+        yield from sorted(self.memory.manifests.items())

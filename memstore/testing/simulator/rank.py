@@ -1,0 +1,199 @@
+"""A training process: joins, gets, checks every byte it is given, then puts step after step until something ends it.
+
+It mirrors the rank's side of a link (shell/rank_link.py): leased slots, slots under a copy, hand-overs kept until
+sealed, calls kept until answered; all of them outlive the holder (R8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.slots import Owner
+from memstore.testing.catalog_holder import LEVELS
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.world import Simulation, Wait
+
+Body = dict[str, Any]
+CHUNKS = 3
+STALL_BUDGET_S = 1.0
+JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
+WRITE_S = 0.004  # one chunk's copy: long enough to be stopped in
+
+
+class SimRank:
+    """One process of one rank."""
+
+    def __init__(self, world: Simulation, rank: int, host_id: str, key: str) -> None:
+        self.world, self.rank, self.host_id, self.key = world, rank, host_id, key
+        self.job = world.scenario.job
+        self.pid = next(world.ids) + 1000
+        self.nonce = f"n{self.pid}"
+        self.owner = Owner(self.pid, 1, self.pid)
+        self.attempt = 0
+        self.is_dead = self.is_frozen = self.is_fenced = False
+        self.holder: SimHolder | None = None
+        self.pool: list[int] = []
+        self.in_copy: set[int] = set()
+        self.handovers: dict[tuple[int, int], tuple[list[int], Body]] = {}  # (attempt, step) -> slots, message
+        self.calls: dict[int, tuple[str, Body]] = {}
+        self.call_ids = itertools.count(1)
+        self.replies: dict[int, Body] = {}
+        self.tickets: dict[int, str] = {}
+        self.resume_step = self.steps_done = 0
+        self.why = ""  # why it ended
+        self.longest_stall_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """False once its process is dead."""
+        return not self.is_dead
+
+    # -- link ---------------------------------------------------------------------------------
+
+    def held(self) -> list[int]:
+        """Every slot it believes to be its own."""
+        waiting = [n for slots, _ in self.handovers.values() for n in slots]
+        return sorted({*self.pool, *self.in_copy, *waiting})
+
+    def connect(self, holder: SimHolder) -> None:
+        """Come back to the host's holder: confirm the slots, send again what was not sealed or answered (R8)."""
+        self.holder = holder
+        stale = set(holder.welcome(self))
+        self.in_copy -= stale
+        anew: set[int] = set()
+        for key, (slots, body) in self.handovers.items():
+            if stale.intersection(slots):
+                anew.update(slots)
+                self.handovers[key] = ([], {**body, "lost": True})
+        taken = {n for slots, _ in self.handovers.values() for n in slots}
+        self.pool = sorted({*self.pool, *anew} - stale - self.in_copy - taken)
+        for (_, step), (slots, body) in sorted(self.handovers.items()):
+            holder.take_over(self, step, slots, body)
+        for call_id, (verb, body) in sorted(self.calls.items()):
+            holder.call(self, call_id, verb, body)
+        holder.grant(self)
+
+    def granted(self, slots: list[int]) -> None:
+        """The holder leased it more slots."""
+        self.pool.extend(slots)
+
+    def ask(self, verb: str, **body: Any) -> int:
+        """Ask the controller; the answer comes into `replies`."""
+        call_id = next(self.call_ids)
+        full = {"job": self.job, "attempt": self.attempt, "rank": self.rank, **body}
+        self.calls[call_id] = (verb, full)
+        if self.holder is not None and self.holder.is_serving:
+            self.holder.call(self, call_id, verb, full)
+        return call_id
+
+    def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+        """An answer, which may be wished for no longer; that of a skip names the step to go on from (R12)."""
+        verb, _ = self.calls.pop(call_id, ("", {}))
+        if verb == "skip":
+            self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
+        elif verb:
+            self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
+
+    def rise(self, step: int, level: str) -> None:
+        """A ticket hears a level; levels only grow, and what ended stays ended (R15)."""
+        if level != "pending":
+            self.handovers.pop((self.attempt, step), None)
+        now = self.tickets.get(step)
+        if now not in LEVELS or now is None:
+            return
+        if level not in LEVELS or LEVELS.index(level) >= LEVELS.index(now):
+            self.tickets[step] = level
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def life(self) -> Generator[Wait, None, None]:
+        """From connect to the end."""
+        world, scenario = self.world, self.world.scenario
+        answer = yield from self._call(
+            "join", JOIN_S, world_size=scenario.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
+            launcher="launcher", fresh=False, takeover=False, config=world.config,
+        )  # fmt: skip
+        if answer is None:
+            return
+        self.attempt = int(answer["attempt"])
+        self.resume_step = max(self.resume_step, int(answer["resume_step"]))
+        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+        if answer is None:
+            return
+        step = world.checker.restored(self, answer)
+        if (yield from self._call("reserve", RESERVE_S, slots=CHUNKS)) is None:
+            return
+        while True:
+            step += 1
+            yield from self._put(step)
+            if self.is_fenced:
+                self.why = "fenced"
+                return
+            self.steps_done = step
+            # Training is in step: the next one needs every rank's gradients of this one.
+            yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
+            yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
+
+    def _call(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body | None]:
+        call_id, until_s = self.ask(verb, **body), self.world.now + limit_s
+        yield lambda: call_id in self.replies or self.world.now > until_s
+        answer = self.replies.pop(call_id, None)
+        if answer is None or "error" in answer:
+            self.calls.pop(call_id, None)
+            self.why = f"{verb}: {answer['error'] if answer else 'no answer in time'}"
+            self.world.checker.refused(self, verb, answer["error"] if answer else "")
+            return None
+        return answer
+
+    def _put(self, step: int) -> Generator[Wait, None, None]:
+        """Copy into leased slots chunk by chunk, hand over, go on; skip without room (R11, R12)."""
+        world, started_s = self.world, self.world.now
+        self.tickets[step] = "pending"
+        if step < self.resume_step:
+            self.tickets[step] = "skipped"
+            return
+        until_s = started_s + STALL_BUDGET_S
+        yield lambda: len(self.pool) >= CHUNKS or world.now > until_s or self.is_fenced
+        if len(self.pool) < CHUNKS or self.is_fenced:
+            self._skip(step, "skipped")
+            return
+        slots, self.pool = self.pool[:CHUNKS], self.pool[CHUNKS:]
+        self.in_copy.update(slots)
+        memory = world.memories[self.host_id]
+        content = content_of(self, step)
+        for slot, data in zip(slots, content, strict=True):
+            if slot in self.in_copy:  # else the holder has said that it is not ours any more
+                memory.slots[slot][: len(data)] = data
+                memory.version += 1
+            yield WRITE_S
+        if not self.in_copy.issuperset(slots):
+            self.pool.extend(n for n in slots if n in self.in_copy)
+            self.in_copy.difference_update(slots)
+            self._skip(step, "skipped")
+            return
+        self.in_copy.difference_update(slots)
+        body: Body = {"attempt": self.attempt, "world_size": world.scenario.world_size}
+        self.handovers[self.attempt, step] = (slots, body)
+        world.checker.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
+        if self.holder is not None and self.holder.is_serving:
+            self.holder.take_over(self, step, slots, body)
+        self.longest_stall_s = max(self.longest_stall_s, world.now - started_s)
+
+    def _skip(self, step: int, level: str) -> None:
+        self.tickets[step] = level
+        self.ask("skip", step=step)
+
+
+def content_of(rank: SimRank, step: int) -> list[bytes]:
+    """The state of a rank at a step: one chunk that never changes, one equal on all ranks, one of its own.
+
+    The process is in it: two launches that reach the same step have different bytes, so that mixing them shows.
+    """
+    texts = ("frozen layer", f"replicated {rank.key} {step}", f"own {rank.key} {rank.rank} {step}")
+    return [hashlib.sha512(text.encode()).digest() for text in texts]

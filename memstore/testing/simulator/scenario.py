@@ -1,0 +1,105 @@
+"""What one simulation tries: a cluster and a list of faults. Plain data drawn from a seed, so that it can be shrunk.
+
+A strict scenario stays within the promise: what takes memory or time beyond `recovery_grace_s` away happens only
+while every copy that the store claims is there and every other host answers. Then nothing committed may be lost.
+A wild one does anything at any time; there only honesty is checked: no mixture, no torn bytes, no false commit, and
+life goes on once the faults stop.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+DURATION_S = 40.0
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One fault: when, what, on whom (`hosts` and `ranks` are taken modulo what there is), how long, how much."""
+
+    at_s: float
+    kind: str
+    hosts: tuple[int, ...] = (0,)
+    rank: int = 0
+    for_s: float = 1.0
+    count: int = 1
+
+    def text(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.at_s:6.2f} s  {self.kind:<18} hosts {list(self.hosts)} rank {self.rank} "
+            f"for {self.for_s:.1f} s x{self.count}"
+        )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that a run depends on."""
+
+    seed: int
+    hosts: int = 3
+    racks: int = 0  # 0: no label
+    replicas: int = 2
+    keep_steps: int = 1
+    world_size: int = 3
+    step_s: float = 0.4
+    has_durable: bool = False
+    is_strict: bool = True
+    duration_s: float = DURATION_S
+    faults: tuple[Fault, ...] = field(default=())
+    job: str = "train"
+
+    def without(self, indices: set[int]) -> Scenario:
+        """The same with fewer faults."""
+        return replace(self, faults=tuple(f for i, f in enumerate(self.faults) if i not in indices))
+
+    def text(self) -> str:
+        """A page for people: how to play it again, the cluster, the faults in order."""
+        kind = "strict" if self.is_strict else "wild"
+        rows = [
+            f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
+            f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
+            f"durable storage {'on' if self.has_durable else 'off'}"
+        ]
+        return "\n".join([*rows, *(fault.text() for fault in self.faults)])
+
+
+WEIGHTS = {
+    "kill-rank": 4, "freeze-rank": 4, "kill-holder": 4, "crash-holder-at": 8, "freeze-holder": 4,
+    "replace-holder": 3, "kill-host": 6, "kill-rack": 2, "flap-host": 1, "reboot-all": 2, "partition": 3,
+    "one-way": 3, "slow-link": 2, "flip-in-transit": 3, "reset-in-transit": 3, "flip-at-rest": 4, "double-reports": 2,
+    "kill-controller": 5, "freeze-controller": 3, "second-controller": 3, "kv-away": 2, "memory-full": 3,
+    "durable-broken": 2, "durable-slow": 1, "durable-torn": 1, "add-host": 1,
+}  # fmt: skip
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    hosts = rng.choice([2, 3, 3, 4, 5])
+    replicas = min(hosts, rng.choice([2, 2, 2, 3]))
+    faults = [_fault(rng) for _ in range(rng.randrange(1, 9))]
+    return Scenario(
+        seed=seed,
+        hosts=hosts,
+        racks=rng.choice([0, 0, 2]) if hosts >= 4 else 0,
+        replicas=replicas,
+        keep_steps=rng.choice([1, 1, 2]),
+        world_size=rng.choice([hosts, hosts, 2 * hosts]) if hosts < 4 else hosts,
+        step_s=rng.choice([0.15, 0.4, 0.8]),
+        has_durable=rng.random() < 0.3,
+        is_strict=rng.random() < 0.65,
+        faults=tuple(sorted(faults)),
+    )
+
+
+def _fault(rng: random.Random) -> Fault:
+    return Fault(
+        at_s=round(rng.uniform(1.0, DURATION_S - 6.0), 2),
+        kind=rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0],
+        hosts=tuple(rng.sample(range(5), rng.choice([1, 1, 2]))),
+        rank=rng.randrange(8),
+        for_s=round(rng.choice([0.3, 1.0, 2.5, 4.0, 9.0]), 1),
+        count=rng.choice([1, 1, 2, 4, 8, 16]),
+    )

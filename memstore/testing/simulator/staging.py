@@ -1,0 +1,200 @@
+"""Staging of the simulation: brings the shards of a restore to one holder and verifies them (R23, R25).
+
+It mirrors shell/stager.py step by step; the bytes come from real peer servers and from simulated durable storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.manifest import decode_manifest, shard_digest
+from memstore.core.shelf import Draft, Shelved
+from memstore.core.wire import Kind
+from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
+from memstore.testing.simulator.transfer import RETRY_S, Request
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.world import Wait
+
+Body = dict[str, Any]
+STAGE_LIMIT_S = 10.0
+SOURCE_TRIES = 2
+
+
+class Stager:
+    """Brings shards of a restore to one holder and verifies them (R23, R25)."""
+
+    def __init__(self, holder: SimHolder) -> None:
+        self.holder = holder
+        self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}
+
+    def has_staged(self, body: Body) -> bool:
+        """Say whether this round's shard of this rank is here."""
+        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.staged
+
+    def release(self, job: str) -> None:
+        """Nothing of the job's restores is needed any more."""
+        for key in [k for k in self.staged if k[0] == job]:
+            self.holder.vault.unpin(*self.staged.pop(key))
+
+    def run(self, body: Body) -> Generator[Wait, None, None]:
+        """Stage one shard and report."""
+        holder = self.holder
+        spec = spec_from_wire(body["spec"])
+        report = {
+            "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": False, "why": "", "bad": {},
+            "shard": body["shard"], "digest": spec.digest, "seconds": 0.0,
+        }  # fmt: skip
+        try:
+            bad = yield from self._stage(body, shard_from_wire(body["shard"]))
+            report.update(ok=not bad, bad=bad, why="chunks damaged or missing" if bad else "")
+        except MemstoreError as exc:
+            report.update(why=str(exc))
+        holder.report("staged", report)
+
+    def _keep(self, body: Body, pinned: tuple[Shelved, int]) -> None:
+        key = (str(body["job"]), int(body["round"]), int(body["rank"]))
+        for old in [k for k in self.staged if k[0] == key[0] and k[2] == key[2]]:
+            self.holder.vault.unpin(*self.staged.pop(old))
+        self.staged[key] = pinned
+
+    def _stage(self, body: Body, shard: ShardId) -> Generator[Wait, None, dict[str, list[int]]]:
+        holder, vault, me = self.holder, self.holder.vault, self.holder.host_id
+        spec = spec_from_wire(body["spec"])
+        yield holder.world.network.rng.uniform(0.005, 0.05)
+        bad: dict[str, list[int]] = {}
+        pinned = vault.pin(shard, spec.digest)
+        if pinned is not None:
+            lacking = vault.verify(pinned[0])
+            if not lacking:
+                self._keep(body, pinned)
+                return {}
+            planned = {i for tier, _, first, n in body["runs"] if tier == "local" for i in range(first, first + n)}
+            if planned & set(lacking):
+                bad[me] = sorted(planned & set(lacking))
+            holder.sealed(pinned[0])
+            vault.unpin(*pinned)
+        until_s = holder.world.now + STAGE_LIMIT_S
+        data = yield from self._manifest(body, shard, spec.digest, until_s)
+        if data is None:
+            return bad or {me: list(range(spec.chunks_count))}
+        chunks = decode_manifest(data).chunks
+        digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
+        name = f"stage-{body['attempt']}-{body['round']}"
+        draft = vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
+        try:
+            vault.ensure_free(len(draft.missing))
+            problem = yield from self._fetch(body, draft, sizes, bad, until_s)
+            if vault.shelf.draft(name, shard) is not draft:
+                raise PeerUnreachable("the draft was aborted meanwhile")
+            if draft.missing:
+                if problem and not bad:
+                    raise PeerUnreachable(problem)
+                return bad or {me: draft.missing}
+            shelved = vault.finish(name, data)
+        finally:
+            if vault.shelf.draft(name, shard) is draft:
+                vault.abort_draft(name, shard)
+        holder.sealed(shelved)
+        pinned = vault.pin(shard, spec.digest)
+        if pinned is None:
+            raise IntegrityError("it was dropped while it was staged")
+        self._keep(body, pinned)
+        return {}
+
+    def _manifest(self, body: Body, shard: ShardId, digest: str, until_s: float) -> Generator[Wait, None, bytes | None]:
+        holder = self.holder
+        shelved = holder.vault.shelf.find(shard, digest)
+        if shelved is not None:
+            return holder.vault.manifest(shelved)
+        sources = [str(h) for h in body["holders"] if h != holder.host_id]
+        while True:
+            is_unreachable = False
+            for source in list(sources):
+                try:
+                    peer = yield from holder.pusher.reach(source)
+                    answer = Request(holder, peer).ask({"do": "manifest", "shard": body["shard"], "digest": digest})
+                    if shard_digest(bytes(answer["manifest"])) == digest:
+                        return bytes(answer["manifest"])
+                except IntegrityError:
+                    sources.remove(source)
+                except TransportError:
+                    is_unreachable = True
+            part = holder.world.durable.parts.get((shard, digest))
+            if body.get("durable") and part is not None and not holder.world.durable.problem:
+                return part[0]
+            if not is_unreachable:
+                return None
+            if holder.world.now > until_s:
+                raise PeerUnreachable("no source gave the manifest")
+            yield RETRY_S
+
+    def _fetch(
+        self, body: Body, draft: Draft, sizes: list[int], bad: dict[str, list[int]], until_s: float
+    ) -> Generator[Wait, None, str]:
+        """Fetch every planned chunk; evidence of loss goes into `bad`, other problems are returned (R25)."""
+        problem = ""
+        digest = spec_from_wire(body["spec"]).digest
+        for tier, source, first, count in body["runs"]:
+            if tier == "local":
+                continue
+            name = "durable" if tier == "durable" else str(source)
+            others = [str(h) for h in body["holders"] if h not in (name, self.holder.host_id)]
+            turns = [name] if name == "durable" else [name] * SOURCE_TRIES + others
+            lost: set[int] = set()
+            turn = 0
+            while True:
+                todo = [i for i in range(first, first + count) if draft.slots[i] is None and i not in lost]
+                if not todo:
+                    break
+                host = turns[turn % len(turns)]
+                try:
+                    lacking = yield from self._fetch_from(host, draft, digest, todo, sizes)
+                except IntegrityError:
+                    lacking = todo
+                except TransportError as exc:
+                    lacking, problem = [], str(exc)
+                if host == name:
+                    lost.update(lacking)
+                turn += 1
+                if turn >= len(turns) and self.holder.world.now > until_s:
+                    break
+                yield RETRY_S
+            if lost:
+                bad.setdefault(name, []).extend(sorted(lost))
+        return problem
+
+    def _fetch_from(
+        self, host: str, draft: Draft, digest: str, todo: list[int], sizes: list[int]
+    ) -> Generator[Wait, None, list[int]]:
+        """Pull chunks; return those the source says it lacks."""
+        holder, vault = self.holder, self.holder.vault
+        if host == "durable":
+            yield holder.world.durable.delay_s
+            _, chunks = holder.world.durable.parts.get((draft.shard, digest), (b"", []))
+            found = {i: chunks[i] if i < len(chunks) and not holder.world.durable.problem else b"" for i in todo}
+        else:
+            peer = yield from holder.pusher.reach(host)
+            request = Request(holder, peer)
+            request.ask({"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo})
+            found = {int(b["i"]): data for kind, b, data in request.sent if kind is Kind.CHUNK}
+        bad = []
+        for index in todo:
+            data = found.get(index, b"")
+            if len(data) != sizes[index]:
+                bad.append(index)
+                continue
+            number = vault.take_slot_growing()
+            vault.arena.view(number, len(data))[:] = data
+            holder.memory.version += 1
+            if not vault.keep_chunk(draft, index, number, len(data)):
+                bad.append(index)
+        if not bad or host == "durable":
+            return bad
+        peer = yield from holder.pusher.reach(host)
+        answer = Request(holder, peer).ask({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
+        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
