@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test demo lint types bench drill
+.PHONY: venv test demo lint types bench drill fuzz
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -24,3 +24,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report
+	$(BIN)/memstore drill kill-host --embedded
+# Seconds for each decoder.
+FUZZ_S ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
+	set -e; for target in frame body manifest layout state durable; do \
+	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done

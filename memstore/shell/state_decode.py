@@ -177,7 +177,7 @@ class StateBuild:
     def _array(self, spec: TensorSpec) -> np.ndarray:
         dtype = dtype_of(spec.dtype)
         if spec.extent is None:
-            return np.empty(spec.shape, dtype)
+            return np.ndarray(spec.shape, dtype, bytearray())  # np.empty makes one character of none: "<U0" is "<U1"
         buffer = self._extent(spec.extent, None).numpy()
         array: np.ndarray = np.ndarray(spec.shape, dtype, buffer, spec.offset, spec.strides)
         return array
