@@ -24,7 +24,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report
-	$(BIN)/memstore drill kill-host --embedded
 # Seconds for each decoder.
 FUZZ_S ?= 60
 fuzz: $(STAMP)

@@ -175,7 +175,7 @@ class Catalog:
         verb = event.verb
         if verb == "join":
             try:
-                check_job_name(name)  # it will be a folder's name
+                check_job_name(event.body.get("job"))  # it will be a folder's name
             except ConfigError as error:
                 self.refuse(call, "ConfigError", str(error))
                 return

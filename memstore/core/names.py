@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check_job_name(name: str) -> None:
+def check_job_name(name: object) -> None:
     """Raise ConfigError unless `name` may name a job."""
     _check("job", name, _NAME, NAME_CHARS_MAX)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from memstore.core.slots import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
-GUEST_CHUNKS_MIN = 4096  # expected in all drafts of others, however small the arena: a draft costs memory of ours
+GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
 OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for who sends, and no host is called so
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
 
@@ -295,10 +295,11 @@ class Shelf:
     def guest_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
         """Say why an incoming copy does not fit the guest share, or None."""
         share = self.shares.get(shard.job)
-        expected = sum(max(1, len(d.slots)) for key, d in self.drafts.items() if key[1] != OWN_DRAFT)
-        limit = max(GUEST_CHUNKS_MIN, len(self.table.slots))
-        if expected + chunks_count > limit:
-            return f"{expected} chunks of unfinished shards are expected already, {chunks_count} more pass {limit}"
+        expected = [len(draft.slots) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
+        if len(expected) >= GUEST_DRAFTS_MAX:
+            return f"{len(expected)} shards of other hosts are unfinished here, the limit is {GUEST_DRAFTS_MAX}"
+        if sum(expected) + chunks_count > len(self.table.slots):
+            return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
             # Drafts of jobs without a share hold no slot yet for what has not arrived.
             awaited = sum(len(d.missing) for d in self.drafts.values() if d.shard.job not in self.shares)

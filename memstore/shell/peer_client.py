@@ -207,7 +207,9 @@ class Peer:
 
     def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
         """Return the manifest, checked against the shard's digest (R14)."""
-        data = bytes(self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"])
+        data = self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"]
+        if type(data) is not bytes:
+            raise ProtocolError(f"host {self.host_id} sent a {type(data).__name__} for a manifest")
         if shard_digest(data) != digest:
             raise DigestMismatch(
                 f"the manifest of {shard_to_wire(shard)} from host {self.host_id} has digest {shard_digest(data)}, "

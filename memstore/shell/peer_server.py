@@ -79,7 +79,7 @@ class PeerServer:
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         body = frame.body
-        do = str(body.get("do"))
+        do = str(body.get("do"))[:80]
         try:
             if do == "chunks":
                 reply = self._chunks(channel, frame)
@@ -91,14 +91,12 @@ class PeerServer:
                 handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest, "verify": self._verify}
                 reply = handler[do](body) if do in handler else {}
             channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
-            if isinstance(exc, MemstoreError):
-                raise
-            raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {exc!r}") from exc
-        except (PeerUnreachable, ProtocolError):
-            raise  # nothing more can be said on this connection
+        except (PeerUnreachable, ProtocolError):  # whoever breaks the order of frames cannot be answered in it
+            raise
         except MemstoreError as exc:
             channel.send(Kind.ERROR, frame.request_id, error_body(exc), deadline_s=REPLY_TIMEOUT_S)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
+            raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {str(exc)[:200]}") from exc
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -186,7 +184,9 @@ class PeerServer:
 
     def _seal(self, body: dict[str, Any]) -> dict[str, Any]:
         """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
-        shard, sender, data = shard_from_wire(body["shard"]), str(body["sender"]), bytes(body["manifest"])
+        shard, sender, data = shard_from_wire(body["shard"]), str(body["sender"]), body["manifest"]
+        if type(data) is not bytes:  # of a number, bytes() would make that many
+            raise ValueError("a manifest is bytes")
         manifest = decode_manifest(data)
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:

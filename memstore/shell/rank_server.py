@@ -71,7 +71,7 @@ class RankServer:
             channel.send(Kind.EVENT, 0, {"k": "refused", **error_body(exc)}, deadline_s=SEND_S)
             return
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
-            raise ProtocolError(f"{channel.peer}: a rank's first message is not understood: {exc!r}") from exc
+            raise ProtocolError(f"{channel.peer}: a rank's first message is not understood: {str(exc)[:200]}") from exc
         self.sealer.start(link)
         try:
             while True:
@@ -79,7 +79,7 @@ class RankServer:
         except PeerUnreachable:
             return
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
-            raise ProtocolError(f"{channel.peer}: a rank's message is not understood: {exc!r}") from exc
+            raise ProtocolError(f"{channel.peer}: a rank's message is not understood: {str(exc)[:200]}") from exc
         finally:
             with self.lock:
                 link.handovers.put(None)

@@ -137,6 +137,8 @@ class Sealer:
             self.sealing.add(shard)
         try:
             slots = [int(n) for n in body["slots"]]
+            if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
+                raise IntegrityError(f"{shard} was handed over without a layout")
             with self.server.lock, self.vault.lock:
                 if link.is_retired:
                     return ""  # the new link brings it again
@@ -170,7 +172,7 @@ class Sealer:
         has_targets = is_sound and self.holder.pusher.replicate(shard, "", fresh)
         try:
             shelved = self.vault.seal_local(
-                shard, world_size=int(body["world_size"]), layout=bytes(body["layout"]), nbytes=int(body["nbytes"]),
+                shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
                 slots=slots, attempt=shard.attempt, fresh=fresh,
             )  # fmt: skip
         except BaseException as exc:

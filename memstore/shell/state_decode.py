@@ -177,7 +177,9 @@ class StateBuild:
     def _array(self, spec: TensorSpec) -> np.ndarray:
         dtype = dtype_of(spec.dtype)
         if spec.extent is None:
-            return np.ndarray(spec.shape, dtype, bytearray())  # np.empty makes one character of none: "<U0" is "<U1"
+            # Not np.empty: it makes a character of none, and of "<U0" with many elements an allocation.
+            nothing: np.ndarray = np.ndarray(spec.shape, dtype, bytearray())
+            return nothing
         buffer = self._extent(spec.extent, None).numpy()
         array: np.ndarray = np.ndarray(spec.shape, dtype, buffer, spec.offset, spec.strides)
         return array
