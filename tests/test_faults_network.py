@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,3 +178,26 @@ def test_a_cable_pulled_in_mid_put_harms_no_put(whole_rig: NamespaceRig, tmp_pat
         fleet.kill(ranks)
         _, got = fleet.resume(["h0", "h1"])
         assert got["step"] == 3
+
+
+def test_links_that_clog_one_by_one_and_clear_in_another_order_converge(
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Every cable is pulled, the controller's too, with puts in between, and put back shuffled: all is whole (F17)."""
+    chance = random.Random(17)
+    with cluster_on(whole_rig, tmp_path, "h0", "h1", "h2") as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
+        ranks, last = begun(fleet, "h0", "h1", "h2")
+        links = ["h0", "h1", "h2", "head"]
+        for turn in (whole_rig.cut, whole_rig.heal):
+            chance.shuffle(links)
+            for host in links:
+                turn(host)
+                put_within_budget(ranks, last + 1, 2)
+                last += 2
+        cluster.wait_live("h0", "h1", "h2")
+        step = fleet.put_until_committed(ranks, first=last + 1)
+        wait_for(lambda: is_whole(cluster), "full redundancy")
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1", "h2"])
+        assert got["step"] == step

@@ -178,3 +178,23 @@ def test_a_sick_link_costs_no_put_more_than_the_budget(
     step = fleet.put_until_committed(ranks, first=first + 10)
     wait_for(lambda: cluster.job("train")["copies"] == 2 and not cluster.job("train")["degraded"], "full redundancy")
     restored_from_h1_alone(cluster, fleet, ranks, step)
+
+
+def test_commits_go_on_degraded_beside_a_peer_that_only_the_controller_reaches(
+    cluster: ProcessCluster, nursery: RankNursery
+) -> None:
+    """A link between two live hosts stays broken: after repair_after_s every step commits, degraded, and says why."""
+    fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
+    ranks, _ = fleet.resume(["h0", "h1"])
+    step = fleet.put_until_committed(ranks, first=0)
+    refusing(cluster.proxies["h1"])
+    first = fleet.put_until_committed(ranks, first=step + 1) + 1
+    for step in range(first, first + 5):
+        together(ranks, "put", step=step)
+        for reply in together(ranks, "wait", step=step, timeout_s=2.0):
+            assert reply["degraded"]
+            assert "cannot reach h1" in reply["reason"]
+    assert cluster.host_status() == {"h0": "live", "h1": "live"}
+    heal(cluster.proxies["h1"])
+    fleet.put_until_committed(ranks, first=first + 5)
+    wait_for(lambda: cluster.job("train")["copies"] == 2 and not cluster.job("train")["degraded"], "full redundancy")

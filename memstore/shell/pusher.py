@@ -5,16 +5,18 @@ Retries while a peer has no room yet; gives up, and says why, when waiting canno
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire
 from memstore.core.shelf import Shelved
 from memstore.errors import MemstoreError, PeerRefused, TransportError
-from memstore.shell.peer_client import RateLimit
+from memstore.shell.peer_client import Peer, RateLimit
 from memstore.shell.shipment import Fresh, Stored
 from recovery.inventory import ShardId
 
@@ -35,6 +37,7 @@ class Pusher:
         self.lock = threading.Lock()
         self.workers = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="memstore-push")
         self.under_way: set[tuple[ShardId, str]] = set()
+        self.silent_since_s: dict[str, float] = {}  # targets that the view has and that we cannot reach
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
 
     def replicate(self, shard: ShardId, digest: str, fresh: Fresh | None = None) -> bool:
@@ -98,9 +101,8 @@ class Pusher:
     def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:
         """Send while it is digested; what goes wrong is tried again once it is sealed. PeerRefused: the put failed."""
         try:
-            self.holder.peer(target).push(
-                fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled
-            )
+            with self._reached(target) as peer:
+                peer.push(fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled)
             return "", True
         except (PeerRefused, TransportError):
             digest = fresh.sealed().spec.digest
@@ -119,22 +121,50 @@ class Pusher:
             shelved, pin = pinned
             is_final = False
             try:
-                peer = self.holder.peer(target)
                 throttle = self.repair_limit if is_repair else _unthrottled
                 attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
                 shipment = Stored(self.holder.vault, shelved)
-                peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
+                with self._reached(target) as peer:
+                    peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
                 return "", True
             except PeerRefused as exc:
                 why, is_final = str(exc), bool(getattr(exc, "is_final", False))
             except TransportError as exc:
-                why = f"cannot reach {target}: {exc}"
+                why, is_final = f"cannot reach {target}: {exc}", self._is_given_up(target)
             finally:
                 self.holder.vault.unpin(shelved, pin)
             if is_final or time.monotonic() > deadline_s:
                 return why, True
             self.holder.stopping.wait(RETRY_S)
         return "the holder is stopping", False
+
+    @contextlib.contextmanager
+    def _reached(self, target: str) -> Iterator[Peer]:
+        """Give the peer, and remember whether it could be reached; one that could not answers a ping first.
+
+        The controller may still hear of a host that we cannot reach: then no put waits for it again and again (R18).
+        """
+        try:
+            peer = self.holder.peer(target)
+        except TransportError:
+            self.silent_since_s.pop(target, None)  # dead: the controller knows, and orders what is to be done
+            raise
+        try:
+            if target in self.silent_since_s:
+                peer.call({"do": "ping"}, timeout_s=self.holder.config.suspect_after_s)
+            yield peer
+        except PeerRefused:
+            self.silent_since_s.pop(target, None)
+            raise
+        except TransportError:
+            self.silent_since_s.setdefault(target, time.monotonic())
+            raise
+        self.silent_since_s.pop(target, None)
+
+    def _is_given_up(self, target: str) -> bool:
+        """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
+        since_s = self.silent_since_s.get(target)
+        return since_s is not None and time.monotonic() - since_s > self.holder.config.repair_after_s
 
     def _unpin(self, pinned: tuple[Shelved, int], why: str) -> tuple[str, bool]:
         self.holder.vault.unpin(*pinned)
