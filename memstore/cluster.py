@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -144,12 +145,20 @@ def _wait_started(actor: Any) -> None:
 
 
 def ask(
-    verb: str, body: dict[str, Any] | None = None, *, config: Config | None = None, timeout_s: float = ASK_S
+    verb: str,
+    body: dict[str, Any] | None = None,
+    *,
+    config: Config | None = None,
+    timeout_s: float = ASK_S,
+    avoid: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Ask the controller through a holder on this machine, else through Ray if this process is connected to it."""
+    """Ask the controller through a holder on this machine, else through Ray if this process is connected to it.
+
+    `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
+    """
     config = config or Config()
     try:
-        with any_tool(config) as tool:
+        with any_tool(config, avoid) as tool:
             answer: dict[str, Any] = tool.ask(verb, body, timeout_s)
             return answer
     except PeerUnreachable:

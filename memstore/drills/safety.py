@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memstore.cluster import ask
 from memstore.drills.site import Site
 from memstore.errors import DrillError
 
@@ -47,7 +46,7 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
         return
     jobs = [job for job in site.status()["jobs"] if job["job"] != own_job]
     plans = {
-        job["job"]: ask("plan", {"job": job["job"], "lose": list(hosts)}, config=site.config)
+        job["job"]: site.ask("plan", {"job": job["job"], "lose": list(hosts)})
         for job in jobs
         if job["attempt"] is not None
     }

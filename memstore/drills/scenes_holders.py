@@ -70,6 +70,7 @@ class FreezeHolder(Scene):
     def inject(self) -> str:
         host = self.holders[0]
         self.process = self.site.do(host, "holder_process", self.site.folder(host))
+        self.site.deaf.add(host)
         self.site.do(host, "freeze", self.process)
         return f"SIGSTOP to the holder of {host} (pid {self.process[0]})"
 
@@ -95,6 +96,7 @@ class FreezeHolder(Scene):
     def cleanup(self) -> None:
         if self.process is not None:
             self.site.do(self.holders[0], "thaw", self.process)
+            self.site.deaf.discard(self.holders[0])
 
 
 SCENES = {scene.name: scene for scene in (KillHolder, FreezeHolder)}

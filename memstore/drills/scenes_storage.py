@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from memstore.cluster import ask
 from memstore.drills.scene import Scene
 from memstore.errors import DrillError
 
@@ -50,7 +49,7 @@ class CorruptChunk(Scene):
         if not self.flips:
             return None
         if self.answer is None:
-            self.answer = ask("verify", {"job": self.run.job.name}, config=self.site.config, timeout_s=VERIFY_S)
+            self.answer = self.site.ask("verify", {"job": self.run.job.name}, VERIFY_S)
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.cluster import ask
 from memstore.config import Config
 from memstore.drills.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
 from memstore.drills.site import Site
@@ -92,7 +91,7 @@ class ScratchJob:
             "job": self.name, "attempt": job["committed_attempt"], "step": job["committed_step"], "rank": rank,
             "host": host,
         }  # fmt: skip
-        return ask("drop", body, config=self.site.config)
+        return self.site.ask("drop", body)
 
     def begin_puts(self, first: int, last: int, pause_s: float) -> list[Any]:
         """All ranks begin to put, resting between steps; return their calls for `collect`."""
@@ -160,6 +159,6 @@ class ScratchJob:
             kill_actors(self.ranks)
         self.ranks, self.spares = [], []
         with contextlib.suppress(MemstoreError):
-            ask("rm", {"job": self.name, "force": True}, config=self.site.config, timeout_s=CALL_S / 4)
+            self.site.ask("rm", {"job": self.name, "force": True}, CALL_S / 4)
         if self.config.durable is not None:
             shutil.rmtree(Path(self.config.durable) / self.name, ignore_errors=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,10 +52,10 @@ class Tool:
 
 
 @contextlib.contextmanager
-def any_tool(config: Config) -> Iterator[Tool]:
-    """Yield a Tool on any holder of this machine, for questions that are not about one host."""
+def any_tool(config: Config, avoid: Collection[str] = ()) -> Iterator[Tool]:
+    """Yield a Tool on any holder of this machine but those to avoid, for questions that are not about one host."""
     root = store_root(config)
-    folders = sorted(p for p in root.iterdir()) if root.is_dir() else []
+    folders = sorted(p for p in root.iterdir() if p.name not in avoid) if root.is_dir() else []
     problems = []
     for folder in folders:
         try:
