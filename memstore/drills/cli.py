@@ -35,7 +35,6 @@ from memstore.drills.site_options import (
 )
 
 if TYPE_CHECKING:
-    from memstore.drills.options import Options
     from memstore.drills.report import Report
 
 
@@ -137,7 +136,7 @@ def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) ->
 
 
 def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[str], None]) -> Report:
-    from memstore.drills.options import DURABLE_EVERY, Options
+    from memstore.drills.options import DURABLE_EVERY, Options, replay
     from memstore.drills.runner import run_drill
 
     entry, nbytes = find(name), given["mbytes"] * MIB
@@ -152,16 +151,6 @@ def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[st
             allows_data_loss=given["allow_data_loss"],
         )  # fmt: skip
         report = run_drill(name, site, options, tell)
-    report.replay = _replay(name, given, options, config)
+    store = None if given["embedded"] else config.store
+    report.replay = replay(name, options, store=store, durable=given["durable"])
     return report
-
-
-def _replay(name: str, given: dict[str, Any], options: Options, config: Config) -> str:
-    """The command that plays the same drill again."""
-    defaults = {"hosts_count": 4, "replicas": 2, "mbytes": 8}
-    words = ["memstore drill", name, f"--seed {options.seed}"]
-    words += [f"--{flag}" for flag in ("embedded", "beyond") if given[flag]]
-    words += [f"--{key.removesuffix('_count')} {given[key]}" for key, usual in defaults.items() if given[key] != usual]
-    words += [f"--{key} {given[key]}" for key in ("durable", "victim") if given[key]]
-    words += [f"--store {config.store}"] if config.store != Config.store else []
-    return " ".join(words)

@@ -111,7 +111,8 @@ def _play(
         durable = given["durable"]
         if durable is None and given["embedded"]:
             durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-"))
-        runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, tell=tell)
+        runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, tell=tell,
+                       named_durable=given["durable"])  # fmt: skip
         result = runner.run(plays)
     return record(suite, seed, result, nbytes=nbytes)
 

@@ -21,3 +21,25 @@ class Options:
     victim: str | None = None
     allows_data_loss: bool = False
     is_altered: bool = False  # spoil one restored bit, so that a test sees the comparison fail
+
+
+def replay(name: str, options: Options, *, store: str | None, durable: str | None) -> str:
+    """Return the command that plays the same drill again.
+
+    Args:
+        store: Name of the running store; None: an embedded cluster.
+        durable: The directory that a person named; None: none was, or one was made.
+    """
+    usual = Options()
+    words = ["memstore drill", name, f"--seed {options.seed}"]
+    words += ["--embedded"] if store is None else []
+    words += ["--beyond"] if options.is_beyond else []
+    values = (
+        ("hosts", options.ranks_count, usual.ranks_count),
+        ("replicas", options.config.replicas, usual.config.replicas),
+        ("mbytes", options.nbytes // MIB, usual.nbytes // MIB),
+        ("durable", durable, None),
+        ("victim", options.victim, None),
+        ("store", store, None if store is None else Config.store),
+    )
+    return " ".join([*words, *(f"--{key} {value}" for key, value, default in values if value != default)])

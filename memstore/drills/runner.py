@@ -126,6 +126,7 @@ class DrillRun:
         self.scene.setup()
         self.report.victims = self.scene.victims()
         check_last_copies(self.site, self.scene.hosts, own_job=self.job.name, allows_data_loss=options.allows_data_loss)
+        self.site.reach(self.scene.holders)
         self.flow.setup()
         where = "the drill's own cluster" if self.site.is_own else "scratch job on your cluster"
         name = f"{self.drill.name}{' --beyond' if options.is_beyond else ''}"
@@ -164,7 +165,7 @@ class DrillRun:
     def _cleanup(self) -> None:
         """Leave nothing of the drill: no fault, no scratch job, no lost host."""
         self.watch.stop()
-        for undo in (self.scene.cleanup, self.job.remove, self.site.end_drill):
+        for undo in (self.scene.cleanup, self.job.remove, lambda: self.site.end_drill(self.places)):
             try:
                 undo()
             except (MemstoreError, OSError) as exc:

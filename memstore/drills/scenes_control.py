@@ -15,12 +15,12 @@ class KillController(Scene):
     def setup(self) -> None:
         super().setup()
         self.term = int(self.site.status()["term"])
+        self.at, self.process = self.site.controller_process()
 
     def victims(self) -> list[str]:
         return ["the controller", *self.hosts]
 
     def inject(self) -> str:
-        self.at, self.process = self.site.controller_process()
         self.puts = [] if self.is_beyond else self.begin_puts()
         self.site.do(self.at, "kill", [self.process])
         killed = f"SIGKILL to the controller (pid {self.process[0]}, term {self.term})"

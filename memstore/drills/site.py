@@ -132,6 +132,11 @@ class Site:
         except ray.exceptions.RayError as exc:
             raise DrillError(f"{name} on {host} did not answer: {str(exc).splitlines()[0]}") from exc
 
+    def reach(self, hosts: list[str]) -> None:
+        """Start hands on the hosts, so that a fault waits for no process to start."""
+        for host in hosts:
+            self.do(host, "memory_available")
+
     def controller_process(self) -> tuple[str, faults.Process]:
         """A host on the controller's machine, and its process there."""
         actor = ray.get_actor(controller_name(self.config.store), namespace=NAMESPACE)
@@ -163,8 +168,10 @@ class Site:
         nbytes = self.lose_memory(host, ranks)
         return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
 
-    def end_drill(self) -> None:
-        """A drill has ended: bring back what it took away."""
+    def end_drill(self, hosts: list[str]) -> None:
+        """A drill has ended: wait until the hosts that were live before it are live again."""
+        if hosts:
+            self.wait_hosts_live(hosts)
 
 
 class EmbeddedSite(Site):
@@ -211,10 +218,11 @@ class EmbeddedSite(Site):
         faults.check_silent(record, self.config, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
 
-    def end_drill(self) -> None:
+    def end_drill(self, hosts: list[str]) -> None:
         """Replace the lost hosts, if that is wanted now."""
         if self.heals_at_once:
             self.heal()
+        super().end_drill([host for host in hosts if host not in self.lost])
 
     def heal(self) -> None:
         """Machines with the lost ones' labels join."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memstore.drills.catalogue import DRILLS, find
-from memstore.drills.options import Options
+from memstore.drills.options import Options, replay
 from memstore.drills.promises import EMBEDDED, PLACES, Drill
 from memstore.drills.report import ERROR, Report, verdict_line
 from memstore.drills.runner import run_drill
@@ -69,9 +69,10 @@ class Suite:
 
     def __init__(
         self, openers: Mapping[str, Opener], options: Options, *, durable: str | None, timeout_s: float,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], named_durable: str | None = None,
     ) -> None:  # fmt: skip
         self.openers, self.options, self.durable, self.tell = openers, options, durable, tell
+        self.named_durable = named_durable  # as a person gave it; None where the directory was made for the suite
         self.deadline_s = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
         self.result = SuiteResult()
@@ -123,7 +124,13 @@ class Suite:
             report = Report(name, self.options.seed, find(name).promise.words, play.is_beyond)
             report.error, report.message = type(exc).__name__, str(exc)
             report.words = f"{type(exc).__name__}: {exc}"
-        report.replay = f"memstore drill {play.title} --seed {self.options.seed} --{place}"
+        options = replace(self.options, is_beyond=play.is_beyond)
+        report.replay = replay(
+            name,
+            options,
+            store=None if place == EMBEDDED else config.store,
+            durable=self.named_durable if play.drill.needs_durable else None,
+        )
         self.tell(verdict_line(report))
         if report.outcome == ERROR:
             self._close(place)  # nobody knows what it left broken
