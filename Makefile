@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test demo lint types bench drill fuzz
+.PHONY: venv test demo lint types bench drill sim fuzz
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -30,3 +30,6 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
 	set -e; for target in frame body manifest layout state durable; do \
 	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done
+SEEDS ?= 1000
+sim: $(STAMP)
+	$(BIN)/python -m memstore.testing.simulator --seeds $(SEEDS) --out benchmarks/results/simulator.json

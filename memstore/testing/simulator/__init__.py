@@ -13,6 +13,7 @@
     rank.py        a training process: joins, gets, puts, checks what it is given
     checker.py     the invariants, looked at after every event
     campaign.py    many seeds, shrinking, reports
+    corpus.py      every seed that ever failed
     planted.py     bugs put in on purpose, which the checker must find
 
 A run depends on its scenario alone: `python -m memstore.testing.simulator --seed N` plays it again.

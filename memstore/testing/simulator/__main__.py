@@ -1,0 +1,101 @@
+"""Plays seeds: `python -m memstore.testing.simulator --seeds 1000`, or one of them again: `--seed N`.
+
+Exit 0 if every rule held, 1 if one broke, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from memstore.testing.simulator import corpus
+from memstore.testing.simulator.campaign import Cut, Outcome, failure_text, play, run
+from memstore.testing.simulator.scenario import draw
+
+FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the summary
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    options = _parser().parse_args(argv)
+    if options.seed is not None:
+        return _replay(options)
+    failed: list[Outcome] = []
+    played = 0
+
+    def on_outcome(outcome: Outcome) -> None:
+        nonlocal played
+        played += 1
+        if outcome.rule:
+            failed.append(outcome)
+            print(f"seed {outcome.seed} breaks {outcome.rule}", file=sys.stderr)
+        if played % 500 == 0:
+            print(f"{played} seeds, {len(failed)} failed", file=sys.stderr)
+
+    summary = run(options.first, options.seeds, jobs=options.jobs, minutes=options.minutes, on_outcome=on_outcome)
+    failed.sort(key=lambda outcome: outcome.seed)
+    for outcome in failed[:FAILURES_SHOWN_MAX]:
+        print(failure_text(outcome), end="\n\n")
+    print(summary.text())
+    commit, date = _commit(), datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    if options.out is not None:
+        body = {"commit": commit, "date": date, **summary.to_dict()}
+        options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if options.record:
+        for outcome in failed:
+            why = outcome.why.strip().splitlines()[-1]
+            corpus.record(corpus.Row(outcome.seed, outcome.rule, date, commit, why), options.corpus)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m memstore.testing.simulator", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="how many seeds (default 100)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--jobs", type=int, default=0, help="processes (default: one per core)")
+    parser.add_argument("--minutes", type=float, help="begin no seed after so many minutes")
+    parser.add_argument("--out", type=Path, help="write the summary there as JSON")
+    parser.add_argument("--record", action="store_true", help="append seeds that fail to the corpus")
+    parser.add_argument("--corpus", type=Path, default=corpus.DEFAULT, help="the corpus file")
+    parser.add_argument("--seed", type=int, help="play this one and print its page")
+    parser.add_argument("--keep", type=_indices, help="with --seed: only these faults, by index, or `none`")
+    parser.add_argument("--shorten", type=_shorter, default=(), help="with --seed: index=seconds,... of faults")
+    return parser
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(int(word) for word in text.split(","))
+
+
+def _shorter(text: str) -> tuple[tuple[int, float], ...]:
+    pairs = (word.split("=") for word in text.split(","))
+    return tuple((int(index), float(for_s)) for index, for_s in pairs)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    scenario = Cut(options.keep, options.shorten).apply(draw(options.seed))
+    outcome = play(scenario)
+    print(outcome.page or scenario.text())
+    print(f"\nfingerprint {outcome.fingerprint}, {outcome.events:,} events, {outcome.virtual_s:.1f} simulated seconds")
+    print(outcome.why if outcome.rule else "every rule held")
+    return 1 if outcome.rule else 0
+
+
+def _commit() -> str:
+    """The commit of this checkout, "unknown" outside one."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+            timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
