@@ -19,6 +19,7 @@ from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import read_secret
 from memstore.shell.arena_lock import is_held, owner
+from memstore.shell.tls import Tls
 from memstore.shell.tool import any_tool, store_root
 
 START_S = 90.0
@@ -92,6 +93,7 @@ def _controller(config: Config) -> Any:
 
 
 def _create(config: Config) -> Any:
+    Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
     head = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:

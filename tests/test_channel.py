@@ -139,6 +139,31 @@ def test_a_timeout_inside_a_frame_ends_the_channel(sockets: tuple[socket.socket,
             right.recv(timeout_s=5)
 
 
+def test_a_peer_that_drips_inside_a_frame_loses_its_connection(
+    sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits without limit for a frame gives the rest of one that has begun a limit (slowloris, fault F33)."""
+    monkeypatch.setattr("memstore.shell.channel.REST_OF_FRAME_S", 0.1)
+    frame, stop = wire.pack_header(Kind.EVENT, 1, bytes(1000)) + bytes(1000), threading.Event()
+
+    def drip() -> None:
+        for at in range(len(frame)):
+            if stop.wait(0.005):
+                return
+            sockets[0].send(frame[at : at + 1])
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with Channel(sockets[1]) as right:
+        began = time.monotonic()
+        with pytest.raises(errors.PeerTimeout):
+            right.recv(timeout_s=None)
+        assert time.monotonic() - began < 3
+        assert right.is_closed
+        stop.set()
+        dripping.join(5)
+
+
 def test_a_send_into_a_full_connection_times_out(pair: tuple[Channel, Channel]) -> None:
     """A peer that reads nothing costs its sender the deadline and not more (fault F4)."""
     left, _ = pair

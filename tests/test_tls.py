@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from memstore.cli import main
 from memstore.config import Config
 from memstore.core import wire
 from memstore.core.wire import Kind
@@ -284,6 +286,23 @@ def test_half_a_configuration_is_refused(members: dict[str, Config], fields: dic
     """A part of the files, a relative path, a file that is not there: a ConfigError that says so."""
     with pytest.raises(ConfigError, match=words):
         Tls.load(replace(members["a"], **fields))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [
+        (["--tls-cert", "/c.pem"], {}, "TLS needs all three"),
+        ([], {"MEMSTORE_TLS_KEY": "/k.pem"}, "TLS needs all three"),
+        (["--tls-cert", "c.pem", "--tls-key", "/k.pem", "--tls-ca", "/a.pem"], {}, "not an absolute path"),
+    ],
+)
+def test_up_takes_the_files_as_options_or_from_the_environment(
+    arguments: list[str], env: dict[str, str], words: str
+) -> None:
+    """Half of them, or a relative path, is wrong usage before anything is started."""
+    result = CliRunner().invoke(main, ["up", *arguments], env=env)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
 
 
 def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_path: Path) -> None:
