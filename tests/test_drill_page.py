@@ -121,7 +121,24 @@ def test_what_cannot_be_played_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     suite.deadline_s = 0.0
     assert "deadline of 60 s" in suite.run([Play(find("kill-rank"))]).skipped[-1]["why"]
     assert log == []
+    assert suite.result.is_cut_short
     assert record(FULL, 7, SuiteResult(), nbytes=1)["outcome"] == ERROR, "nothing played proves nothing"
+
+
+def test_an_interrupted_suite_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the drill under way and begins no other; those before it are in the record, which is no pass."""
+    suite, log = suite_with(monkeypatch, {"kill-rank": told("kill-rank")})
+
+    def interrupt(name: str, *others: Any) -> Report:
+        log.append(name)
+        raise KeyboardInterrupt
+
+    played = suite.run([Play(find("kill-rank"))])
+    monkeypatch.setattr(suite_module, "run_drill", interrupt)
+    suite.run([Play(find("kill-holder")), Play(find("kill-host"))])
+    assert log == ["open", "kill-rank", "close", "open", "kill-holder", "close"]
+    assert [row["why"].split(" of ")[0] for row in played.skipped] == ["interrupted", "the suite's deadline"]
+    assert (record(STANDARD, 7, played, nbytes=1)["outcome"], len(played.drills)) == (ERROR, 1)
 
 
 def test_the_suites_cover_the_catalogue() -> None:

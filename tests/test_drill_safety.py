@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from memstore.config import MIB, Config
-from memstore.drills.canary import CanaryOptions, Step, line_of, run_canary
+from memstore.drills.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
 from memstore.drills.cli import drill as drill_command
 from memstore.drills.room import copies_nbytes, machine_refusals, store_refusals
 from memstore.drills.safety import endangered
@@ -122,6 +122,13 @@ def test_a_canary_without_room_touches_nothing() -> None:
     assert "Nothing was touched; try a smaller --nbytes" in report.words
     too_few = run_canary(FullSite(), CanaryOptions(replicas=3))  # type: ignore[arg-type]
     assert "3 copies on 2 live hosts" in too_few.words
+
+
+def test_a_canary_is_as_large_as_the_largest_shard_of_the_store() -> None:
+    """Over all steps of all jobs; 0 where there is none."""
+    steps = [[{"shard_nbytes_max": 5}, {"shard_nbytes_max": 9}], [{"shard_nbytes_max": 7}], []]
+    assert largest_shard({"jobs": [{"steps": rows} for rows in steps]}) == 9
+    assert largest_shard({"jobs": []}) == 0
 
 
 def test_a_phase_line_has_seconds_and_speed_where_bytes_moved() -> None:

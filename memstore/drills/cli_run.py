@@ -104,6 +104,7 @@ def _play(
     def running() -> Iterator[Site]:
         touches = "; ".join(f"{play.drill.name}: {play.drill.touches}" for play in plays if RUNNING in play.places)
         with running_site(config, given, touches) as site:
+            given["yes"] = True  # agreed for the whole suite, also if the site is opened again
             yield site
 
     openers = {EMBEDDED: embedded} if given["embedded"] else {RUNNING: running}

@@ -62,6 +62,7 @@ class SuiteResult:
     drills: list[dict[str, Any]] = field(default_factory=list)  # Report.to_dict() and where and how long
     skipped: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    is_cut_short: bool = False  # by the deadline or by a person: then it proves less than it says, and is no pass
 
 
 class Suite:
@@ -79,26 +80,34 @@ class Suite:
         self._sites: dict[str, tuple[Site, contextlib.ExitStack]] = {}
 
     def run(self, plays: Sequence[Play]) -> SuiteResult:
-        """Play them all; whatever one of them does, the next is played, until the deadline."""
+        """Play them all; whatever one of them does, the next is played, until the deadline or Ctrl-C."""
         started_s = time.monotonic()
         try:
             for play in plays:
                 why_not, place = self._place(play)
                 if why_not:
-                    self.result.skipped.append({"drill": play.drill.name, "beyond": play.is_beyond, "why": why_not})
-                    self.tell(f"not played: {play.title}: {why_not}")
-                else:
+                    self._skip(play, why_not)
+                    continue
+                try:
                     self._play(play, place)
+                except KeyboardInterrupt:  # the drill has cleaned up; what was found so far is still reported
+                    self.deadline_s, self.result.is_cut_short = 0.0, True
+                    self._skip(play, "interrupted")
         finally:
             self.result.seconds = time.monotonic() - started_s
             for place in list(self._sites):
                 self._close(place)
         return self.result
 
+    def _skip(self, play: Play, why: str) -> None:
+        self.result.skipped.append({"drill": play.drill.name, "beyond": play.is_beyond, "why": why})
+        self.tell(f"not played: {play.title}: {why}")
+
     def _place(self, play: Play) -> tuple[str, str]:
         """Why a drill cannot be played (or "") and where it can be."""
         place = next((place for place in play.places if place in self.openers), "")
         if time.monotonic() > self.deadline_s:
+            self.result.is_cut_short = True
             return f"the suite's deadline of {self.timeout_s:g} s has passed", place
         if not place:
             return f"it runs on {' or '.join(PLACES[p] for p in play.places)}", place

@@ -33,9 +33,11 @@ def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[s
 
 
 def outcome_of(result: SuiteResult) -> str:
-    """Return the worst outcome; ERROR if nothing was played at all, since nothing is proved then."""
+    """Return the worst outcome; ERROR if nothing was played or not all that could be, since that proves less."""
     found = {row["outcome"] for row in result.drills}
-    return next((name for name in (BROKEN, ERROR) if name in found), PASS if found else ERROR)
+    if BROKEN in found:
+        return BROKEN
+    return ERROR if ERROR in found or not found or result.is_cut_short else PASS
 
 
 def environment() -> dict[str, Any]:
