@@ -64,3 +64,23 @@ def test_what_is_not_there_is_not_dropped() -> None:
     assert "is not committed" in drop(world, ranks[0], "h0", step=7)
     assert "holds no job" in drop(world, ranks[0], "h0", job="another")
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
+
+
+def rooms_freed(world: CatalogWorld, host: str) -> list[list[Any]]:
+    """The jobs, with their last attempt, whose room a host was told to give up."""
+    return [body["removed"] for kind, body in world.holders[host].orders if kind == "drop" and "removed" in body]
+
+
+def test_a_removed_job_frees_its_room_on_every_host() -> None:
+    """All hosts are told with the order to drop; one that was out of reach, when it shows a copy again (R10)."""
+    world, ranks = trained()
+    world.silence("h1")
+    world.run(10.0)
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert rooms_freed(world, "h0") == [["train", 1]]
+    assert rooms_freed(world, "h1") == []
+    world.thaw("h1")
+    world.run(5.0)
+    assert ["train", 1] in rooms_freed(world, "h1")
+    assert not world.holders["h1"].copies

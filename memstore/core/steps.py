@@ -31,8 +31,10 @@ class Steps:
     def take_copy(self, copy: Copy) -> bool:
         """Count a copy, from wherever it was heard of; False if its step was given up: then it is freed (R12)."""
         shard, catalog = copy.shard, self.catalog
-        if shard.attempt <= catalog.removed.get(shard.job, 0):
-            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})
+        removed = catalog.removed.get(shard.job, 0)
+        if shard.attempt <= removed:
+            # A host that was out of reach when the job was removed has its room still reserved.
+            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
             return False
         job = catalog.jobs.setdefault(shard.job, Job(shard.job))
         step = StepId(shard.attempt, shard.step)
