@@ -1,16 +1,16 @@
 """Coverage-guided fuzzing of the decoders: `python -m memstore.testing.fuzz TARGET SECONDS`, or `make fuzz`.
 
 Needs atheris (the `fuzz` extra), which drives libFuzzer over instrumented bytecode. Ends with the first finding, whose
-input it writes beside the corpus; without one it prints how many inputs it ran.
+input it writes to `build/fuzz`, beside the corpora; without one it prints how many inputs it ran.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import tempfile
 from pathlib import Path
 
+FOLDER = Path("build/fuzz")
 RSS_LIMIT_MIB = 3072
 """torch and its instrumentation take a few hundred; one input of INPUT_BYTES_MAX may not take gigabytes."""
 INPUT_BYTES_MAX = 8192
@@ -27,13 +27,15 @@ def main(argv: list[str]) -> int:
     name, seconds = argv[1], int(argv[2])
     with atheris.instrument_imports(include=["memstore", "recovery"]):
         targets = importlib.import_module("memstore.testing.fuzz_targets")
-    with tempfile.TemporaryDirectory(prefix="memstore-fuzz-") as folder:
-        for number, seed in enumerate(targets.SEEDS[name]()):
-            Path(folder, f"seed-{number}").write_bytes(seed)
-        options = [f"-max_total_time={seconds}", f"-max_len={INPUT_BYTES_MAX}", f"-rss_limit_mb={RSS_LIMIT_MIB}"]
-        options += [f"-timeout={INPUT_LIMIT_S}", "-print_final_stats=1", "-verbosity=0", "-use_value_profile=1"]
-        atheris.Setup([argv[0], *options, folder], targets.TARGETS[name])
-        atheris.Fuzz()
+    corpus = FOLDER / name  # libFuzzer ends the process, so nothing could be cleaned up; what it learnt is used again
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(targets.SEEDS[name]()):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    options = [f"-max_total_time={seconds}", f"-max_len={INPUT_BYTES_MAX}", f"-rss_limit_mb={RSS_LIMIT_MIB}"]
+    options += [f"-timeout={INPUT_LIMIT_S}", "-print_final_stats=1", "-verbosity=0", "-use_value_profile=1"]
+    options += [f"-artifact_prefix={FOLDER}/{name}-"]
+    atheris.Setup([argv[0], *options, str(corpus)], targets.TARGETS[name])
+    atheris.Fuzz()
     return 0
 
 
