@@ -75,6 +75,7 @@ class Catalog:
         self.wall_offset_s = wall_offset_s
         self.expected_hosts = set(expected_hosts)
         self.lease_until_s = now
+        self.is_outranked = False  # some holder obeys a higher term: nothing is recorded under this one any more (R17)
         self.hosts = HostTable(
             suspect_after_s=rules.suspect_after_s,
             repair_after_s=rules.repair_after_s,
@@ -245,9 +246,13 @@ class Catalog:
             self.log.waiting.append(fact)
 
     def may_record(self) -> bool:
-        """Within the lease, or every registered holder was heard from within it (R17)."""
-        states = self.hosts.states.values()
-        heard = [self.now - s.last_heard_s <= self.rules.lease_s for s in states if s.status != "dead"]
+        """Within the lease, or every registered holder was heard from within it (R17).
+
+        A holder that fell silent may obey a newer controller on the far side of a partition; one that is gone does not.
+        """
+        if self.is_outranked:
+            return False
+        heard = [self.now - s.last_heard_s <= self.rules.lease_s for s in self.hosts.states.values() if not s.is_gone]
         return self.now <= self.lease_until_s or (bool(heard) and all(heard))
 
     def send_journal(self, host: str) -> None:

@@ -30,6 +30,7 @@ class HostState:
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
     stats: Mapping[str, Any] = field(default_factory=dict)
+    is_gone: bool = False  # dead for certain: its connection ended; silence may be a partition (R17)
     deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
 
 
@@ -60,7 +61,7 @@ class HostTable:
             return [Change(info.host_id, "live", "joined")]
         if info.incarnation < state.info.incarnation:
             return []
-        state.info, state.last_heard_s = info, now
+        state.info, state.last_heard_s, state.is_gone = info, now, False
         return self._enter(now, state, "live", "joined again")
 
     def heard(self, now: float, host_id: str, stats: Mapping[str, Any]) -> list[Change]:
@@ -74,7 +75,10 @@ class HostTable:
     def lost(self, now: float, host_id: str, why: str) -> list[Change]:
         """The holder process is known to be gone."""
         state = self.states.get(host_id)
-        return self._enter(now, state, "dead", why) if state is not None and state.status != "dead" else []
+        if state is None or state.status == "dead":
+            return []
+        state.is_gone = True
+        return self._enter(now, state, "dead", why)
 
     def tick(self, now: float) -> list[Change]:
         """Silence turns live into suspect and suspect into dead."""

@@ -236,6 +236,7 @@ class Controller:
             if body.get("k") == "stale":
                 if int(body["term"]) > self.term:
                     self._stale_term = int(body["term"])
+                    self.catalog.is_outranked = True
                     self._is_stale.set()  # the lease thread asks the membership: that may block
                 return
             event = event_from_body(host, body)

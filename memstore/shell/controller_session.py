@@ -19,6 +19,7 @@ from memstore.shell.channel import Channel
 
 log = logging.getLogger("memstore")
 SEND_S = 5.0  # a controller that does not read for this long has lost its session
+FAREWELL_S = 0.2  # the new controller waits for it
 
 
 class ControllerSession:
@@ -52,6 +53,14 @@ class ControllerSession:
                 log.warning("lost the controller: %s", exc)
                 self.channel.close()
                 return
+
+    def replaced(self, term: int) -> None:
+        """End it for the session of another controller; this one hears of its term, if it listens (R17)."""
+        try:
+            self.channel.send(Kind.EVENT, 0, {"k": "stale", "term": term}, deadline_s=FAREWELL_S)
+        except TransportError as exc:
+            log.info("the former controller does not hear that term %d has come: %s", term, exc)
+        self.close()
 
     def close(self) -> None:
         """End the session and its thread."""

@@ -208,7 +208,7 @@ class Holder:
             channel.send(Kind.EVENT, 0, {"k": "stale", "term": newest}, deadline_s=SEND_S)
             return
         if old is not None:
-            old.close()
+            old.replaced(term)
         try:
             session.open(self._up())
             self.ranks.resend_calls()
