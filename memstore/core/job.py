@@ -52,6 +52,7 @@ class Attempt:
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank may have what was decided
     has_put: bool = False
+    has_shed: bool = False  # its first put came: older steps that nobody can restore any more are freed (R10)
     rounds_count: int = 0
     steps: dict[int, StepPhase] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)

@@ -45,10 +45,11 @@ class Repair:
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
+        kept = self.catalog.steps.kept(job, attempt)
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if is_open or (step in job.commits and not is_waiting):
-                self._consider_step(now, job, attempt, step, may_drop=step in job.commits)
+            if is_open or (step in kept and not is_waiting):
+                self._consider_step(now, job, attempt, step, may_drop=step in kept)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
         """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
@@ -79,7 +80,7 @@ class Repair:
             wanted = [owner, *placement.targets.get(owner, ())]
             whole = [h for h, c in good.items() if not c.missing]
             lacking = [h for h in wanted if h not in whole]
-            if not commit and owner not in whole:
+            if not commit and owner not in copies:
                 continue  # still being put: its owner pushes it
             for target in lacking:
                 self._push(now, shard, target, good, attempt)

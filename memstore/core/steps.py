@@ -48,7 +48,10 @@ class Steps:
         return True
 
     def _is_given_up(self, job: Job, step: StepId) -> bool:
-        """Skipped, superseded, or older than a commit of its attempt: it will never be committed."""
+        """Skipped, superseded, older than a commit of its attempt, or left behind by a newer one: never committed."""
+        newest = job.newest
+        if newest is not None and newest.has_shed and step.attempt < newest.ordinal:
+            return True  # a copy that comes after the shedding: from a late host, or a push that was under way
         attempt = job.attempts.get(step.attempt)
         if attempt is None:
             return False
@@ -62,7 +65,10 @@ class Steps:
         shard = copy.shard
         job = self.catalog.jobs[shard.job]
         attempt = job.attempts.get(shard.attempt)
-        if attempt is None or copy.missing:
+        if attempt is None:
+            return
+        if copy.missing:
+            self._give_up_damaged(job, attempt, shard)
             return
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
@@ -83,9 +89,20 @@ class Steps:
         for number in sorted(n for n, phase in attempt.steps.items() if phase == "open" and n < shard.step):
             step = StepId(attempt.ordinal, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
-                attempt.steps[number] = "abandoned"
-                attempt.holes.append((number, number + 1))
-                self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
+                self._give_up(job, attempt, number)
+
+    def _give_up_damaged(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
+        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12)."""
+        step = StepId(shard.attempt, shard.step)
+        copies = job.copies.get(step, {}).get(shard.rank, {})
+        is_open = attempt is job.newest and attempt.steps.get(shard.step) == "open"
+        if is_open and copies and frozenset.intersection(*(c.missing for c in copies.values())):
+            self._give_up(job, attempt, shard.step)
+
+    def _give_up(self, job: Job, attempt: Attempt, number: int) -> None:
+        attempt.steps[number] = "abandoned"
+        attempt.holes.append((number, number + 1))
+        self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
         """A host answered a fence with everything it has of a job (R21)."""
@@ -242,7 +259,8 @@ class Steps:
         for number in sorted(n for n in numbers if fact.step <= n < end):
             if attempt.steps.get(number) not in ("committing", "committed"):
                 attempt.steps[number] = "abandoned"
-                if not is_replay:
+                # A late host's fact may name a step whose copies are counted already: elsewhere they go now.
+                if not is_replay or StepId(fact.attempt, number) in job.copies:
                     self._forget(job, StepId(fact.attempt, number), "skipped", SKIPPED)
 
     def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
@@ -302,7 +320,7 @@ class Steps:
         if attempt is None:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
-        kept = self._kept(job, attempt)
+        kept = self.kept(job, attempt)
         busy = self.catalog.pinned_steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
@@ -330,16 +348,19 @@ class Steps:
         attempt = job.newest
         if attempt is None:
             return
+        attempt.has_shed = True
         spans, busy = job.spans(attempt.ordinal), self.catalog.pinned_steps(job)
-        kept = self._kept(job, attempt)
+        kept = self.kept(job, attempt)
         for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
             commit = job.commits.get(step)
             is_whole = commit is not None and len(job.copies[step]) == commit.world_size
             is_old = in_lineage(spans, step) and step not in kept  # a restore adopted a newer one by a fact
             if commit is None or is_old or (not in_lineage(spans, step) and not is_whole):
                 self._drop_step(job, step)
+                if is_old:
+                    job.commits.pop(step, None)  # so that a copy that comes late goes too
 
-    def _kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
+    def kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
         """The committed steps of the lineage that retention keeps."""
         spans = job.spans(attempt.ordinal)
         committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]

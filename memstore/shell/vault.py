@@ -274,7 +274,8 @@ class Vault:
             if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
                 what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
-            self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
+            if self.shelf.find(manifest.shard, digest) is None:  # else only lost chunks came back: it is there
+                self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
             shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
         return shelved

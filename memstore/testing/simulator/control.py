@@ -25,7 +25,7 @@ class Session:
         names, network = (controller.name, holder.host_id), world.network
         self.down = Stream(network, world.at, *names, lambda: holder.is_up and not holder.is_frozen)
         self.up = Stream(network, world.at, *names[::-1], lambda: controller.is_alive and not controller.is_frozen)
-        self.world = world
+        self.world, self.opened_s = world, world.now
 
     @property
     def is_open(self) -> bool:
