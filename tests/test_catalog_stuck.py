@@ -1,0 +1,183 @@
+"""Steps that can never be whole, and copies that nobody can restore, give their room back (R10, R12, R19, R22)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from memstore.core.events import copy_to_wire
+from memstore.core.fact_log import Entry
+from memstore.core.facts import StepAbandoned, entry_to_wire
+from memstore.errors import CapacityError
+from memstore.shell.peer_server import DRAFT_IDLE_S, PeerServer
+from memstore.shell.vault import Vault
+from memstore.testing.catalog_holder import FakeHolder, FakeRank
+from memstore.testing.catalog_world import JOB, CatalogWorld
+from memstore.testing.scratch_folder import scratch_folder
+from recovery.inventory import ShardId, StepId
+
+
+def trained(hosts: int, world_size: int, last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job of `world_size` ranks with steps 1 to `last` committed."""
+    world = CatalogWorld(hosts, **config)
+    ranks = world.launch(world_size)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        assert world.put_all(ranks, step)
+    return world, ranks
+
+
+def lose_chunk(holder: FakeHolder, shard: ShardId) -> None:
+    """A scrub finds a chunk of a copy damaged."""
+    holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
+    holder.report("sealed", {"copies": [copy_to_wire(holder.copies[shard])]})
+
+
+def test_an_open_step_whose_owner_lost_a_chunk_is_mended_from_a_peer() -> None:
+    """The last rank's put is late; meanwhile rank 0's own copy is damaged: a peer's copy mends it and it commits."""
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    lose_chunk(world.holders["h0"], ShardId(JOB, 1, 2, 0))
+    world.run(3.0)
+    world.put(ranks[1], 2)
+    assert world.run_until(lambda: ranks[1].tickets[2] == "committed", 20.0)
+    assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
+
+
+def test_an_open_step_with_a_chunk_that_nobody_has_is_given_up() -> None:
+    """Every copy of rank 0's shard lost the same chunk: the step is abandoned on all ranks and the next one commits."""
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    for holder in world.holders.values():
+        holder.refuses_copies = "no room"  # nothing mends it meanwhile
+        lose_chunk(holder, ShardId(JOB, 1, 2, 0))
+    world.run(3.0)
+    assert [ranks[0].tickets[2], world.holders["h0"].copies.get(ShardId(JOB, 1, 2, 0))] == ["skipped", None]
+    for holder in world.holders.values():
+        holder.refuses_copies = ""
+    assert world.put_all(ranks, 3)
+
+
+def test_a_skip_that_only_a_late_host_remembers_frees_the_copies_elsewhere() -> None:
+    """Copies were counted before the host that knows of the skip came: they go from every host then (R12, R16)."""
+    world, ranks = trained(3, 3)
+    world.kill_host("h2", keep_memory=True)
+    record = entry_to_wire(Entry(world.term, 10_000, StepAbandoned(JOB, 1, 2, 4)))
+    world.crash_controller()
+    world.run(6.0)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 2), 0)
+    world.holders["h2"].journal.append(record)
+    world.return_host("h2")
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 2), 0) == []
+
+
+def test_a_step_that_retention_dropped_is_not_rebuilt() -> None:
+    """One host missed the order to drop an old step: nothing is copied from it, and a restore's first put frees it."""
+    world, _ = trained(3, 3, last=1)
+    old = world.holders["h0"].copies[ShardId(JOB, 1, 1, 0)]
+    ranks = [r for _, r in sorted(world.ranks.items())]
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    world.holders["h0"].copies[old.shard] = old  # as if the order had died with a session
+    world.crash_controller()
+    world.run(12.0)
+    orders = [(k, b) for h in world.holders.values() for k, b in h.orders if k == "push"]
+    assert not any(b["shard"] == [JOB, 1, 1, 0] for _, b in orders)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 3)
+    world.run(2.0)
+    assert old.shard not in world.holders["h0"].copies
+
+
+def test_an_uncommitted_step_of_an_older_attempt_goes_when_its_host_returns() -> None:
+    """Its host was away when the next attempt put for the first time: nobody can restore the step any more (R22)."""
+    world, ranks = trained(3, 3)
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    shard = ShardId(JOB, 1, 2, 0)
+    kept = world.holders["h0"].copies[shard]
+    world.kill_host("h0", keep_memory=True)
+    hosts = ["h1", "h2", "h1"]
+    ranks = [world.join(r, 3, "again", host=hosts[r], launcher="launcher") for r in range(3)]
+    world.run(8.0)
+    world.get(ranks)
+    assert world.put_all(ranks, 3)
+    world.holders["h0"].copies[shard] = kept
+    world.return_host("h0")
+    world.run(5.0)
+    assert shard not in world.holders["h0"].copies
+
+
+# -- the same on one host's vault -----------------------------------------------------------------
+
+CHUNK_BYTES = 64 << 10
+
+
+class LateClock:
+    """The time module, later by `late_s`."""
+
+    late_s = 0.0
+
+    def time(self) -> float:
+        """Time of day."""
+        return time.time() + self.late_s
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return time.monotonic() + self.late_s
+
+
+@pytest.fixture
+def vault() -> Iterator[Vault]:
+    """A vault with room for eight chunks."""
+    with scratch_folder() as folder:
+        made = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made.ensure_free(8)
+        yield made
+        made.close()
+
+
+def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
+    """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
+    vault.clock = clock = LateClock()
+    server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    offer = {"shard": [JOB, 1, 2, 0], "digest": "", "attempt": 1, "sender": "a", "count": 3}
+    assert server._offer(object(), offer)["ok"]  # type: ignore[arg-type]
+    clock.late_s = DRAFT_IDLE_S - 5.0
+    server.give_up_idle()
+    assert vault.shelf.drafts
+    clock.late_s = DRAFT_IDLE_S + 5.0
+    server.give_up_idle()
+    assert not vault.shelf.drafts
+
+
+def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is there already: mending a copy writes none, so that it needs no room for one (R30)."""
+    slots = [vault.take_slot() for _ in range(2)]
+    for number in slots:
+        vault.arena.view(number, CHUNK_BYTES)[:] = bytes([number + 1]) * CHUNK_BYTES
+    shard = ShardId(JOB, 1, 2, 0)
+    kept = vault.seal_local(shard, world_size=1, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
+    data, good = vault.manifest(kept), bytes(vault.arena.view(slots[0], CHUNK_BYTES))
+    vault.arena.view(slots[0], CHUNK_BYTES)[0] ^= 1
+    assert vault.verify(kept) == [0]
+
+    def full(name: str, data: bytes) -> None:
+        raise CapacityError("the file system is full")
+
+    monkeypatch.setattr(vault.manifests, "save", full)
+    draft = vault.open_draft("a", shard, kept.digests, [CHUNK_BYTES] * 2, 1)
+    number = vault.take_slot()
+    vault.arena.view(number, CHUNK_BYTES)[:] = good
+    assert vault.keep_chunk(draft, 0, number, CHUNK_BYTES)
+    assert vault.finish("a", data) is kept
+    assert vault.verify(kept) == []
