@@ -14,7 +14,8 @@
     checker.py     the invariants, looked at after every event
     campaign.py    many seeds, shrinking, reports
     corpus.py      every seed that ever failed
-    planted.py     bugs put in on purpose, which the checker must find
+    planted.py     bugs put in on purpose, which the checker must find: planted_decisions.py, planted_bytes.py,
+                   planted_steps.py
 
 A run depends on its scenario alone: `python -m memstore.testing.simulator --seed N` plays it again.
 """

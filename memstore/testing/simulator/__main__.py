@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from memstore.testing.simulator import corpus
-from memstore.testing.simulator.campaign import Cut, Outcome, failure_text, play, run
+from memstore.testing.simulator.campaign import COMMAND, Cut, Outcome, failure_text, play, run
+from memstore.testing.simulator.planted import table
 from memstore.testing.simulator.scenario import draw
 
 FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the summary
@@ -21,7 +22,10 @@ FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the s
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
+    if options.planted:
+        print(table())
+        return 0
     if options.seed is not None:
         return _replay(options)
     failed: list[Outcome] = []
@@ -52,8 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m memstore.testing.simulator", description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds (default 100)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=0, help="processes (default: one per core)")
@@ -61,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="write the summary there as JSON")
     parser.add_argument("--record", action="store_true", help="append seeds that fail to the corpus")
     parser.add_argument("--corpus", type=Path, default=corpus.DEFAULT, help="the corpus file")
+    parser.add_argument("--planted", action="store_true", help="hunt every planted bug and print the table")
     parser.add_argument("--seed", type=int, help="play this one and print its page")
     parser.add_argument("--keep", type=_indices, help="with --seed: only these faults, by index, or `none`")
     parser.add_argument("--shorten", type=_shorter, default=(), help="with --seed: index=seconds,... of faults")

@@ -22,7 +22,7 @@ from memstore.testing.simulator.world import Simulation, describe
 
 COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time
-SHRINK_PLAYS_MAX = 60
+SHRINK_PLAYS_MAX, SHRINK_S = 60, 60.0
 SHORT_S = (0.3, 1.0)  # durations tried in place of longer ones
 
 
@@ -90,19 +90,23 @@ def play(scenario: Scenario) -> Outcome:
     )  # fmt: skip
 
 
-def shrink(scenario: Scenario, rule: str, *, plays_max: int = SHRINK_PLAYS_MAX) -> tuple[Cut, Outcome]:
+def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Cut, Outcome]:
     """Drop faults in halves and one by one, then shorten them, while the same rule still breaks.
+
+    No run begins after `limit_s`, nor after SHRINK_PLAYS_MAX of them.
 
     Returns:
         The cut and the outcome of its run; the whole scenario's if nothing could be dropped.
     """
     best: tuple[Cut, Outcome] | None = None
-    plays = 0
+    plays, until_s = 0, time.monotonic() + limit_s
 
     def breaks(cut: Cut) -> bool:
         nonlocal best, plays
         plays += 1
-        outcome = play(cut.apply(scenario)) if plays <= plays_max else Outcome(scenario.seed)
+        if plays > SHRINK_PLAYS_MAX or time.monotonic() > until_s:
+            return False
+        outcome = play(cut.apply(scenario))
         if outcome.rule == rule:
             best = (cut, outcome)
         return outcome.rule == rule
@@ -128,9 +132,9 @@ def shrink(scenario: Scenario, rule: str, *, plays_max: int = SHRINK_PLAYS_MAX) 
     return best if best is not None else (Cut(), play(scenario))
 
 
-def failure_text(outcome: Outcome) -> str:
+def failure_text(outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
     """Return a failure for people: shrunk scenario, what happened, the one command that plays it again."""
-    cut, shrunk = shrink(draw(outcome.seed), outcome.rule)
+    cut, shrunk = shrink(draw(outcome.seed), outcome.rule, limit_s=limit_s)
     return (
         f"seed {outcome.seed} breaks {outcome.why}\nshrunk to:\n{shrunk.page}\nthen: {shrunk.why}\n\n"
         f"replay: {cut.command(outcome.seed)}"

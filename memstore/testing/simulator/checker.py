@@ -6,10 +6,12 @@ never asks the catalog whether the catalog is right; only `claims_redundancy` as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.facts import StepCommitted, entry_from_wire
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
+from memstore.core.shelf import Shelved
 from memstore.core.slots import SlotState
 from recovery.inventory import ShardId, ShardSpec, StepId
 
@@ -24,6 +26,7 @@ Body = dict[str, Any]
 SEALED = 3
 NEWCOMER_S = 2.0  # a host that joined this lately may not have a fact that spread before
 COMMITS_WANTED = 3
+REPAIR_S = 12.0  # a calm store has its newest step back at full redundancy within this, also between two steps (R29)
 
 
 class Violation(AssertionError):
@@ -51,6 +54,8 @@ class Checker:
         self._seen: dict[str, int] = {}
         self._manifests: dict[bytes, tuple[Manifest, str]] = {}
         self._is_healed = False
+        self._fenced: dict[tuple[SimHolder, str], int] = {}  # what a holder has answered (R21)
+        self._short: tuple[StepId | None, float] = (None, 0.0)  # the newest commit and since when it lacks copies
         self.degraded = ""  # why the newest commit is
 
     # -- memory -------------------------------------------------------------------------------
@@ -98,6 +103,9 @@ class Checker:
             holder.vault.table.validate()
         except AssertionError as exc:
             raise Violation("R6", f"slot table of {holder.host_id}: {exc}") from exc
+        for (shard, sender, *_), draft in holder.vault.shelf.drafts.items():
+            if sender in self.world.holders and draft.attempt < self._fenced.get((holder, shard.job), 0):
+                raise Violation("R21", f"{holder.host_id} receives {shard} of {sender} in a fenced attempt")
         for rank in self.world.ranks:
             if rank.holder is holder and not rank.is_dead:
                 for number in (*rank.pool, *rank.in_copy):
@@ -107,6 +115,18 @@ class Checker:
                             "R8", f"rank {rank.rank} may write slot {number} of {holder.host_id}, "
                             f"which is {slot.state.name} of {slot.owner}"
                         )  # fmt: skip
+
+    def adopted(self, holder: SimHolder) -> None:
+        """A holder took a memory over: what a fault had spoilt is not among what it will serve (R6)."""
+        for number in sorted(holder.memory.spoilt):
+            if int(holder.memory.headers[number].state) == SEALED:
+                raise Violation("R6", f"{holder.host_id} adopted slot {number}, whose bytes are not its digest's")
+
+    def reads(self, holder: SimHolder, shelved: Shelved, index: int) -> None:
+        """A pinned replica is read: its slots are its own until the reader is done (R7)."""
+        number = shelved.slots[index]
+        if number is not None and bytes(holder.memory.headers[number].digest) != shelved.digests[index]:
+            raise Violation("R7", f"slot {number} of {holder.host_id} was reused while {shelved.shard} was read")
 
     def _decoded(self, data: bytes) -> tuple[Manifest, str]:
         if data not in self._manifests:
@@ -130,8 +150,20 @@ class Checker:
         self.contents.setdefault(shard, []).append(content)
         self.steps_put += 1
 
+    def fence_answered(self, holder: SimHolder, job: str, attempt: int) -> None:
+        """A holder says that it refuses older attempts from now on (R21)."""
+        self._fenced[holder, job] = max(attempt, self._fenced.get((holder, job), 0))
+
+    def sealed_here(self, holder: SimHolder, shard: ShardId) -> None:
+        """A holder stored what a rank of its own handed over (R21)."""
+        if shard.attempt < self._fenced.get((holder, shard.job), 0):
+            raise Violation("R21", f"{holder.host_id} sealed {shard} although it had answered a newer fence")
+
     def journalled(self, holder: SimHolder) -> None:
-        """Facts were written beside an arena."""
+        """Facts were written beside an arena; never those of a lower term after a higher one (R17)."""
+        terms = [int(record["term"]) for record in holder.memory.journal]
+        if terms and terms[-1] < max(terms):
+            raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
         for record in holder.memory.journal:
             fact = entry_from_wire(record).fact
             if isinstance(fact, StepCommitted):
@@ -160,6 +192,8 @@ class Checker:
                 raise Violation("I4", f"{step} was committed with copies of rank {r} that never were on {never}")
             if not fact.is_degraded and len(set(hosts)) < self.world.scenario.replicas:
                 raise Violation("R18", f"{step} says it is not degraded, rank {r} has copies on {list(hosts)}")
+            if not fact.is_degraded and len(self._racks(hosts)) < self._racks_wanted():
+                raise Violation("R18", f"{step} says it is not degraded, rank {r} has copies in {self._racks(hosts)}")
         for other in self.world.ranks:
             if other.attempt == rank.attempt and other.tickets.get(step_number) in ("skipped", "failed"):
                 raise Violation("R12", f"{step} was committed, but rank {other.rank}'s put was not done")
@@ -169,6 +203,13 @@ class Checker:
         self.acked.add(step)
         self.acked_after_heal += self._is_healed
         self.degraded = fact.reason if is_degraded else ""
+
+    def _racks(self, hosts: Iterable[str]) -> set[str]:
+        return {self.world.holders[host].info.labels.get("rack", "") for host in hosts}
+
+    def _racks_wanted(self) -> int:
+        scenario = self.world.scenario
+        return scenario.replicas if scenario.racks >= scenario.replicas else 1
 
     def marked(self, job: str, attempt: int, step: int, specs: dict[int, ShardSpec]) -> None:
         """A durable marker was written: every part must be there before it (R31)."""
@@ -205,7 +246,7 @@ class Checker:
         """A call failed: never a get for want of bytes, within the promise (I1)."""
         self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
         is_passing = any(text in error for text in ("call get() again", "being restored: restart"))
-        is_loss = verb == "get" and error.startswith("RecoveryError") and not is_passing
+        is_loss = verb == "get" and error.startswith("RecoveryError") and ("no whole step" in error or not is_passing)
         if is_loss and self.world.scenario.is_strict:
             raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")
 
@@ -231,6 +272,23 @@ class Checker:
                 return False
         return not fact.is_degraded
 
+    def look_at_redundancy(self) -> None:
+        """A newest step that stays without copies while nothing hinders repair is never mended (R29)."""
+        newest, now = max(self.facts, default=None), self.world.now
+        if newest is None or newest != self._short[0] or not self._is_calm() or not self._lacking(newest):
+            self._short = (newest, now)
+        elif now - self._short[1] > REPAIR_S:
+            raise Violation("R29", f"for {REPAIR_S:g} s {self._lacking(newest)}, and nothing hinders repair")
+
+    def _is_calm(self) -> bool:
+        """True if every process and link works and the newest attempt trains."""
+        world = self.world
+        if world.served() is None or not world.has_kv or world.network.cut or world.network.slow:
+            return False
+        holders = world.holders.values()
+        is_well = all(h.is_serving and h.session is not None and not h.memory.is_full for h in holders)
+        return is_well and all(r.steps_done and not r.is_dead and not r.is_frozen for r in world.ranks)
+
     def healed(self) -> None:
         """From now on commits count for liveness."""
         self._is_healed = True
@@ -243,7 +301,10 @@ class Checker:
         """Say what is still missing, or ""."""
         if self.acked_after_heal < COMMITS_WANTED:
             return f"{self.acked_after_heal} whole commits since then, wanted {COMMITS_WANTED}. {self.degraded}"
-        newest = max(self.facts)
+        return self._lacking(max(self.facts))
+
+    def _lacking(self, newest: StepId) -> str:
+        """Say which rank's shard of a committed step lies whole on too few hosts or in too few racks, or ""."""
         controller = self.world.served()
         hosts = controller.catalog.hosts if controller is not None else None
         trusted = [h for h in self.world.holders if hosts and not hosts.is_on_probation(self.world.now, h)]
@@ -253,6 +314,8 @@ class Checker:
             have = [h for h, whole in self.whole.items() if (shard, digest) in whole]
             if len(have) < wanted:
                 return f"rank {rank} of {newest} is on {have}, wanted {wanted} hosts"
+            if len(self._racks(have)) < min(self._racks_wanted(), len(self._racks(trusted))):
+                return f"rank {rank} of {newest} is on {have}, all in {self._racks(have)}"
         return ""
 
     def at_the_end(self) -> None:

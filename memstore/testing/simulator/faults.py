@@ -63,6 +63,15 @@ def _kill_rank(world: Simulation, each: Fault) -> None:
         world.kill_rank(rank, "killed")
 
 
+@fault("leave-rank")
+def _leave_rank(world: Simulation, each: Fault) -> None:
+    """The launcher loses sight of a rank: it starts anew while that one trains on (R20, R21)."""
+    rank = _rank(world, each)
+    if rank is not None:
+        rank.is_left = True
+        world.at(each.for_s, lambda: world.kill_rank(rank, "found at last"))
+
+
 @fault("freeze-rank")
 def _freeze_rank(world: Simulation, each: Fault) -> None:
     rank = _rank(world, each)

@@ -73,6 +73,7 @@ class SimHolder:
             on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
+        world.checker.adopted(self)
 
     @property
     def is_serving(self) -> bool:
@@ -197,6 +198,7 @@ class SimHolder:
                         nbytes=sum(chunk_sizes(CHUNKS * self.memory.chunk_bytes, self.memory.chunk_bytes)),
                         slots=slots, attempt=shard.attempt, fresh=fresh,  # type: ignore[arg-type]
                     )  # fmt: skip
+                    self.world.checker.sealed_here(self, shard)
                 except MemstoreError as exc:
                     fresh.why = str(exc)
                     self._put_failed(rank, shard)
@@ -287,6 +289,7 @@ class SimHolder:
             if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
                 rank.is_fenced = True
         copies = [copy_to_wire(c) for c in self.copies(job)]
+        self.world.checker.fence_answered(self, job, attempt)
         self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _on_targets(self, body: Body) -> None:

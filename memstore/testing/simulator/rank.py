@@ -37,6 +37,7 @@ class SimRank:
         self.owner = Owner(self.pid, 1, self.pid)
         self.attempt = 0
         self.is_dead = self.is_frozen = self.is_fenced = False
+        self.is_left = False  # its launcher takes it for dead
         self.holder: SimHolder | None = None
         self.pool: list[int] = []
         self.in_copy: set[int] = set()

@@ -122,8 +122,11 @@ def _view(holder: SimHolder, source: Fresh | Shelved | None, index: int) -> memo
     if isinstance(source, Fresh):
         if source.shelved is None:
             return holder.vault.arena.view(source.slots[index], holder.memory.chunk_bytes)
-        return holder.vault.chunk_view(source.shelved, index)
-    return holder.vault.chunk_view(source, index) if source is not None else None
+        source = source.shelved
+    if source is None:
+        return None
+    holder.world.checker.reads(holder, source, index)
+    return holder.vault.chunk_view(source, index)
 
 
 class Pusher:

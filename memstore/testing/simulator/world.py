@@ -99,6 +99,7 @@ class Simulation:
         self._every(BEAT_S, lambda: _each(self.holders.values(), _beat))
         self._every(REAP_S, lambda: _each(self.holders.values(), SimHolder.reap))
         self._every(SCRUB_S, lambda: _each(self.holders.values(), SimHolder.scrub))
+        self._every(1.0, self.checker.look_at_redundancy)
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -324,9 +325,9 @@ class Simulation:
                 self.pids[rank.pid] = rank
                 self._reconnect(rank)
                 self.spawn(self._life(rank), rank)
-            yield lambda: any(r.is_dead for r in self.ranks)
+            yield lambda: any(r.is_dead or r.is_left for r in self.ranks)
             yield self.rng.uniform(0.1, 1.5)
-            for rank in self.ranks:
+            for rank in [r for r in self.ranks if not r.is_left]:
                 self.kill_rank(rank, "another rank ended")
             self.checker.ended(self.ranks)
             yield self.rng.uniform(0.2, 1.0)
@@ -355,6 +356,9 @@ class Simulation:
             self.memories[name].is_full, self.memories[name].crash_in = False, None
             if holder.is_frozen:
                 self.thaw_holder(holder)
+        for rank in self.pids.values():
+            if rank.is_left:
+                self.kill_rank(rank, "found at last")
         for rank in self.ranks:
             if rank.is_frozen:
                 self.thaw_rank(rank)

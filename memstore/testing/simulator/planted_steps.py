@@ -1,0 +1,109 @@
+"""Planted bugs in the steps of a holder that the simulation mirrors: leases, fences, terms, levels."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from memstore.testing.simulator.holder import SimHolder
+from memstore.testing.simulator.planted import planted
+from memstore.testing.simulator.scenario import Fault
+
+ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
+
+
+@planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
+def lease_freed_by_timeout() -> Any:
+    """Leases of a rank that has been silent for a while are given to others."""
+    reap = SimHolder.reap
+
+    def hasty(self: SimHolder) -> None:
+        for rank in self.ranks.values():
+            if rank.is_frozen:
+                self.vault.table.reclaim(rank.owner)
+        self.vault.flush()
+        reap(self)
+
+    return patch.object(SimHolder, "reap", hasty)
+
+
+@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "freeze-holder", (0,)))
+def lease_freed_by_a_broken_link() -> Any:
+    """Leases end with the link: a rank that comes back is not told that its slots are free."""
+    welcome = SimHolder.welcome
+
+    def forget(self: SimHolder, rank: Any) -> list[int]:
+        self.vault.table.reclaim(rank.owner)
+        welcome(self, rank)
+        return []
+
+    return patch.object(SimHolder, "welcome", forget)
+
+
+@planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
+def fence_not_kept() -> Any:
+    """A holder answers a fence and goes on as before."""
+
+    def answer(self: SimHolder, body: dict[str, Any]) -> None:
+        self.spawn(self._fence(str(body["job"]), int(body["attempt"]), {r.nonce for r in self.ranks.values()}))
+
+    return patch.object(SimHolder, "_on_fence", answer)
+
+
+@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
+def seal_ignores_fence() -> Any:
+    """A holder seals what a rank of a fenced attempt hands over."""
+    seal, fence = SimHolder._seal, SimHolder._fence
+
+    def unfenced(self: SimHolder, rank: Any, shard: Any, slots: Any, body: Any, stamp: int) -> Any:
+        return seal(self, rank, shard, slots, body, 0)
+
+    def unsaid(self: SimHolder, job: str, attempt: int, members: set[str]) -> Any:
+        return fence(self, job, attempt, {rank.nonce for rank in self.ranks.values()})
+
+    return patch.multiple(SimHolder, _seal=unfenced, _fence=unsaid)
+
+
+@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
+def lower_term_obeyed() -> Any:
+    """A holder obeys whichever controller spoke last."""
+
+    def accept(self: SimHolder, session: Any) -> bool:
+        self.term = 0
+        old, self.session = self.session, session
+        if old is not None:
+            old.controller.lose(self.host_id, "another controller came")
+        return True
+
+    return patch.object(SimHolder, "accept", accept)
+
+
+@planted("level-before-the-fact", "R15", "R16 I4 R18")
+def level_before_the_fact() -> Any:
+    """A ticket says committed as soon as its own copies are there."""
+    sealed = SimHolder.sealed
+
+    def told(self: SimHolder, shelved: Any) -> None:
+        sealed(self, shelved)
+        for rank in list(self.ranks.values()):
+            if rank.rank == shelved.shard.rank and rank.attempt == shelved.shard.attempt:
+                self.world.checker.told_committed(rank, shelved.shard.step, is_degraded=False)
+
+    return patch.object(SimHolder, "sealed", told)
+
+
+@planted("fence-answered-early", "R21", "R21", *(replace(ZOMBIE, rank=n) for n in (0, 1, 2)), step_s=0.05, tries=12)
+def fence_answered_early() -> Any:
+    """A fence is answered before what was handed over completely is sealed."""
+    fence = SimHolder._fence
+
+    def early(self: SimHolder, job: str, attempt: int, members: set[str]) -> Generator[Any, None, None]:
+        kept, self.sealing = self.sealing, {}
+        for _ in fence(self, job, attempt, members):
+            self.sealing = kept
+            yield 0.0
+        self.sealing = kept
+
+    return patch.object(SimHolder, "_fence", early)
