@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "simulator_corpus.txt"
 SEEDS, CHUNK = 300, 30
 SHRINK_S = 40.0  # a failing test still ends within its timeout
-OPEN = {102, 172, 188, 216, 227, 253, 286}  # seeds whose findings are being mended; the list is to be empty
 
 
 def complaint(outcomes: list[Outcome]) -> str:
@@ -38,7 +37,7 @@ def complaint(outcomes: list[Outcome]) -> str:
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_no_rule_breaks(first: int) -> None:
     """Under the faults of every seed the invariants hold after every event, and the store is whole again afterwards."""
-    found = complaint([play(draw(seed)) for seed in range(first, first + CHUNK) if seed not in OPEN])
+    found = complaint([play(draw(seed)) for seed in range(first, first + CHUNK)])
     assert not found, found
 
 
@@ -46,8 +45,6 @@ def test_no_rule_breaks(first: int) -> None:
 @pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.seed}-{row.rule}")
 def test_a_seed_that_failed_once_holds(row: corpus.Row) -> None:
     """No seed of the corpus breaks a rule again."""
-    if row.seed in OPEN:
-        pytest.skip(f"open: {row.why}")
     found = complaint([play(draw(row.seed))])
     assert not found, found
 

@@ -6,6 +6,7 @@ never asks the catalog whether the catalog is right; only `claims_redundancy` as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +212,12 @@ class Checker:
         scenario = self.world.scenario
         return scenario.replicas if scenario.racks >= scenario.replicas else 1
 
+    def _is_even(self) -> bool:
+        """True if the hosts with ranks lie so in racks that placement owes every shard its own racks."""
+        hosts = {rank.host_id for rank in self.world.ranks}
+        racks = Counter(self.world.holders[host].info.labels.get("rack", "") for host in hosts)
+        return max(racks.values(), default=0) * self.world.scenario.replicas <= len(hosts)
+
     def marked(self, job: str, attempt: int, step: int, specs: dict[int, ShardSpec]) -> None:
         """A durable marker was written: every part must be there before it (R31)."""
         for rank, spec in specs.items():
@@ -314,7 +321,7 @@ class Checker:
             have = [h for h, whole in self.whole.items() if (shard, digest) in whole]
             if len(have) < wanted:
                 return f"rank {rank} of {newest} is on {have}, wanted {wanted} hosts"
-            if len(self._racks(have)) < min(self._racks_wanted(), len(self._racks(trusted))):
+            if self._is_even() and len(self._racks(have)) < min(self._racks_wanted(), len(self._racks(trusted))):
                 return f"rank {rank} of {newest} is on {have}, all in {self._racks(have)}"
         return ""
 
