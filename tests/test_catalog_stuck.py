@@ -117,6 +117,23 @@ def test_an_uncommitted_step_of_an_older_attempt_goes_when_its_host_returns() ->
     assert shard not in world.holders["h0"].copies
 
 
+def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> None:
+    """Its push broke with the host's last death, and repair trusts it with no second copy: the open step goes on."""
+    world, ranks = trained(2, 2)
+    holder = world.holders["h0"]
+    for step in range(2, 9):
+        linked = dict(holder.ranks)
+        world.kill_host("h0", keep_memory=True)
+        world.put(ranks[1], step)  # its push to h0 breaks
+        world.run(0.5)
+        world.return_host("h0")
+        holder.ranks = linked  # only the holder had died: rank 0 has connected again
+        ranks[0].is_dead = False
+        world.run(2.0)
+        world.put(ranks[0], step)
+        assert world.run_until(lambda s=step: ranks[0].tickets[s] == "committed", 20.0), step  # type: ignore[misc]
+
+
 # -- the same on one host's vault -----------------------------------------------------------------
 
 CHUNK_BYTES = 64 << 10

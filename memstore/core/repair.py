@@ -101,8 +101,9 @@ class Repair:
         hosts = self.catalog.hosts
         if (shard, target) in self.pushes or (shard, target) in self.refused_s or not hosts.is_answering(target):
             return
-        if hosts.is_on_probation(now, target) and len(good) < attempt.replicas:
-            return
+        is_open = StepId(shard.attempt, shard.step) not in self.catalog.jobs[shard.job].commits
+        if not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas:
+            return  # an open step's owner pushes there anyway, and waits for it
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
         # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
         if not sources and target in good:

@@ -46,6 +46,7 @@ class Checker:
         self.cause = ""  # the fault that is being injected, while it is
         self.contents: dict[ShardId, list[list[bytes]]] = {}
         self.facts: dict[StepId, StepCommitted] = {}
+        self.terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self.journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self.acked: set[StepId] = set()
         self.decided: dict[int, StepId | None] = {}  # attempt -> what it restored
@@ -166,10 +167,11 @@ class Checker:
         if terms and terms[-1] < max(terms):
             raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
         for record in holder.memory.journal:
-            fact = entry_from_wire(record).fact
+            entry = entry_from_wire(record)
+            fact = entry.fact
             if isinstance(fact, StepCommitted):
                 step = StepId(fact.attempt, fact.step)
-                self.facts[step] = fact
+                self.facts[step], self.terms[step] = fact, entry.term
                 self.journals.setdefault(step, set()).add(holder.host_id)
 
     def told_committed(self, rank: SimRank, step_number: int, *, is_degraded: bool) -> None:
@@ -183,7 +185,9 @@ class Checker:
         controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
         opened = controller.sessions.values() if controller is not None else ()
         live = sum(self.world.now - session.opened_s > NEWCOMER_S for session in opened)
-        if len(self.journals[step]) < min(self.world.scenario.replicas, live):
+        # A successor acts on what its predecessor wrote, and spreads it first on every ordered session.
+        is_inherited = controller is not None and self.terms[step] < controller.term
+        if not is_inherited and len(self.journals[step]) < min(self.world.scenario.replicas, live):
             have = sorted(self.journals[step])
             raise Violation("R16", f"{step} was acknowledged with its fact on {have} only, {live} hosts live")
         for r, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
@@ -202,6 +206,7 @@ class Checker:
             if attempt > step.attempt and self.world.scenario.is_strict and (restored is None or restored < step):
                 raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")
         self.acked.add(step)
+        self.world.starts_over = False
         self.acked_after_heal += self._is_healed
         self.degraded = fact.reason if is_degraded else ""
 
@@ -252,8 +257,8 @@ class Checker:
     def refused(self, rank: SimRank, verb: str, error: str) -> None:
         """A call failed: never a get for want of bytes, within the promise (I1)."""
         self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
-        is_passing = any(text in error for text in ("call get() again", "being restored: restart"))
-        is_loss = verb == "get" and error.startswith("RecoveryError") and ("no whole step" in error or not is_passing)
+        is_loss = verb == "get" and "no whole step" in error  # others pass: a host died meanwhile, restart
+        self.world.starts_over |= is_loss
         if is_loss and self.world.scenario.is_strict:
             raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")
 

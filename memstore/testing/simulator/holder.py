@@ -161,9 +161,11 @@ class SimHolder:
                 error = ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
             else:
                 body = {**body, "slots": list(pinned[0].slots)}
-                rank_read = self.world.checker.read(rank, body)
+                read = self.world.checker.read(rank, body)
+                if [chunk_digest(data) for data in read] != list(pinned[0].digests):  # as checkpoint.py checks (R7)
+                    error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
                 self.vault.unpin(*pinned)
-                body = {**body, "read": rank_read}
+                body = {**body, "read": read}
         rank.answered(call_id, body, error)
 
     def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:

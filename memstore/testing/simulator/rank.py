@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.slots import Owner
@@ -23,6 +23,7 @@ Body = dict[str, Any]
 CHUNKS = 3
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
+THAW_POLL_S = 0.1
 WRITE_S = 0.004  # one chunk's copy: long enough to be stopped in
 
 
@@ -89,9 +90,18 @@ class SimRank:
         call_id = next(self.call_ids)
         full = {"job": self.job, "attempt": self.attempt, "rank": self.rank, **body}
         self.calls[call_id] = (verb, full)
-        if self.holder is not None and self.holder.is_serving:
-            self.holder.call(self, call_id, verb, full)
+        self._send(lambda holder: holder.call(self, call_id, verb, full))
         return call_id
+
+    def _send(self, work: Callable[[SimHolder], None], holder: SimHolder | None = None) -> None:
+        """On the link as it is now: a frozen holder reads it when it wakes, a dead one never."""
+        holder = holder or self.holder
+        if holder is None or holder is not self.holder or not holder.is_up:
+            return  # what matters is sent again on the next link
+        if holder.is_frozen:
+            self.world.at(THAW_POLL_S, lambda: self._send(work, holder))
+        else:
+            work(holder)
 
     def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
         """An answer, which may be wished for no longer; that of a skip names the step to go on from (R12)."""
@@ -116,18 +126,20 @@ class SimRank:
     def life(self) -> Generator[Wait, None, None]:
         """From connect to the end."""
         world, scenario = self.world, self.world.scenario
+        is_fresh, step = world.starts_over, 0
         answer = yield from self._call(
             "join", JOIN_S, world_size=scenario.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
-            launcher="launcher", fresh=False, takeover=False, config=world.config,
+            launcher="launcher", fresh=is_fresh, takeover=False, config=world.config,
         )  # fmt: skip
         if answer is None:
             return
         self.attempt = int(answer["attempt"])
         self.resume_step = max(self.resume_step, int(answer["resume_step"]))
-        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
-        if answer is None:
-            return
-        step = world.checker.restored(self, answer)
+        if not is_fresh:
+            answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+            if answer is None:
+                return
+            step = world.checker.restored(self, answer)
         if (yield from self._call("reserve", RESERVE_S, slots=CHUNKS)) is None:
             return
         while True:
@@ -182,8 +194,7 @@ class SimRank:
         body: Body = {"attempt": self.attempt, "world_size": world.scenario.world_size}
         self.handovers[self.attempt, step] = (slots, body)
         world.checker.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
-        if self.holder is not None and self.holder.is_serving:
-            self.holder.take_over(self, step, slots, body)
+        self._send(lambda holder: holder.take_over(self, step, slots, body))
         self.longest_stall_s = max(self.longest_stall_s, world.now - started_s)
 
     def _skip(self, step: int, level: str) -> None:

@@ -70,6 +70,7 @@ class Simulation:
         self.durable = Durable()
         self.has_kv = True
         self.is_over = False
+        self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
         self.rules = Rules(
             recovery_grace_s=GRACE_S, lease_s=LEASE_S, settle_s=3.0,
             failure_domains=("rack",) if scenario.racks else (),
@@ -217,7 +218,7 @@ class Simulation:
 
     def _reconnect(self, rank: SimRank) -> None:
         holder = self.holders[rank.host_id]
-        if not rank.is_dead and not rank.is_frozen and holder.is_serving:
+        if not rank.is_dead and not rank.is_frozen and holder.is_serving and rank.holder is not holder:
             rank.connect(holder)
 
     def kill_holder(self, name: str, *, back_after_s: float = RESTART_S) -> None:
@@ -252,10 +253,9 @@ class Simulation:
     def thaw_holder(self, holder: SimHolder) -> None:
         """It goes on; what waited in its sockets is read now."""
         holder.is_frozen = False
-        if holder.is_up and self.holders[holder.host_id] is holder:
-            for rank in self.ranks:
-                if rank.host_id == holder.host_id and not rank.is_dead:
-                    self._reconnect(rank)
+        for rank in self.ranks:  # who connected in vain meanwhile
+            if rank.host_id == holder.host_id and rank.holder is not holder:
+                self._reconnect(rank)
 
     def kill_host(self, name: str, *, back_after_s: float) -> None:
         """The machine is gone with its memory; another one takes its name later."""
