@@ -236,6 +236,13 @@ class Checker:
         memory = self.world.memories[rank.host_id]
         return [b"" if n is None else bytes(memory.slots[n]) for n in body["slots"]]
 
+    def read_damaged(self, rank: SimRank, slots: list[int], staged_s: float) -> None:
+        """A rank found a bad chunk in what was staged for it: that may only have happened since it was staged (R23)."""
+        spoilt = self.world.memories[rank.host_id].spoilt
+        early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
+        if early:
+            raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
+
     def restored(self, rank: SimRank, answer: Body) -> int:
         """A get was answered: one step for all, the bytes that were put, and nothing newer was promised (I1-I3)."""
         self.restores += 1

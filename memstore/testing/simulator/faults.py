@@ -188,7 +188,7 @@ def _flip_at_rest(world: Simulation, each: Fault) -> None:
     memory = _holder(world, each).memory
     sealed = [n for n, h in enumerate(memory.headers) if int(h.state) == 3 and n not in memory.spoilt]
     for number in sealed[each.rank :][: each.count]:
-        memory.spoil(number)
+        memory.spoil(number, world.now)
 
 
 @fault("kill-controller")

@@ -164,6 +164,9 @@ class SimHolder:
                 read = self.world.checker.read(rank, body)
                 if [chunk_digest(data) for data in read] != list(pinned[0].digests):  # as checkpoint.py checks (R7)
                     error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
+                    key = (rank.job, int(body["round"]), rank.rank)
+                    staged_s = self.stager.staged_s.get(key, self.world.now)
+                    self.world.checker.read_damaged(rank, [n for n in pinned[0].slots if n is not None], staged_s)
                 self.vault.unpin(*pinned)
                 body = {**body, "read": read}
         rank.answered(call_id, body, error)

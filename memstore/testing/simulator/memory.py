@@ -35,7 +35,7 @@ class Memory:
         self.headers: list[SlotHeader] = []
         self.manifests: dict[str, bytes] = {}
         self.journal: list[Body] = []
-        self.spoilt: set[int] = set()  # slots whose bytes a fault has changed, until they are freed
+        self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
@@ -49,10 +49,10 @@ class Memory:
         self.hurt.clear()
         self.version += 1
 
-    def spoil(self, slot: int) -> None:
+    def spoil(self, slot: int, now: float) -> None:
         """A fault changes a byte of a slot."""
         self.slots[slot][0] ^= 0x20
-        self.spoilt.add(slot)
+        self.spoilt[slot] = now
         self.hurt.add(bytes(self.headers[slot].digest))
         self.version += 1
 
@@ -89,7 +89,7 @@ class MemoryHeaders:
         if self._memory.write():
             self._memory.headers[slot] = header
             if int(header.state) == 0:
-                self._memory.spoilt.discard(slot)
+                self._memory.spoilt.pop(slot, None)
 
 
 class MemoryArena(Arena):

@@ -50,14 +50,14 @@ def adoption_trusts_headers() -> Any:
     return patch.object(adoption, "chunk_digest", lambda view: _Equal())
 
 
-@planted("digest-skipped-on-staging", "R23", "I3", Fault(4.5, "kill-rank"),
+@planted("digest-skipped-on-staging", "R23", "R23", Fault(4.5, "kill-rank"),
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def digest_skipped_on_staging() -> Any:
     """A restore hands local bytes to the rank without digesting them again."""
     return patch.object(Vault, "verify", lambda self, shelved: sorted(shelved.missing))
 
 
-@planted("bad-slot-not-condemned", "R30", "I3 R6 R29", Fault(4.5, "kill-rank"),
+@planted("bad-slot-not-condemned", "R30", "R23 R6 R29", Fault(4.5, "kill-rank"),
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def bad_slot_not_condemned() -> Any:
     """A slot whose bytes are bad goes on counting and serving."""

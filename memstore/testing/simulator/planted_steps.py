@@ -29,7 +29,7 @@ def lease_freed_by_timeout() -> Any:
     return patch.object(SimHolder, "reap", hasty)
 
 
-@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "freeze-holder", (0,)))
+@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)))
 def lease_freed_by_a_broken_link() -> Any:
     """Leases end with the link: a rank that comes back is not told that its slots are free."""
     welcome = SimHolder.welcome

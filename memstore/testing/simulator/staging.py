@@ -31,6 +31,7 @@ class Stager:
     def __init__(self, holder: SimHolder) -> None:
         self.holder = holder
         self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}
+        self.staged_s: dict[tuple[str, int, int], float] = {}  # when its bytes were verified
 
     def has_staged(self, body: Body) -> bool:
         """Say whether this round's shard of this rank is here."""
@@ -61,6 +62,7 @@ class Stager:
         for old in [k for k in self.staged if k[0] == key[0] and k[2] == key[2]]:
             self.holder.vault.unpin(*self.staged.pop(old))
         self.staged[key] = pinned
+        self.staged_s[key] = self.holder.world.now
 
     def _stage(self, body: Body, shard: ShardId) -> Generator[Wait, None, dict[str, list[int]]]:
         holder, vault, me = self.holder, self.holder.vault, self.holder.host_id
