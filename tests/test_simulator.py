@@ -20,7 +20,7 @@ from memstore.testing.simulator.world import Simulation
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "simulator_corpus.txt"
-SEEDS, CHUNK = 300, 30
+SEEDS, CHUNK = 300, 15
 SHRINK_S = 40.0  # a failing test still ends within its timeout
 
 
