@@ -16,7 +16,7 @@ from memstore.drills import faults
 from memstore.drills.catalogue import DRILLS
 from memstore.drills.cli import drill as drill_command
 from memstore.drills.options import DURABLE_EVERY, Options
-from memstore.drills.promises import FAMILIES, GOES_ON, PLACES, REFUSED, RESTART
+from memstore.drills.promises import EMBEDDED, FAMILIES, GOES_ON, PLACES, REFUSED, RESTART
 from memstore.drills.report import BROKEN, ERROR, PASS, PHASES, Report, verdict_line
 from memstore.drills.runner import run_drill
 from memstore.drills.scenes import SCENES
@@ -95,7 +95,8 @@ def check_refused(site: EmbeddedSite, name: str) -> None:
     assert not report.is_verified
 
 
-OTHERS = [name for name in DRILLS if name != "kill-host" and DRILLS[name].flow == RESTART]
+EVERY = [name for name in DRILLS if EMBEDDED in DRILLS[name].runs_on]
+OTHERS = [name for name in EVERY if name != "kill-host" and DRILLS[name].flow == RESTART]
 
 
 @on_ray
@@ -113,7 +114,7 @@ def test_its_twin_is_refused(site: EmbeddedSite, name: str) -> None:
 
 
 @on_ray
-@pytest.mark.parametrize("name", [name for name in DRILLS if DRILLS[name].flow == GOES_ON])
+@pytest.mark.parametrize("name", [name for name in EVERY if DRILLS[name].flow == GOES_ON])
 def test_training_goes_on_through_it(site: EmbeddedSite, name: str, tmp_path: Path) -> None:
     """No put raises nor stalls beyond its budget, commits go on, every byte is right, no rank is restarted (1.5)."""
     fields = {"durable": str(tmp_path)} if DRILLS[name].needs_durable else {}

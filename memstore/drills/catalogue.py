@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memstore.drills.catalogue_network import NETWORK_DRILLS
 from memstore.drills.promises import GOES_ON, LOCAL_ONLY, RUNNING, Drill, Promise
 from memstore.errors import ConfigError
 
@@ -72,6 +73,7 @@ DRILLS = {
             ),
             flow=GOES_ON, needs_durable=True,
         ),
+        *NETWORK_DRILLS,
     )
 }  # fmt: skip
 

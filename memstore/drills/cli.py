@@ -25,8 +25,8 @@ from memstore.drills.site_options import (
     check_usage,
     durable_directory,
     embedded_option,
-    embedded_site,
     job_options,
+    own_site,
     prepare_ray,
     quiet,
     running_site,
@@ -142,7 +142,9 @@ def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[st
     entry, nbytes = find(name), given["mbytes"] * MIB
     seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
     touches = f"{entry.touches}; besides, room for a scratch job of {given['mbytes']} MiB per rank"
-    opened = embedded_site(given, nbytes) if given["embedded"] else running_site(config, given, touches)
+    place = (entry.beyond_runs_on if given["beyond"] else entry.runs_on)[0]
+    is_own = given["embedded"]
+    opened = own_site(place, given, nbytes, name=name) if is_own else running_site(config, given, touches)
     with durable_directory(given, is_needed=entry.needs_durable) as durable, opened as site:
         fields = {"replicas": given["replicas"], "durable": durable, "durable_every": DURABLE_EVERY}
         options = Options(

@@ -9,6 +9,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,15 @@ from memstore.cli.options import store_options
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
 from memstore.drills.page import page, rpo_text, seconds_text, tiers_text, title_of
-from memstore.drills.promises import EMBEDDED, RUNNING
+from memstore.drills.promises import EMBEDDED, NAMESPACES, RUNNING
 from memstore.drills.report import PASS
 from memstore.drills.site_options import (
     SEED_LIMIT,
     address_option,
     embedded_option,
-    embedded_site,
     job_options,
+    network_problem,
+    own_site,
     prepare_ray,
     quiet,
     running_site,
@@ -96,24 +98,24 @@ def _play(
     )  # fmt: skip
 
     @contextlib.contextmanager
-    def embedded() -> Iterator[Site]:
-        with embedded_site(given, nbytes) as site:
-            yield site
-
-    @contextlib.contextmanager
     def running() -> Iterator[Site]:
         touches = "; ".join(f"{play.drill.name}: {play.drill.touches}" for play in plays if RUNNING in play.places)
         with running_site(config, given, touches) as site:
             given["yes"] = True  # agreed for the whole suite, also if the site is opened again
             yield site
 
-    openers = {EMBEDDED: embedded} if given["embedded"] else {RUNNING: running}
+    openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
+    problems: dict[str, str] = {}
+    if given["embedded"]:
+        found = {place: network_problem(place) for place in (EMBEDDED, NAMESPACES)}
+        problems = {place: why for place, why in found.items() if why is not None}
+        openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
     with contextlib.ExitStack() as stack:
         durable = given["durable"]
         if durable is None and given["embedded"]:
             durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-"))
         runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, tell=tell,
-                       named_durable=given["durable"])  # fmt: skip
+                       named_durable=given["durable"], problems=problems)  # fmt: skip
         result = runner.run(plays)
     return record(suite, seed, result, nbytes=nbytes)
 

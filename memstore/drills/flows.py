@@ -124,7 +124,7 @@ class GoesOn(Flow):
 
     def recover(self) -> None:
         run, scene = self.run, self.run.scene
-        before = run.report.step_before or 0
+        before = max(run.report.step_before or 0, scene.step_at_fault)
         self._hold(before)
         scene.recover()
         scene.end_puts(self.puts)

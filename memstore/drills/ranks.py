@@ -6,6 +6,8 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,12 +159,23 @@ class Rank:
     pid: int
     start: int
 
+    def end(self) -> None:
+        """End the process."""
+        ray.kill(self.actor)
+
 
 class RankPool:
     """Rank processes by host; those of an ended drill serve the next."""
 
+    kind: type[Rank] = Rank
+
     def __init__(self) -> None:
         self._idle: list[Rank] = []
+
+    def start(self, host: str, nodes: dict[str, str]) -> Any:
+        """Start a rank's process on a host; it may not be up yet."""
+        node = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
+        return ray.remote(DrillRank).options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote()
 
     def take(self, hosts: Sequence[str], nodes: dict[str, str]) -> list[Rank]:
         """Return one rank per entry of `hosts`, started where there is none idle; `nodes` maps hosts to Ray nodes.
@@ -176,10 +189,11 @@ class RankPool:
             if idle is not None:
                 self._idle.remove(idle)
             found.append(idle)
-        started = {i: _start(nodes[host]) for i, (host, r) in enumerate(zip(hosts, found, strict=True)) if r is None}
+        missing = [(i, host) for i, (host, r) in enumerate(zip(hosts, found, strict=True)) if r is None]
+        started = {i: self.start(host, nodes) for i, host in missing}
         whos = collect([actor.who.remote() for actor in started.values()], "start")
         for (index, actor), (pid, start) in zip(started.items(), whos, strict=True):
-            found[index] = Rank(actor, hosts[index], pid, start)
+            found[index] = self.kind(actor, hosts[index], pid, start)
         return [rank for rank in found if rank is not None]
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
@@ -196,19 +210,11 @@ class RankPool:
         self._idle = []
 
 
-def _start(node_id: str) -> Any:
-    return (
-        ray.remote(DrillRank)
-        .options(num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote()
-    )
-
-
 def kill_actors(ranks: Sequence[Rank]) -> None:
     """End rank processes as a launcher does; those that are gone are fine."""
     for rank in ranks:
         with contextlib.suppress(Exception):
-            ray.kill(rank.actor)
+            rank.end()
 
 
 def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[Any]:
@@ -217,6 +223,10 @@ def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[
     Raises:
         DrillError: a rank died, raised or did not answer in time: what the drill itself needs does not work.
     """
+    if not calls:  # ray.get would start a Ray of its own where there is none
+        return []
+    if isinstance(calls[0], Future):
+        return _collect_threads(calls, what, timeout_s)
     try:
         return list(ray.get(list(calls), timeout=timeout_s))
     except ray.exceptions.RayTaskError as exc:
@@ -228,3 +238,18 @@ def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[
         raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
     except ray.exceptions.RayError as exc:
         raise DrillError(f"{what}: a rank of the drill is gone: {str(exc).splitlines()[0]}") from exc
+
+
+def _collect_threads(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
+    """The same for ranks that are plain processes (`rank_processes.py`), each called by a thread of its own."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        return [call.result(timeout=max(0.0, deadline_s - time.monotonic())) for call in calls]
+    except FutureTimeout as exc:
+        raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
+    except ConfigError:
+        raise
+    except MemstoreError as exc:
+        raise DrillError(f"{what}: a rank of the drill raised {exc}") from exc
+    except OSError as exc:
+        raise DrillError(f"{what}: a rank of the drill is gone: {exc}") from exc

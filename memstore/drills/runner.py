@@ -16,7 +16,7 @@ from memstore.drills import report as phases
 from memstore.drills.catalogue import find
 from memstore.drills.flows import FLOWS
 from memstore.drills.options import Options
-from memstore.drills.promises import promised
+from memstore.drills.promises import RESTART, promised
 from memstore.drills.report import BROKEN, ERROR, PASS, Report, Timeline, gib
 from memstore.drills.safety import check_last_copies
 from memstore.drills.scenes import SCENES
@@ -75,7 +75,7 @@ class DrillRun:
         self.places: list[str] = []  # live hosts, in the order in which ranks are given to them
         self.broken: list[str] = []  # promises that were not kept
         self.scene = SCENES[name](self)
-        self.flow = FLOWS[self.drill.flow](self)
+        self.flow = FLOWS[RESTART if options.is_beyond else self.drill.flow](self)  # a twin is judged by its restore
         self.watch = Watch(site, self.scene.detected)
 
     def run(self) -> Report:
@@ -106,7 +106,7 @@ class DrillRun:
 
     def _setup(self) -> None:
         """Ranks put a few steps; the newest is committed with every copy where it should be; victims are drawn."""
-        live, options = self.site.places(), self.options
+        live, options = self.scene.places(), self.options
         if len(live) < self.config.replicas:
             raise DrillError(f"{len(live)} hosts are live, replicas={self.config.replicas}: start more hosts")
         if self.drill.needs_durable and self.config.durable is None:

@@ -29,6 +29,7 @@ class Scene:
     puts_count = 12  # puts per rank during the fault, where ranks put during it
     pause_s = 0.25  # between two of them
     hold_s = 0.0  # how long the fault lasts at least once it is noticed, where training goes on
+    step_at_fault = -1  # the newest that may owe something to the time before the fault, where training goes on
     is_noticed = True  # the store's status shows the fault; a slow link may be too slow for nobody
 
     def __init__(self, run: DrillRun) -> None:
@@ -85,6 +86,10 @@ class Scene:
 
     def cleanup(self) -> None:
         """Undo what is still broken, however far the drill came; must do no harm if nothing is."""
+
+    def places(self) -> list[str]:
+        """Live hosts in the order in which ranks are given to them."""
+        return self.site.places()
 
     # -- about the victim ---------------------------------------------------------------------
 

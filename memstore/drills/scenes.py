@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from memstore.drills import scenes_control, scenes_holders, scenes_hosts, scenes_ranks, scenes_storage
+from memstore.drills import (
+    scenes_control,
+    scenes_holders,
+    scenes_hosts,
+    scenes_network,
+    scenes_partition,
+    scenes_ranks,
+    scenes_storage,
+)
 from memstore.drills.scene import Scene
 
 SCENES: dict[str, type[Scene]] = {
@@ -11,4 +19,6 @@ SCENES: dict[str, type[Scene]] = {
     **scenes_hosts.SCENES,
     **scenes_control.SCENES,
     **scenes_storage.SCENES,
+    **scenes_network.SCENES,
+    **scenes_partition.SCENES,
 }

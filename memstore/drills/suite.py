@@ -15,7 +15,7 @@ from typing import Any
 
 from memstore.drills.catalogue import DRILLS, find
 from memstore.drills.options import Options, replay
-from memstore.drills.promises import EMBEDDED, PLACES, Drill
+from memstore.drills.promises import PLACES, RUNNING, Drill
 from memstore.drills.report import ERROR, Report, verdict_line
 from memstore.drills.runner import run_drill
 from memstore.drills.site import Site
@@ -70,9 +70,10 @@ class Suite:
 
     def __init__(
         self, openers: Mapping[str, Opener], options: Options, *, durable: str | None, timeout_s: float,
-        tell: Callable[[str], None], named_durable: str | None = None,
+        tell: Callable[[str], None], named_durable: str | None = None, problems: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.openers, self.options, self.durable, self.tell = openers, options, durable, tell
+        self.problems = problems or {}  # why a cluster of this kind cannot be made here, by place
         self.named_durable = named_durable  # as a person gave it; None where the directory was made for the suite
         self.deadline_s = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
@@ -110,10 +111,11 @@ class Suite:
             self.result.is_cut_short = True
             return f"the suite's deadline of {self.timeout_s:g} s has passed", place
         if not place:
-            return f"it runs on {' or '.join(PLACES[p] for p in play.places)}", place
+            words = (PLACES[p] + (f" ({self.problems[p]})" if p in self.problems else "") for p in play.places)
+            return f"it runs on {' or '.join(words)}", place
         if play.drill.needs_durable and self.durable is None:
             return "it needs a directory that every host reaches: --durable", place
-        if play.drill.needs_victim and place != EMBEDDED and self.options.victim is None:
+        if play.drill.needs_victim and place == RUNNING and self.options.victim is None:
             return "it hits what is not its own: name a host with --victim", place
         return "", place
 
@@ -137,7 +139,7 @@ class Suite:
         report.replay = replay(
             name,
             options,
-            store=None if place == EMBEDDED else config.store,
+            store=config.store if place == RUNNING else None,
             durable=self.named_durable if play.drill.needs_durable else None,
         )
         self.tell(verdict_line(report))

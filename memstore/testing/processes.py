@@ -81,6 +81,7 @@ class ProcessCluster:
         self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
         self.controller: subprocess.Popen[bytes] | None = None
         self.settle_s = 5.0
+        self.controller_way: Path | None = None  # another way to the folder, for the controllers started from now on
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessCluster:
@@ -139,7 +140,7 @@ class ProcessCluster:
             "controller",
             on_host or self.controller_host,
             settle_s=self.settle_s,
-            membership=str(membership or self.folder),
+            membership=str(membership or self.controller_way or self.folder),
         )
 
     def start_holder(self, host: str) -> None:

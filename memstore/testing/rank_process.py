@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -149,11 +149,12 @@ def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list
 class RankNursery:
     """Forks ranks from one process that has imported everything. A context manager; its ranks end with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "memstore.testing.rank_process") -> None:
+        """Start the process; `module` is run as one and must call `nursery_main`."""
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memstore.testing.rank_process", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         self._channel = mine
@@ -348,7 +349,12 @@ class Rank:
         return {}
 
 
-def nursery_main(fd: int) -> None:
+def serve_test(channel: socket.socket) -> None:
+    """Be a rank of a test until it hangs up."""
+    Rank(channel).run()
+
+
+def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
     """Import everything once, then fork a rank for every request; ends with the test that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: a killed rank is gone at once
@@ -363,12 +369,12 @@ def nursery_main(fd: int) -> None:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _rank_main(socket.socket(fileno=fds[0]), json.loads(message))
+            _rank_main(socket.socket(fileno=fds[0]), json.loads(message), serve)
         os.close(fds[0])
         channel.sendall(str(pid).encode())
 
 
-def _rank_main(channel: socket.socket, birth: dict[str, Any]) -> None:
+def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], None]) -> None:
     """The forked rank: never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -376,7 +382,7 @@ def _rank_main(channel: socket.socket, birth: dict[str, Any]) -> None:
         os.environ.update(birth["env"])
         if birth["namespace"]:
             enter(birth["namespace"])
-        Rank(channel).run()
+        serve(channel)
     finally:
         os._exit(0)
 
