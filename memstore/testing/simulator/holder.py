@@ -7,6 +7,7 @@ slots, shares and fences is the real code's.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ class SimHolder:
         self.ranks: dict[str, SimRank] = {}
         self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
         self.call_ids = itertools.count(1)
-        self.sealing: dict[ShardId, int] = {}  # -> attempt, for as long as it is digested
+        self.sealing: set[ShardId] = set()  # being digested
+        self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
         memory.is_cut, memory.crash_in = False, None
         self.vault = Vault(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
@@ -173,15 +175,16 @@ class SimHolder:
 
     def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        fence = self.fences.get(rank.job, 0)
-        self.spawn(self._seal(rank, ShardId(rank.job, int(body["attempt"]), step, rank.rank), slots, body, fence))
+        fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
+        self.unfinished[shard] += 1
+        self.spawn(self._seal(rank, shard, slots, body, fence))
 
     def _seal(
         self, rank: SimRank, shard: ShardId, slots: list[int], body: Body, fence: int
     ) -> Generator[Wait, None, None]:
         while shard in self.sealing:
             yield 0.01
-        self.sealing[shard] = shard.attempt
+        self.sealing.add(shard)
         try:
             known = self.vault.shelf.find(shard)
             is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
@@ -211,7 +214,8 @@ class SimHolder:
             else:
                 has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
         finally:
-            self.sealing.pop(shard, None)
+            self.sealing.discard(shard)
+            self.unfinished -= Counter([shard])
         rank.rise(shard.step, "sealed")
         self.sealed(known)
         if not has_targets:
@@ -289,7 +293,7 @@ class SimHolder:
         self.vault.shelf.abort_older(job, attempt)
         self.vault.flush()
         until_s = self.world.now + DRAIN_S
-        yield lambda: not any(s.job == job and a < attempt for s, a in self.sealing.items()) or self.world.now > until_s
+        yield lambda: not any(s.job == job and s.attempt < attempt for s in self.unfinished) or self.world.now > until_s
         for rank in self.ranks.values():
             if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
                 rank.is_fenced = True

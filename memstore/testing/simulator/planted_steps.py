@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -100,10 +101,10 @@ def fence_answered_early() -> Any:
     fence = SimHolder._fence
 
     def early(self: SimHolder, job: str, attempt: int, members: set[str]) -> Generator[Any, None, None]:
-        kept, self.sealing = self.sealing, {}
+        kept, self.unfinished = self.unfinished, Counter()
         for _ in fence(self, job, attempt, members):
-            self.sealing = kept
+            self.unfinished = kept
             yield 0.0
-        self.sealing = kept
+        self.unfinished = kept
 
     return patch.object(SimHolder, "_fence", early)
