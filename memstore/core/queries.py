@@ -166,6 +166,7 @@ class Queries:
             durable_abandoned=durable.abandoned_count,
             durable_s=self.catalog.now - durable.last_done_s if durable.last_done_s is not None else None,
             resume_step=attempt.resume_step,
+            is_restoring=job.name in self.catalog.rounds.active,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
         )
         return body

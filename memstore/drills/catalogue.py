@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.drills.catalogue_network import NETWORK_DRILLS
-from memstore.drills.promises import GOES_ON, LOCAL_ONLY, RUNNING, Drill, Promise
+from memstore.drills.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, RUNNING, Drill, Promise
 from memstore.errors import ConfigError
 
 DRILLS = {
@@ -20,6 +20,18 @@ DRILLS = {
             "one process of the drill's own",
             LOCAL_ONLY,
             "a rank, and the memory of every host with a copy of its shard",
+        ),
+        Drill(
+            "kill-rank-mid-put", "ranks",
+            "one rank, with SIGKILL while a put of its is under way",
+            "one process of the drill's own",
+            LOCAL_ONLY, is_standard=False,
+        ),
+        Drill(
+            "hang-rank", "ranks",
+            "one rank stops in the middle of its puts (SIGSTOP) until its launcher gives it up and kills it",
+            "one process of the drill's own",
+            LOCAL_ONLY,
         ),
         Drill(
             "kill-holder", "holders",
@@ -45,11 +57,74 @@ DRILLS = {
             needs_victim=True,
         ),
         Drill(
+            "kill-rack", "hosts",
+            "every process of every host of one rack at once, and their memory",
+            "the hosts of one rack",
+            Promise("0 steps lost, from peer RAM of another rack, durable untouched",
+                    frozenset({"peer", "mixed"}), needs="peer"),
+            "the rack and every other host with a copy of one of its shards",
+            runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "kill-rack-staggered", "hosts",
+            "the hosts of one rack one after the other, each while the copies of the last are missing",
+            "the hosts of one rack",
+            Promise("0 steps lost, from peer RAM of another rack, durable untouched",
+                    frozenset({"peer", "mixed"}), needs="peer"),
+            runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "second-failure", "hosts",
+            "one host, and a second one with a copy of the same shard during the restore, with three copies",
+            "two hosts",
+            Promise("0 steps lost, from the third copy in peer RAM, durable untouched",
+                    frozenset({"peer", "mixed"}), needs="peer"),
+            "the third host with a copy as well",
+            runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "kill-raylet", "hosts",
+            "the raylet of one host, with it every process that it started; the memory stays and Ray is started again",
+            "every process of one host",
+            LOCAL_ONLY, runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "freeze-raylet", "hosts",
+            "every process of one host stops until it counts as dead and training has gone on, then wakes (a zombie)",
+            "one host",
+            Promise("0 steps lost, from peer RAM; the zombie ends, serves nothing stale, and its host takes part again",
+                    frozenset({"peer", "mixed"}), needs="peer"),
+            runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "flap-host", "hosts",
+            "one host's holder dies and comes back three times, while all ranks put",
+            "one holder, and its host is on probation for ten minutes",
+            Promise("no put raises, every stall within its budget, commits go on, the host is on probation",
+                    has_commits_meanwhile=True),
+            flow=GOES_ON, runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
             "kill-controller", "control plane",
             "the process that decides commits, while ranks put",
             "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
             LOCAL_ONLY,
             "the controller, and the memory of every host with a copy of one shard",
+        ),
+        Drill(
+            "kill-controller-restore", "control plane",
+            "one rank, and the controller while the ranks of the next attempt wait in get()",
+            "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
+            LOCAL_ONLY, is_standard=False,
+        ),
+        Drill(
+            "kill-controller-persist", "control plane",
+            "the controller while a durable step is half written, and all ranks put",
+            "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
+            Promise(
+                "no put raises, every stall within its budget, commits resume, a newer durable step follows",
+            ),
+            flow=GOES_ON, needs_durable=True, is_standard=False,
         ),
         Drill(
             "corrupt-chunk", "storage",
@@ -63,6 +138,23 @@ DRILLS = {
             beyond_runs_on=("embedded", RUNNING),
         ),
         Drill(
+            "torn-manifest", "storage",
+            "the manifest file of one copy is cut short, and its holder killed so that it is read again",
+            "one manifest of the drill's own job, and one holder, which the store replaces",
+            Promise("the torn copy is dropped, never served, repaired from a peer; 0 steps lost",
+                    frozenset({"local", "peer", "mixed"})),
+            "the manifest of every copy of the same shard",
+            needs_victim=True,
+        ),
+        Drill(
+            "arena-full", "storage",
+            "a second job wants more room than an arena has, while all ranks put",
+            "two processes of the drill's own",
+            Promise("CapacityError at the second job's first put, on all its ranks; the first job's puts and commits "
+                    "go on", has_commits_meanwhile=True),
+            flow=GOES_ON, runs_on=(EMBEDDED,),
+        ),
+        Drill(
             "durable-error", "storage",
             "the durable directory of the scratch job: every write to it fails until it is mended, while all ranks put",
             "a directory of the drill's own",
@@ -72,6 +164,27 @@ DRILLS = {
                 has_commits_meanwhile=True,
             ),
             flow=GOES_ON, needs_durable=True,
+        ),
+        Drill(
+            "durable-full", "storage",
+            "the durable directory of the scratch job: a full file system in its place until it is taken away",
+            "a directory of the drill's own, on the machine that the hosts share",
+            Promise(
+                "no put raises, every stall within its budget, commits go on meanwhile, the status names the error, "
+                "a durable step follows once there is room",
+                has_commits_meanwhile=True,
+            ),
+            flow=GOES_ON, needs_durable=True, needs_root=True, runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "durable-torn", "storage",
+            "one part of the newest durable step is cut short, and every copy of that shard in RAM is lost",
+            "a directory of the drill's own, and every host with a copy of one shard",
+            Promise(
+                "an older durable step, whole and the same on every rank; the torn one never",
+                frozenset({"durable", "mixed"}), frozenset({"local", "peer", "durable"}), "durable", is_lossless=False,
+            ),
+            needs_durable=True, runs_on=(EMBEDDED,), is_standard=False,
         ),
         *NETWORK_DRILLS,
     )
@@ -92,6 +205,7 @@ def rows() -> list[dict[str, Any]]:
             "drill": d.name, "family": d.family, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,
             "beyond": d.beyond, "ranks": "restarted" if d.flow != GOES_ON else "go on", "runs_on": list(d.runs_on),
             "beyond_runs_on": list(d.beyond_runs_on) if d.beyond else [], "needs_victim": d.needs_victim,
+            "needs_root": d.needs_root,
             "suites": ["standard", "full"] if d.is_standard else ["full"],
         }
         for d in DRILLS.values()

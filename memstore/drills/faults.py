@@ -89,6 +89,48 @@ def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
         time.sleep(POLL_S)
 
 
+def freeze_in_put(process: Process, mark: str, timeout_s: float = GONE_S) -> int:
+    """Stop a rank while a put of its is under way, as its own mark says; return the step, DrillError if none was met.
+
+    It is looked after the process has stopped, so what is seen cannot change before it is killed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        freeze(process)
+        wait_frozen(process)
+        with contextlib.suppress(FileNotFoundError):
+            step = Path(mark).read_text()
+            if step:
+                return int(step)
+        thaw(process)
+        time.sleep(POLL_S / 10)
+    raise DrillError(f"pid {process[0]} was never met inside a put in {timeout_s:g} s: the fault did not take effect")
+
+
+def freeze_in_persist(process: Process, folder: str, timeout_s: float = GONE_S) -> int:
+    """Stop the controller while the newest durable step of a job has parts and no marker; return the step.
+
+    Only the controller orders the marker, so that what is seen while it is stopped cannot change before it is killed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        freeze(process)
+        wait_frozen(process)
+        found = [path for path in Path(folder).glob("*/*") if path.name.isdigit() and path.is_dir()]
+        newest = max(found, key=lambda path: (int(path.parent.name), int(path.name)), default=None)
+        names = {path.name for path in newest.iterdir()} if newest is not None else set()
+        if newest is not None and "marker" not in names and any(name.startswith("rank-") for name in names):
+            return int(newest.name)
+        thaw(process)
+        time.sleep(POLL_S / 5)
+    raise DrillError(f"no durable step was met half written in {timeout_s:g} s: the fault did not take effect")
+
+
+def remove_mark(mark: str) -> None:
+    """Remove the file by which a rank said whether a put is under way."""
+    Path(mark).unlink(missing_ok=True)
+
+
 def thaw(process: Process) -> bool:
     """Let a frozen process go on (SIGCONT); False if it is gone, killed by its successor (R2)."""
     pid, start = process
@@ -210,6 +252,31 @@ def flip_chunk(folder: str, job: str, step: int, rank: int, where: float) -> dic
     return {"chunk": index, "slot": slot, "offset": at, "digest": chunk.digest.hex(), "nbytes": chunk.nbytes}
 
 
+def tear_manifest(folder: str, job: str, step: int, rank: int, where: float) -> dict[str, Any]:
+    """Cut the manifest file of a shard short; return its path, and its size in bytes before and now.
+
+    Args:
+        where: 0 <= where < 1, the part of the file that stays.
+
+    Raises:
+        DrillError: the manifest is not there, or what is left can still be read as one.
+    """
+    for path in sorted((Path(folder) / MANIFESTS_NAME).glob("[0-9a-f]*")):
+        data = path.read_bytes()
+        shard = decode_manifest(data).shard
+        if (shard.job, shard.step, shard.rank) == (job, step, rank):
+            os.truncate(path, int(where * len(data)))
+            if has_manifest(folder, job, step, rank):
+                raise DrillError(f"{path} is still a manifest after it was cut short: the fault did not take effect")
+            return {"path": str(path), "nbytes": len(data), "left_nbytes": path.stat().st_size}
+    raise DrillError(f"{folder} holds no shard of rank {rank} of step {step}: there is nothing to tear")
+
+
+def has_manifest(folder: str, job: str, step: int, rank: int) -> bool:
+    """Say whether a whole manifest of a shard lies in the folder."""
+    return any((m.shard.job, m.shard.step, m.shard.rank) == (job, step, rank) for m in _manifests(folder))
+
+
 def is_sealed_damage(folder: str, flipped: dict[str, Any]) -> bool:
     """Say whether the damaged slot still counts as a good copy of its chunk: it must not."""
     fd = open_file(Path(folder), SLOTS_NAME, os.O_RDONLY)
@@ -256,5 +323,6 @@ HANDS: dict[str, Callable[..., Any]] = {
     for work in (
         holder_process, process_of, kill, wait_gone, arena_identity, arena_nbytes, destroy_arena, check_destroyed,
         secret_of, check_silent, flip_chunk, is_sealed_damage, freeze, wait_frozen, thaw, memory_available,
+        freeze_in_put, freeze_in_persist, remove_mark, tear_manifest, has_manifest,
     )
 }  # fmt: skip

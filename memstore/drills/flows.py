@@ -69,7 +69,8 @@ class Restart(Flow):
         with contextlib.suppress(MemstoreError):
             committed = run.job.status()["committed_step"]
             run.report.step_before = max(run.report.step_before or 0, int(committed or 0))
-        self.results = tuple(run.job.restart(is_altered=run.options.is_altered))
+        run.job.restart()
+        self.results = tuple(run.scene.restore())
         tell_restore(run, list(self.results))
 
     def wait_for_recovery(self) -> None:

@@ -68,6 +68,7 @@ class Drill:
     beyond_runs_on: tuple[str, ...] = (EMBEDDED,)  # losing several memories is no experiment for a cluster in use
     needs_victim: bool = False  # on a running cluster --victim must name the host: what is hit is not the drill's own
     needs_durable: bool = False  # the scratch job has a durable tier; one is made for it where none is named
+    needs_root: bool = False  # it mounts a file system of its own
     is_standard: bool = True  # in the standard suite; every drill is in the full one
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -75,18 +76,25 @@ class DrillRank:
         self.store = memstore.connect(job, rank=rank, world_size=world_size, attempt=key, config=config, fresh=fresh)
         return int(self.store.attempt)
 
-    def put(self, first: int, last: int, pause_s: float = 0.0) -> list[PutRow]:
-        """Put the states of the steps first to last, resting `pause_s` after each."""
+    def put(self, first: int, last: int, pause_s: float = 0.0, mark: str = "") -> list[PutRow]:
+        """Put the states of the steps first to last, resting `pause_s` after each.
+
+        The file `mark` holds the step while its put is under way and nothing between two puts.
+        """
         from memstore.drills.training import make_state
 
         rows = []
         for step in range(first, last + 1):
             state = make_state(self.seed, self.store.rank, step, self.nbytes)
+            if mark:
+                Path(mark).write_text(str(step))
             started_s = time.perf_counter()
             try:
                 rows.append(PutRow(step, self.store.put(step, state).stall_s))
             except MemstoreError as exc:
                 rows.append(PutRow(step, time.perf_counter() - started_s, f"{type(exc).__name__}: {exc}"))
+            if mark:
+                Path(mark).write_text("")
             time.sleep(pause_s)
         return rows
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memstore.drills.ranks import PutRow, collect
+from memstore.drills.ranks import PutRow, Restored, collect
 from memstore.errors import ConfigError, DrillError
 
 if TYPE_CHECKING:
     from memstore.drills.runner import DrillRun
+    from memstore.drills.site import EmbeddedSite
 
 STALL_SLACK_S = 1.0  # a put may take its budget, and a busy machine this much to give the thread back
 
@@ -78,6 +79,10 @@ class Scene:
     def recover(self) -> None:
         """End the fault if it does not end by itself: thaw, mend, reconnect; or wait for what replaces the victim."""
 
+    def restore(self) -> list[Restored]:
+        """All ranks of the next attempt get and compare, where the launcher restarts them."""
+        return self.run.job.restore(is_altered=self.run.options.is_altered)
+
     def wait_for_recovery(self) -> None:
         """Wait for what this fault needs besides the copies and the commits that the flow waits for."""
 
@@ -123,6 +128,14 @@ class Scene:
             return []
         return [f"{', '.join(self.hosts)}: processes gone, ports silent, arena files gone (each checked)"]
 
+    def own_site(self) -> EmbeddedSite:
+        """The drill's own cluster; DrillError on another, where raylets are not ours to break."""
+        from memstore.drills.site import EmbeddedSite
+
+        if not isinstance(self.site, EmbeddedSite):
+            raise DrillError(f"{self.name} breaks raylets: it is played on a cluster of its own only (--embedded)")
+        return self.site
+
     def host_noticed(self, host: str, body: dict[str, Any], injected_s: float) -> str | None:
         """Say how the controller learned that a host's holder died; one that is back already counts too."""
         row = next((r for r in body["hosts"] if r["host"] == host), None)
@@ -135,10 +148,11 @@ class Scene:
 
     # -- puts during an outage ------------------------------------------------------------------
 
-    def begin_puts(self, pause_s: float | None = None) -> list[Any]:
+    def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
         """All ranks go on putting while the fault happens."""
         first = (self.run.report.step_before or 0) + 1
-        return self.run.job.begin_puts(first, first + self.puts_count - 1, self.pause_s if pause_s is None else pause_s)
+        pause_s = self.pause_s if pause_s is None else pause_s
+        return self.run.job.begin_puts(first, first + self.puts_count - 1, pause_s, marks)
 
     def end_puts(self, calls: list[Any]) -> None:
         """Every put must have returned within its budget and raised nothing."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from memstore.drills import faults
+from memstore.drills.ranks import Restored
 from memstore.drills.scene import Scene
+
+ZOMBIE_S = 60.0  # a raylet that was given up learns of it from Ray's head
+FLAPS = 3  # deaths within ten minutes put a host on probation (R29)
 
 
 class KillHost(Scene):
@@ -37,4 +43,226 @@ class KillHost(Scene):
         return "; ".join(str(why) for why in found) if all(found) else None
 
 
-SCENES = {scene.name: scene for scene in (KillHost,)}
+class KillRack(KillHost):
+    """Every host of one rack; beyond: and every other host with a copy of one of their shards."""
+
+    name = "kill-rack"
+
+    def setup(self) -> None:
+        super().setup()
+        self.hosts = self._fallen(self.holders)
+
+    def may_hit(self, holders: list[str]) -> bool:
+        return self.site.may_lose(self._fallen(holders))
+
+    def _fallen(self, holders: list[str]) -> list[str]:
+        rack = next((hosts for hosts in self.site.racks().values() if holders[0] in hosts), holders[:1])
+        return [*rack, *(h for h in holders if self.is_beyond and h not in rack)]
+
+
+class KillRackStaggered(KillRack):
+    """The hosts of one rack one after the other: each dies while the copies that the last one held are missing."""
+
+    name = "kill-rack-staggered"
+
+    def inject(self) -> str:
+        first, *others = self.hosts
+        done = [self.site.lose_host(first, self.run.job.ranks)]
+        for host in others:
+            missing = self.site.wait_for("the store to count copies as missing", self._missing)
+            done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.run.job.ranks)}")
+        return "; ".join(done)
+
+    def _missing(self) -> int:
+        return int(self.run.job.status()["missing_copies"])
+
+
+class SecondFailure(KillHost):
+    """A second host with a copy of the same shard, while the ranks of the next attempt wait in get()."""
+
+    name = "second-failure"
+    job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3}
+
+    def setup(self) -> None:
+        super().setup()
+        self.hosts = self._fallen(self.holders)
+        self.second: str | None = self.hosts[1]
+
+    def may_hit(self, holders: list[str]) -> bool:
+        return len(holders) == 3 and self.site.may_lose(self._fallen(holders))
+
+    def _fallen(self, holders: list[str]) -> list[str]:
+        """The rank's own host, one target of it that may be lost; beyond: every host with a copy."""
+        if self.is_beyond:
+            return holders
+        return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
+
+    def victims(self) -> list[str]:
+        return [self.hosts[0], *(f"{host} during the restore" for host in self.hosts[1:])]
+
+    def inject(self) -> str:
+        return self.site.lose_host(self.hosts[0], self.run.job.ranks)
+
+    def wait_for_effect(self) -> str:
+        return f"{self.hosts[0]}: processes gone, port silent, arena file gone (each checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return self.host_noticed(self.hosts[0], body, injected_s)
+
+    def restore(self) -> list[Restored]:
+        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._lose_more)
+
+    def _lose_more(self) -> None:
+        for host in self.hosts[1:]:
+            # lose_host() checks each step of it before it goes on to the next.
+            self.run.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
+
+
+class KillRaylet(Scene):
+    """The raylet of one rank's host; its processes die with it, its memory stays, and Ray is started there again."""
+
+    name = "kill-raylet"
+
+    def victims(self) -> list[str]:
+        return [f"the raylet of {self.holders[0]}"]
+
+    def may_hit(self, holders: list[str]) -> bool:
+        return self.site.may_lose(holders[:1])
+
+    def inject(self) -> str:
+        self.arena = self.site.do(self.holders[0], "arena_identity", self.site.folder(self.holders[0]))
+        return self.own_site().kill_raylet(self.holders[0])
+
+    def wait_for_effect(self) -> str:
+        # kill_raylet() waited until its holder, its ranks and whatever else it had started were gone.
+        return f"no process of {self.holders[0]} is left (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return self.host_noticed(self.holders[0], body, injected_s)
+
+    def recover(self) -> None:
+        host = self.holders[0]
+        self.own_site().replace_raylet(host)
+        if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
+            self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
+        self.run.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
+        self.run.job.restand(host)
+
+    def cleanup(self) -> None:
+        if self.holders and self.holders[0] not in self.site.live_hosts():
+            self.own_site().replace_raylet(self.holders[0])
+
+
+class FreezeRaylet(KillHost):
+    """The zombie: every process of one host stops until all count it dead and training has gone on without it."""
+
+    name = "freeze-raylet"
+    is_back = True
+
+    def may_hit(self, holders: list[str]) -> bool:
+        return self.site.may_lose(holders[:1])
+
+    def inject(self) -> str:
+        [host] = self.hosts
+        site = self.own_site()
+        self.raylet, self.frozen = site.cluster.raylet(host), site.cluster.node_processes(host)
+        self.begin_puts()
+        site.deaf.add(host)
+        site.pool.forget(host)
+        self.is_back = False
+        for process in self.frozen:
+            faults.freeze(process)
+        return f"SIGSTOP to all {len(self.frozen)} processes of {host}, raylet, holder and rank among them"
+
+    def wait_for_effect(self) -> str:
+        for process in self.frozen:
+            faults.wait_frozen(process)
+        return f"{len(self.frozen)} processes are stopped (state T, each checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        row = next((r for r in body["hosts"] if r["host"] == self.hosts[0]), None)
+        return f"{row['host']} is dead: {row['why']}" if row is not None and row["status"] == "dead" else None
+
+    def wait_for_recovery(self) -> None:
+        """Training has gone on; now the zombie wakes up, must end, and its successor must take its place."""
+        [host] = self.hosts
+        self._thaw()
+        self.run.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
+        faults.wait_gone([self.raylet], ZOMBIE_S)
+        self.run.timeline.line("fenced", f"the raylet of {host} has ended by itself (checked)")
+        self.own_site().replace_raylet(host)
+        self.is_back = True
+        step = self.run.job.committed_step() + 1
+        self.run.job.put(step, step, "put after the zombie")
+        self.run.job.wait("committed", "commit after the zombie")
+        self.run.job.wait_redundant()
+        self.run.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
+
+    def check(self) -> None:
+        """What anybody reads now is the newest step, from whichever host."""
+        step = self.run.job.committed_step()
+        for found in (*self.run.job.read(step, 0), *self.run.job.read(step, 1)):
+            if found.error or found.differences or found.bytes_equal != found.nbytes:
+                self.run.broken.append(
+                    f"after the zombie, reading step {step} of rank {found.rank}: {found.message or found.differences}"
+                )
+
+    def cleanup(self) -> None:
+        if not self.is_back:
+            self._thaw()
+            self.own_site().replace_raylet(self.hosts[0])
+
+    def _thaw(self) -> None:
+        for process in self.frozen:
+            faults.thaw(process)
+        self.site.deaf.discard(self.hosts[0])
+
+
+class FlapHost(Scene):
+    """One host's holder dies and comes back three times, while all ranks put."""
+
+    name = "flap-host"
+    puts_count = 60
+
+    def victims(self) -> list[str]:
+        return [self.holders[0]]
+
+    def inject(self) -> str:
+        host = self.holders[0]
+        self.process = self.site.do(host, "holder_process", self.site.folder(host))
+        self.site.do(host, "kill", [self.process])
+        return f"SIGKILL to the holder of {host} (pid {self.process[0]})"
+
+    def wait_for_effect(self) -> str:
+        self.site.do(self.holders[0], "wait_gone", [self.process])
+        return f"pid {self.process[0]} is gone (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return self.host_noticed(self.holders[0], body, injected_s)
+
+    def recover(self) -> None:
+        host = self.holders[0]
+        self._wait_back()
+        for _ in range(FLAPS - 1):
+            what, _ = self.inject(), self.wait_for_effect()
+            self.site.wait_for(f"{host} to be seen dead", lambda: host not in self.site.live_hosts())
+            self.run.timeline.line("flap", what)
+            self._wait_back()
+        row = next(row for row in self.site.status()["hosts"] if row["host"] == host)
+        if not row["is_on_probation"]:
+            self.run.broken.append(f"{host} died {FLAPS} times and is not on probation (R29)")
+        self.run.timeline.line("probation", f"{host} is back and holds no only second copy")
+
+    def _wait_back(self) -> None:
+        host, old_pid = self.holders[0], self.process[0]
+
+        def look() -> bool:
+            return int(self.site.record(host)["pid"]) != old_pid and host in self.site.live_hosts()
+
+        self.site.wait_for(f"{host} to be back", look)
+
+
+SCENES = {
+    scene.name: scene
+    for scene in (KillHost, KillRack, KillRackStaggered, SecondFailure, KillRaylet, FreezeRaylet, FlapHost)
+}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from memstore.drills import faults
+from memstore.drills.ranks import PutRow, collect
 from memstore.drills.scene import Scene
+from memstore.drills.scratch import ScratchJob
 from memstore.errors import DrillError
 
 VERIFY_S = 300.0
+MOUNT_S = 20.0
 ASIDE = ".aside"  # where the job's durable folder waits while a file stands in its place
 
 
@@ -116,4 +123,178 @@ class DurableError(Scene):
             aside.rename(self.folder)
 
 
-SCENES = {scene.name: scene for scene in (CorruptChunk, DurableError)}
+class DurableFull(DurableError):
+    """A small full file system in the place of the scratch job's durable folder: every write ends in ENOSPC."""
+
+    name = "durable-full"
+    mounted: Path | None = None
+
+    def inject(self) -> str:
+        self.durable_before = self.run.job.status()["durable_step"]
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "memstore-drill", str(self.folder)]
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=MOUNT_S, check=False)
+        if done.returncode:
+            raise DrillError(f"cannot mount a small file system there: {done.stderr.strip()}")
+        self.mounted = self.folder
+        return f"a full file system of 64 KiB over {self.folder.name} in the durable directory"
+
+    def wait_for_effect(self) -> str:
+        probe = self.folder / ".drill-probe"
+        try:
+            probe.write_bytes(bytes(1 << 17))
+        except OSError as exc:
+            if exc.errno == errno.ENOSPC:
+                return "a write below it ends in ENOSPC (checked)"
+            raise DrillError(f"a write below it ended in {exc}, not in ENOSPC") from exc
+        finally:
+            probe.unlink(missing_ok=True)
+        raise DrillError("128 KiB fitted into 64 KiB: the fault did not take effect")
+
+    def cleanup(self) -> None:
+        if self.mounted is not None:
+            subprocess.run(["umount", "-l", str(self.mounted)], timeout=MOUNT_S, check=True)
+            self.mounted = None
+
+
+class DurableTorn(Scene):
+    """A part of the newest durable step is cut short, and every copy of that shard in RAM is lost."""
+
+    name = "durable-torn"
+    job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1, "durable_keep": 3}
+
+    def setup(self) -> None:
+        super().setup()
+        self.hosts = list(self.holders)
+        newest = self.run.report.step_before
+        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
+        self.durable = sorted(row["step"] for row in self.run.job.status()["steps"] if row["durable"])
+        if len(self.durable) < 2:
+            raise DrillError(f"only step {newest} is durable: there is no older one to fall back on")
+
+    def victims(self) -> list[str]:
+        return [f"rank {self.rank}'s part of durable step {self.durable[-1]}", *self.hosts]
+
+    def inject(self) -> str:
+        step = self.durable[-1]
+        folder = Path(str(self.run.config.durable)) / self.run.job.name
+        [part] = folder.glob(f"*/{step}/rank-{self.rank}")
+        before = part.stat().st_size
+        self.part, self.left = part, int(before * self.rng.uniform(0.1, 0.9))
+        os.truncate(part, self.left)
+        torn = f"part of rank {self.rank}, durable step {step}, cut from {before:,} to {self.left:,} bytes"
+        return "; ".join([torn, *self.lose_memories()])
+
+    def wait_for_effect(self) -> str:
+        if self.part.stat().st_size != self.left:
+            raise DrillError(f"{self.part} has another size than it was cut to: the fault did not take effect")
+        return "; ".join([f"the part has {self.left:,} bytes (checked)", *self.memories_gone()])
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        found = [self.host_noticed(host, body, injected_s) for host in self.hosts]
+        return "; ".join(str(why) for why in found) if all(found) else None
+
+    def check(self) -> None:
+        restored = self.run.report.step_restored
+        if restored is not None and restored not in self.durable[:-1]:
+            self.run.broken.append(f"step {restored} was restored, whole are only the durable {self.durable[:-1]}")
+
+
+class TornManifest(Scene):
+    """A manifest cut short, as by a crash in the middle of a write, and the holder killed so that it is read again."""
+
+    name = "torn-manifest"
+
+    def setup(self) -> None:
+        super().setup()
+        self.hosts = []  # nobody loses a whole memory here
+        self.where = self.rng.random()
+        self.hit = self.holders if self.is_beyond else [self.rng.choice(self.holders)]
+        self.processes: dict[str, faults.Process] = {}
+
+    def victims(self) -> list[str]:
+        return [f"the manifest of rank {self.rank} on {host}" for host in self.hit]
+
+    def inject(self) -> str:
+        step, words = self.run.report.step_before, []
+        for host in self.hit:
+            folder = self.site.folder(host)
+            torn = self.site.do(host, "tear_manifest", folder, self.run.job.name, step, self.rank, self.where)
+            self.processes[host] = self.site.do(host, "holder_process", folder)
+            self.site.do(host, "kill", [self.processes[host]])
+            words.append(f"manifest of rank {self.rank}, step {step}, on {host} cut from {torn['nbytes']} to "
+                         f"{torn['left_nbytes']} bytes, SIGKILL to its holder")  # fmt: skip
+        return "; ".join(words)
+
+    def wait_for_effect(self) -> str:
+        for host, process in self.processes.items():
+            self.site.do(host, "wait_gone", [process])
+        # tear_manifest() read the file back, and it was no manifest any more.
+        return f"no manifest any more (checked), holders of {', '.join(self.hit)} gone (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        found = [self.host_noticed(host, body, injected_s) for host in self.hit]
+        return "; ".join(str(why) for why in found) if all(found) else None
+
+    def recover(self) -> None:
+        self.site.wait_for(f"new holders on {', '.join(self.hit)}", self._are_replaced)
+        if self.is_beyond:
+            return
+        self.run.job.wait_redundant()
+        [host] = self.hit
+        step = int(self.run.report.step_before or 0)
+        if not self.site.do(host, "has_manifest", self.site.folder(host), self.run.job.name, step, self.rank):
+            self.run.broken.append(
+                f"{host} counts as holding rank {self.rank} of step {step} and has no manifest of it"
+            )
+        self.run.timeline.line("repaired", f"{self.run.job.copies_text()} again, from a peer")
+
+    def _are_replaced(self) -> bool:
+        is_new = all(int(self.site.record(host)["pid"]) != pid for host, (pid, _) in self.processes.items())
+        return is_new and set(self.processes) <= set(self.site.live_hosts())
+
+
+class ArenaFull(Scene):
+    """A second job asks for more room than a host can ever give, while the first one trains."""
+
+    name = "arena-full"
+    is_noticed = False  # it is refused to the one who asks; nothing is wrong with the store
+    puts_count = 24
+    hold_s = 1.0
+    greedy: ScratchJob | None = None
+
+    def victims(self) -> list[str]:
+        return ["a second scratch job, too large for the arenas"]
+
+    def inject(self) -> str:
+        limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])
+        nbytes = limit // 3  # the bill is at least 3 versions of it, and other jobs have room already
+        self.greedy = ScratchJob(self.site, "drill-greedy", self.run.config, seed=self.run.options.seed, nbytes=nbytes)
+        self.greedy.start([r.host for r in self.run.job.ranks[:2]])
+        return f"job {self.greedy.name} of 2 ranks wants {nbytes >> 20} MiB each in arenas of {limit >> 20} MiB"
+
+    def wait_for_effect(self) -> str:
+        if self.greedy is None:
+            raise DrillError("no second job was started")
+        calls = self.greedy.begin_puts(0, 0, 0.0)
+        rows: list[PutRow] = [row for mine in collect(calls, "first put of the second job") for row in mine]
+        refused = [row for row in rows if row.error.startswith("CapacityError")]
+        if len(refused) != len(rows):
+            raise DrillError(f"the second job was not refused on every rank: {[row.error for row in rows]}")
+        self.run.timeline.line("refused", refused[0].error[:300])
+        return f"CapacityError at the first put on {len(refused)} of {len(rows)} of its ranks (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return None
+
+    def recover(self) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        if self.greedy is not None:
+            self.greedy.remove()
+            self.greedy = None
+
+
+SCENES = {
+    scene.name: scene for scene in (CorruptChunk, TornManifest, ArenaFull, DurableError, DurableFull, DurableTorn)
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,16 @@ class ScratchJob:
             "connect",
         )
 
-    def restart(self, *, is_altered: bool = False) -> list[Restored]:
-        """End the attempt's processes as a launcher does, start the next on the spares; all ranks get and compare."""
+    def restand(self, host: str) -> None:
+        """The next attempt's processes on a host died with it: take new ones, now that it is back."""
+        self.spares = [self.site.pool.take([host], self.site.nodes())[0] if r.host == host else r for r in self.spares]
+
+    def restart(self) -> None:
+        """End the attempt's processes as a launcher does, open the next attempt on the spares."""
         kill_actors(self.ranks)
         self.ranks, self.spares = self.spares, []
         self.site.wait_hosts_live(sorted({r.host for r in self.ranks}))
         self.join(fresh=False)
-        return self.restore(is_altered=is_altered)
 
     # -- what the ranks do --------------------------------------------------------------------
 
@@ -93,17 +96,26 @@ class ScratchJob:
         }  # fmt: skip
         return self.site.ask("drop", body)
 
-    def begin_puts(self, first: int, last: int, pause_s: float) -> list[Any]:
-        """All ranks begin to put, resting between steps; return their calls for `collect`."""
-        return [r.actor.put.remote(first, last, pause_s) for r in self.ranks]
+    def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
+        """All ranks begin to put, resting between steps; return their calls for `collect`.
+
+        `marks` names by rank the file that says whether a put is under way.
+        """
+        found = marks or {}
+        return [r.actor.put.remote(first, last, pause_s, found.get(i, "")) for i, r in enumerate(self.ranks)]
 
     def wait(self, level: str, what: str) -> None:
         """Wait until the newest put of every rank has reached a level."""
         collect([r.actor.wait.remote(level, SETTLE_S) for r in self.ranks], what)
 
-    def restore(self, *, is_altered: bool = False) -> list[Restored]:
-        """All ranks get and compare; collective."""
-        calls = [r.actor.restore.remote(RESTORE_S, is_altered=is_altered) for r in self.ranks]
+    def restore(self, *, is_altered: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Restored]:
+        """All ranks get and compare; collective. `meanwhile` happens after all ranks but the last have asked."""
+        *first, last = self.ranks
+        calls = [r.actor.restore.remote(RESTORE_S, is_altered=is_altered) for r in first]
+        if meanwhile is not None:
+            self.site.wait_for("the round of the get to open", lambda: self.status()["is_restoring"])
+            meanwhile()
+        calls.append(last.actor.restore.remote(RESTORE_S, is_altered=is_altered))
         results: list[Restored] = collect(calls, "get", RESTORE_S + CALL_S)
         return results
 

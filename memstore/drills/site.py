@@ -71,6 +71,14 @@ class Site:
                 return dict(row)
         raise DrillError(f"the store does not know job {name!r}")
 
+    def racks(self) -> dict[str, list[str]]:
+        """Live hosts by the value of their `rack` label; hosts without one are left out."""
+        found: dict[str, list[str]] = {}
+        for row in self.status()["hosts"]:
+            if row["status"] == "live" and "rack" in row["labels"]:
+                found.setdefault(str(row["labels"]["rack"]), []).append(str(row["host"]))
+        return found
+
     def live_hosts(self) -> list[str]:
         """Hosts that can take ranks, sorted."""
         return sorted(row["host"] for row in self.status()["hosts"] if row["status"] == "live")
@@ -217,6 +225,23 @@ class EmbeddedSite(Site):
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
+
+    def kill_raylet(self, host: str) -> str:
+        """SIGKILL to one raylet: what it had started must end with it; its memory stays. Checked to have taken effect.
+
+        Raises:
+            DrillError: the holder or another process of the host lives on.
+        """
+        raylet, below = self.cluster.raylet(host), self.cluster.node_processes(host)
+        self.pool.forget(host)
+        faults.kill([raylet])
+        faults.wait_gone(below)
+        return f"SIGKILL to the raylet of {host} (pid {raylet[0]}); {len(below) - 1} processes ended with it"
+
+    def replace_raylet(self, host: str) -> None:
+        """Ray is started again on a host; the supervisor gives it a holder, which adopts the arena."""
+        self.cluster.replace_raylet(host)
+        self.wait_hosts_live([host])
 
     def end_drill(self, hosts: list[str]) -> None:
         """Replace the lost hosts, if that is wanted now."""

@@ -7,6 +7,7 @@ for what is written, `page.py` for how it looks.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -113,6 +114,8 @@ class Suite:
         if not place:
             words = (PLACES[p] + (f" ({self.problems[p]})" if p in self.problems else "") for p in play.places)
             return f"it runs on {' or '.join(words)}", place
+        if play.drill.needs_root and os.geteuid() != 0:
+            return "it needs root", place
         if play.drill.needs_durable and self.durable is None:
             return "it needs a directory that every host reaches: --durable", place
         if play.drill.needs_victim and place == RUNNING and self.options.victim is None:

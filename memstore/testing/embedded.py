@@ -149,6 +149,23 @@ class EmbeddedCluster:
                     os.kill(pid, signal.SIGKILL)
         return victims
 
+    def raylet(self, host: str) -> tuple[int, int]:
+        """(pid, start time) of the raylet of a host; RuntimeError if it is gone."""
+        pid = self.nodes[host].all_processes["raylet"][0].process.pid
+        start = process_start_time(pid)
+        if start is None:
+            raise RuntimeError(f"the raylet of {host} (pid {pid}) is gone already")
+        return pid, start
+
+    def replace_raylet(self, host: str) -> None:
+        """A host's raylet has died: what is left of it is killed, a new one joins; the host's memory stays."""
+        victims = self.kill_processes(host)
+        node = self.nodes.pop(host)
+        with contextlib.suppress(Exception):
+            self.cluster.remove_node(node, allow_graceful=False)
+        self._wait_dead(victims, host)
+        self.add_node(host)
+
     def kill_everything(self) -> None:
         """SIGKILL every process of every host, Ray's head included; the hosts' memory stays."""
         victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
