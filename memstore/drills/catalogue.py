@@ -84,7 +84,7 @@ DRILLS = {
         ),
         Drill(
             "kill-raylet", "hosts",
-            "the raylet of one host, with it every process that it started; the memory stays and Ray is started again",
+            "the raylet of one host, with it its holder and its ranks; the memory stays and Ray is started again",
             "every process of one host",
             LOCAL_ONLY, runs_on=(EMBEDDED,), is_standard=False,
         ),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from memstore.drills import faults
 from memstore.drills.ranks import Restored
 from memstore.drills.scene import Scene
+from memstore.errors import DrillError
 
 ZOMBIE_S = 60.0  # a raylet that was given up learns of it from Ray's head
 FLAPS = 3  # deaths within ten minutes put a host on probation (R29)
@@ -122,6 +123,7 @@ class KillRaylet(Scene):
     """The raylet of one rank's host; its processes die with it, its memory stays, and Ray is started there again."""
 
     name = "kill-raylet"
+    is_back = True
 
     def victims(self) -> list[str]:
         return [f"the raylet of {self.holders[0]}"]
@@ -130,27 +132,35 @@ class KillRaylet(Scene):
         return self.site.may_lose(holders[:1])
 
     def inject(self) -> str:
-        self.arena = self.site.do(self.holders[0], "arena_identity", self.site.folder(self.holders[0]))
-        return self.own_site().kill_raylet(self.holders[0])
+        host, site = self.holders[0], self.own_site()
+        self.arena = self.site.do(host, "arena_identity", self.site.folder(host))
+        self.raylet, self.below = site.cluster.raylet(host), site.cluster.node_processes(host)
+        self.holder = self.site.do(host, "holder_process", self.site.folder(host))
+        if self.holder not in self.below:
+            raise DrillError(f"the holder of {host} is not below its raylet: killing that would not end it")
+        self.is_back = False
+        self.site.do(host, "kill", [self.raylet])
+        return f"SIGKILL to the raylet of {host} (pid {self.raylet[0]}), which had started {len(self.below) - 1} others"
 
     def wait_for_effect(self) -> str:
-        # kill_raylet() waited until its holder, its ranks and whatever else it had started were gone.
-        return f"no process of {self.holders[0]} is left (checked)"
+        self.site.do(self.holders[0], "wait_gone", [self.raylet, self.holder])
+        return f"pid {self.raylet[0]} is gone, and the holder (pid {self.holder[0]}) ended with it (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         return self.host_noticed(self.holders[0], body, injected_s)
 
     def recover(self) -> None:
         host = self.holders[0]
-        self.own_site().replace_raylet(host)
+        self.own_site().replace_raylet(host, self.below)
+        self.is_back = True
         if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
             self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
         self.run.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
         self.run.job.restand(host)
 
     def cleanup(self) -> None:
-        if self.holders and self.holders[0] not in self.site.live_hosts():
-            self.own_site().replace_raylet(self.holders[0])
+        if not self.is_back:
+            self.own_site().replace_raylet(self.holders[0], self.below)
 
 
 class FreezeRaylet(KillHost):
@@ -165,7 +175,9 @@ class FreezeRaylet(KillHost):
     def inject(self) -> str:
         [host] = self.hosts
         site = self.own_site()
+        self.node = site.nodes()[host]
         self.raylet, self.frozen = site.cluster.raylet(host), site.cluster.node_processes(host)
+        self.holder = self.site.do(host, "holder_process", self.site.folder(host))
         self.begin_puts()
         site.deaf.add(host)
         site.pool.forget(host)
@@ -183,14 +195,19 @@ class FreezeRaylet(KillHost):
         row = next((r for r in body["hosts"] if r["host"] == self.hosts[0]), None)
         return f"{row['host']} is dead: {row['why']}" if row is not None and row["status"] == "dead" else None
 
+    def recover(self) -> None:
+        self.own_site().wait_given_up(self.node)
+        self.run.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
+
     def wait_for_recovery(self) -> None:
         """Training has gone on; now the zombie wakes up, must end, and its successor must take its place."""
         [host] = self.hosts
         self._thaw()
         self.run.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
         faults.wait_gone([self.raylet], ZOMBIE_S)
-        self.run.timeline.line("fenced", f"the raylet of {host} has ended by itself (checked)")
-        self.own_site().replace_raylet(host)
+        faults.wait_gone([self.holder], ZOMBIE_S)
+        self.run.timeline.line("fenced", f"raylet and holder of {host} have ended by themselves (checked)")
+        self.own_site().replace_raylet(host, self.frozen)
         self.is_back = True
         step = self.run.job.committed_step() + 1
         self.run.job.put(step, step, "put after the zombie")
@@ -210,7 +227,7 @@ class FreezeRaylet(KillHost):
     def cleanup(self) -> None:
         if not self.is_back:
             self._thaw()
-            self.own_site().replace_raylet(self.hosts[0])
+            self.own_site().replace_raylet(self.hosts[0], self.frozen)
 
     def _thaw(self) -> None:
         for process in self.frozen:

@@ -15,7 +15,7 @@ from memstore.drills import faults
 from memstore.drills.ranks import Rank, RankPool
 from memstore.drills.report import gib
 from memstore.errors import DrillError, MemstoreError
-from memstore.shell.actors import NAMESPACE, controller_name
+from memstore.shell.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.ray_membership import RayMembership
 from memstore.testing.embedded import EmbeddedCluster
@@ -226,20 +226,15 @@ class EmbeddedSite(Site):
         faults.check_silent(record, self.config, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
 
-    def kill_raylet(self, host: str) -> str:
-        """SIGKILL to one raylet: what it had started must end with it; its memory stays. Checked to have taken effect.
+    def wait_given_up(self, node: str) -> None:
+        """Wait until Ray's head calls a node dead; its raylet then ends when it hears of it."""
+        self.wait_for(f"Ray to give node {node[:12]} up", lambda: node not in {n["NodeID"] for n in live_nodes()})
 
-        Raises:
-            DrillError: the holder or another process of the host lives on.
-        """
-        raylet, below = self.cluster.raylet(host), self.cluster.node_processes(host)
+    def replace_raylet(self, host: str, left: list[faults.Process]) -> None:
+        """Ray is started again on a host; what it had left behind is killed, and the new holder adopts the arena."""
+        faults.kill(left)  # Ray lets workers live on for a minute or more after their raylet was killed
+        faults.wait_gone(left)
         self.pool.forget(host)
-        faults.kill([raylet])
-        faults.wait_gone(below)
-        return f"SIGKILL to the raylet of {host} (pid {raylet[0]}); {len(below) - 1} processes ended with it"
-
-    def replace_raylet(self, host: str) -> None:
-        """Ray is started again on a host; the supervisor gives it a holder, which adopts the arena."""
         self.cluster.replace_raylet(host)
         self.wait_hosts_live([host])
 

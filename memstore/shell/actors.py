@@ -26,6 +26,7 @@ from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
 from memstore.shell.listener import connect_tcp
 from memstore.shell.ray_membership import RayMembership
+from memstore.shell.raylet_watch import end_with_parent
 from memstore.shell.tls import Tls
 from memstore.shell.tool import Tool
 
@@ -47,6 +48,7 @@ class HolderActor:
 
     def __init__(self, fields: dict[str, Any], secret: bytes, labels: dict[str, str], hosts_on_machine: int) -> None:
         logging.basicConfig(level=logging.INFO)
+        end_with_parent()
         self.config = Config().with_fields(fields)
         self.secret = secret
         self.identity: HostIdentity = local_identity(labels, os.environ)
@@ -137,6 +139,7 @@ class ControllerActor:
 
     def __init__(self, fields: dict[str, Any], secret: bytes) -> None:
         logging.basicConfig(level=logging.INFO)
+        end_with_parent()
         self.fields, self.secret = fields, secret
         config = Config().with_fields(fields)
         self.membership = RayMembership(config.store)
