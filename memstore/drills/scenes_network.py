@@ -224,11 +224,11 @@ class CablePulled(NetworkScene):
     hold_s = 2.0
     slow = ""
 
-    def begin_puts(self, pause_s: float | None = None) -> list[Any]:
+    def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
         self.slow = self.holders[0]
         self.net.rig.shape(self.slow, MID_PUT_BITS_PER_S)
         self.sent_before = self.sent()
-        return super().begin_puts(pause_s)
+        return super().begin_puts(pause_s, marks)
 
     def sent(self) -> int:
         """Bytes that left the victim so far, as its own kernel counts."""
