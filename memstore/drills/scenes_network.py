@@ -120,6 +120,7 @@ class SwizzleClog(NetworkScene):
     """Links of a random part of the hosts are cut one by one, and come back one by one in another order."""
 
     name = "swizzle-clog"
+    hold_s = 4.0  # with the cuts before it, long enough for the first of them to count as dead
 
     def setup(self) -> None:
         super().setup()
