@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpt_tensors, harness
+from benchmarks import bench_faults, gpt_tensors, harness
 from benchmarks.__main__ import main
 from benchmarks.harness import Options, Ratio, interleave
 
@@ -110,3 +110,12 @@ def test_contenders_take_turns_and_warm_up_rounds_do_not_count() -> None:
 def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[float, str], is_met: bool) -> None:
     """One slow round does not decide."""
     assert Ratio("r", values, target).is_met is is_met
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    """The nearest rank, so that p90 of five is the worst of them; a fault nobody notices shows no number."""
+    assert bench_faults.percentiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"p50": 3.0, "p90": 5.0, "max": 5.0}
+    assert bench_faults.percentiles([float(n) for n in range(1, 11)]) == {"p50": 5.0, "p90": 9.0, "max": 10.0}
+    assert bench_faults.percentiles([]) is None
+    shown = bench_faults.row("slow link", {"noticed": None, "recovered": bench_faults.percentiles([1.5])})
+    assert shown == "| slow link | – | – | – | 1.50 s | 1.50 s | 1.50 s |"

@@ -119,8 +119,7 @@ class DrillRun:
         if self.config.durable is not None:
             self.job.put(0, 0, "first put")
             self.job.wait("durable", "first durable step")
-        self.job.put(0 if self.config.durable is None else 1, last, "put before the fault")
-        self.job.wait("committed", "commit before the fault")
+        self.job.train(0 if self.config.durable is None else 1, last, "before the fault")
         self.job_before = self.job.wait_redundant()
         self.report.step_before = int(self.job_before["committed_step"])
         self.scene.setup()

@@ -35,8 +35,7 @@ class PartitionHalf(NetworkScene):
             )  # fmt: skip
             self.jobs[side] = job
             job.start(hosts)
-            job.put(0, STEPS - 1)
-            job.wait("committed", f"commit of the {side}")
+            job.train(0, STEPS - 1, f"of the {side}")
             self.steps[side] = STEPS - 1
 
     def victims(self) -> list[str]:

@@ -76,6 +76,12 @@ class ScratchJob:
             raise DrillError(f"{what}: a put raised {errors[0]}")
         return rows
 
+    def train(self, first: int, last: int, what: str) -> None:
+        """Put the steps first to last and wait for each commit: on a busy machine the next put could have to skip."""
+        for step in range(first, last + 1):
+            self.put(step, step, f"put {what}")
+            self.wait("committed", f"commit {what}")
+
     def put_measured(self, step: int, level: str) -> list[PutRow]:
         """All ranks put one step at once, its states made before; return how long it took to reach a level."""
         collect([r.actor.prepare.remote(step) for r in self.ranks], "making the states")
