@@ -117,6 +117,29 @@ def test_an_uncommitted_step_of_an_older_attempt_goes_when_its_host_returns() ->
     assert shard not in world.holders["h0"].copies
 
 
+def test_a_host_that_had_no_room_when_it_joined_is_asked_again() -> None:
+    """Its file system was full at that moment: it gets its share, and the copies, once there is room (R9, R10)."""
+    world, _ = trained(2, 2)
+    world.kill_host("h1")
+    ranks = [world.join(r, 2, "again", host="h0", launcher="launcher") for r in range(2)]
+    world.run(8.0)
+    world.get(ranks)
+    assert world.put_all(ranks, 2)
+    holder = world.holders["h1"]
+    holder.refuses_room = "the file system is full"
+    world.return_host("h1")
+    world.run(2.0)
+    asked = sum(kind == "reserve" for kind, _ in holder.orders)
+    assert asked
+    world.run(6.0)
+    assert sum(kind == "reserve" for kind, _ in holder.orders) > asked
+    holder.refuses_room = ""
+    world.run(12.0)
+    asked = sum(kind == "reserve" for kind, _ in holder.orders)
+    world.run(12.0)
+    assert sum(kind == "reserve" for kind, _ in holder.orders) == asked, "it has its room and is left alone"
+
+
 def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> None:
     """Its push broke with the host's last death, and repair trusts it with no second copy: the open step goes on."""
     world, ranks = trained(2, 2)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
+RETRY_S = 5.0  # between two tries of a host that had no room when it joined
+
+
 @dataclass(slots=True)
 class Reservation:
     """Calls that wait until every host named has claimed the room."""
@@ -32,6 +35,7 @@ class Room:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.active: dict[str, Reservation] = {}
+        self.unroomed: dict[tuple[str, str], tuple[int, float]] = {}  # (job, late host) -> (attempt, when to ask again)
 
     def reserve(self, call: Call) -> None:
         """A rank's first put, or one that has outgrown its share."""
@@ -107,11 +111,29 @@ class Room:
         """A host claimed the room, or says with numbers why it cannot."""
         active = self.active.get(str(body["job"]))
         if active is None or active.attempt != body["attempt"] or not active.is_ordered or active.is_claimed:
+            self._reserved_late(host_id, str(body["job"]), int(body["attempt"]), "" if body["ok"] else str(body["why"]))
             return
         active.waits.discard(host_id)
         if not body["ok"]:
             active.refusals[host_id] = str(body["why"])
         self._finish(self.catalog.jobs[str(body["job"])], active)
+
+    def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
+        """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
+        self.unroomed.pop((name, host_id), None)
+        if why:
+            self.unroomed[name, host_id] = (attempt, self.catalog.now + RETRY_S)
+            self.catalog.note(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
+
+    def _ask_again(self, now: float) -> None:
+        for (name, host), (ordinal, due_s) in list(self.unroomed.items()):
+            job = self.catalog.jobs.get(name)
+            attempt = job.newest if job is not None else None
+            if job is None or attempt is None or attempt.ordinal != ordinal or not self.catalog.hosts.is_live(host):
+                del self.unroomed[name, host]
+            elif due_s <= now:
+                self.unroomed[name, host] = (ordinal, now + RETRY_S)
+                self.order(job, attempt, only_host=host)
 
     def _finish(self, job: Job, active: Reservation) -> None:
         active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}
@@ -152,6 +174,7 @@ class Room:
 
     def tick(self, now: float) -> None:
         """Ranks that never made their first put; hosts that died while claiming."""
+        self._ask_again(now)
         for name, active in list(self.active.items()):
             job = self.catalog.jobs[name]
             attempt = job.attempts[active.attempt]

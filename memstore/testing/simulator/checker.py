@@ -264,7 +264,8 @@ class Checker:
     def refused(self, rank: SimRank, verb: str, error: str) -> None:
         """A call failed: never a get for want of bytes, within the promise (I1)."""
         self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
-        is_loss = verb == "get" and "no whole step" in error  # others pass: a host died meanwhile, restart
+        # Others pass: a host died meanwhile, restart. And who cannot read durable storage cannot know (D23).
+        is_loss = verb == "get" and "no whole step" in error and "could not be read" not in error
         self.world.starts_over |= is_loss
         if is_loss and self.world.scenario.is_strict:
             raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")
