@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from memstore.core.events import copy_to_wire
 from memstore.core.fact_log import Entry
 from memstore.core.facts import StepAbandoned, entry_to_wire
+from memstore.core.shelf import Share, Shelved
 from memstore.errors import CapacityError
 from memstore.shell.peer_server import DRAFT_IDLE_S, PeerServer
 from memstore.shell.vault import Vault
@@ -56,11 +58,50 @@ def test_an_open_step_with_a_chunk_that_nobody_has_is_given_up() -> None:
     for holder in world.holders.values():
         holder.refuses_copies = "no room"  # nothing mends it meanwhile
         lose_chunk(holder, ShardId(JOB, 1, 2, 0))
-    world.run(3.0)
+    world.run(8.0)
     assert [ranks[0].tickets[2], world.holders["h0"].copies.get(ShardId(JOB, 1, 2, 0))] == ["skipped", None]
     for holder in world.holders.values():
         holder.refuses_copies = ""
     assert world.put_all(ranks, 3)
+
+
+def test_damage_that_only_an_inventory_tells_is_seen_too() -> None:
+    """The controller was away when every copy of an open step was damaged: its successor gives the step up (R12)."""
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    shard = ShardId(JOB, 1, 2, 0)
+    world.crash_controller()
+    for holder in world.holders.values():
+        if shard in holder.copies:
+            holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
+    world.run(20.0)
+    assert shard not in world.holders["h0"].copies
+    assert world.put_all(ranks, 3)
+
+
+def test_a_get_that_failed_does_not_allow_the_first_put() -> None:
+    """`try: get() except: start at 0` must not evict what could not be read: the first put is refused (R19)."""
+    world, _ = trained(3, 3, last=5)
+    ranks = world.launch(3)
+    for holder in world.holders.values():
+        holder.staging_fails = "no room"
+    assert all("error" in answer for answer in world.get(ranks))
+    for holder in world.holders.values():
+        holder.staging_fails = ""
+    world.reserve(ranks)
+    world.run(5.0)
+    assert {rank.error("reserve").partition(":")[0] for rank in ranks} == {"CommitError"}
+    assert world.holders_of(StepId(1, 5), 0)
+
+
+def test_a_rewind_keeps_its_step_from_a_commit_under_way() -> None:
+    """keep_steps=1: step 2 commits while rewind(1) is under way; step 1 is what get() returns afterwards (R22)."""
+    world, ranks = trained(1, 1, last=1, keep_steps=1)
+    world.put(ranks[0], 2)
+    world.call(ranks[0], "rewind", step=1, nonce=ranks[0].nonce, key=ranks[0].key, world_size=1)
+    world.run(5.0)
+    assert world.get(ranks)[0].get("step") == 1
 
 
 def test_a_skip_that_only_a_late_host_remembers_frees_the_copies_elsewhere() -> None:
@@ -221,3 +262,54 @@ def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch
     assert vault.keep_chunk(draft, 0, number, CHUNK_BYTES)
     assert vault.finish("a", data) is kept
     assert vault.verify(kept) == []
+
+
+def put(vault: Vault, step: int, fills: list[int]) -> Shelved:
+    """Store a shard of one chunk per fill, as a rank's put does."""
+    slots = [vault.take_slot() for _ in fills]
+    for number, fill in zip(slots, fills, strict=True):
+        vault.arena.view(number, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return vault.seal_local(
+        ShardId(JOB, 1, step, 0), world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1
+    )
+
+
+def test_damage_of_a_shared_slot_is_told_of_every_replica(vault: Vault) -> None:
+    """Two steps share a chunk that rots: verifying one reports the other as well, so that both are mended (R30)."""
+    told: list[Shelved] = []
+    vault.on_hurt = told.append
+    one, other = put(vault, 1, [1, 2]), put(vault, 2, [1, 3])
+    number = one.slots[0]
+    assert number is not None
+    vault.arena.view(number, CHUNK_BYTES)[0] ^= 1
+    assert vault.verify(one) == [0]
+    assert (told, other.missing) == ([other], {0})
+
+
+def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: Vault) -> None:
+    """The first try broke and its abort was lost: its room is the second try's (R13)."""
+    vault.claim(JOB, Share(1, {}, 4))
+    server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    offer = {"shard": [JOB, 1, 2, 0], "digest": "", "attempt": 1, "sender": "a", "count": 3}
+    assert [server._offer(object(), offer)["ok"] for _ in range(2)] == [True, True]  # type: ignore[arg-type]
+
+
+def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim under way would put the share back after its removal: the removal waits for it (R10)."""
+    go, inside, grow = threading.Event(), threading.Event(), vault._grow_to
+
+    def slow(slots_count: int) -> None:
+        inside.set()
+        go.wait(10.0)
+        grow(slots_count)
+
+    monkeypatch.setattr(vault, "_grow_to", slow)
+    claiming = threading.Thread(target=vault.claim, args=(JOB, Share(1, {0: 4}, 0)))
+    removing = threading.Thread(target=vault.drop_all, args=([], [JOB, 1]))
+    claiming.start()
+    assert inside.wait(10.0)
+    removing.start()
+    go.set()
+    for thread in (claiming, removing):
+        thread.join(10.0)
+    assert JOB not in vault.shelf.shares

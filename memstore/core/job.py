@@ -55,6 +55,7 @@ class Attempt:
     has_shed: bool = False  # its first put came: older steps that nobody can restore any more are freed (R10)
     rounds_count: int = 0
     steps: dict[int, StepPhase] = field(default_factory=dict)
+    damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1

@@ -50,6 +50,8 @@ class Repair:
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
             if is_open or (step in kept and not is_waiting):
                 self._consider_step(now, job, attempt, step, may_drop=step in kept)
+            if is_open and attempt.steps[step.step] == "open":
+                self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
         """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).

@@ -45,7 +45,10 @@ class Room:
         if attempt is None or attempt.ordinal != body["attempt"]:
             self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
             return
-        if job.has_history and not attempt.has_restored and not attempt.is_fresh and not attempt.has_put:
+        # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
+        is_rewound = attempt.has_restored and attempt.rounds_count == 0
+        may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
+        if job.has_history and not may_put:
             self.catalog.refuse(
                 call, "CommitError",
                 f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body, shard_to_wire
-from memstore.core.facts import StepAbandoned, StepCommitted
+from memstore.core.facts import RestoreDecided, StepAbandoned, StepCommitted
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.retention import kept_steps
 from placement.domains import is_finer
@@ -38,6 +38,10 @@ class Steps:
             return False
         job = catalog.jobs.setdefault(shard.job, Job(shard.job))
         step = StepId(shard.attempt, shard.step)
+        owner = job.commits.get(step) or job.attempts.get(shard.attempt)
+        if owner is not None and shard.rank >= owner.world_size:
+            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
+            return False
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
         is_staged = step in catalog.pinned_steps(job)
         if step not in job.commits and not is_staged and self._is_given_up(job, step):
@@ -65,11 +69,8 @@ class Steps:
         shard = copy.shard
         job = self.catalog.jobs[shard.job]
         attempt = job.attempts.get(shard.attempt)
-        if attempt is None:
-            return
-        if copy.missing:
-            self._give_up_damaged(job, attempt, shard)
-            return
+        if attempt is None or copy.missing:
+            return  # what lacks a chunk is mended by repair, or given up
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
             attempt.has_put = True
@@ -91,13 +92,16 @@ class Steps:
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
                 self._give_up(job, attempt, number)
 
-    def _give_up_damaged(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
-        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12)."""
-        step = StepId(shard.attempt, shard.step)
-        copies = job.copies.get(step, {}).get(shard.rank, {})
-        is_open = attempt is job.newest and attempt.steps.get(shard.step) == "open"
-        if is_open and copies and frozenset.intersection(*(c.missing for c in copies.values())):
-            self._give_up(job, attempt, shard.step)
+    def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
+        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
+
+        Only after `repair_after_s`: the word of another copy may be under way, a host that has one may come back.
+        """
+        ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
+        if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
+            attempt.damaged_s.pop(number, None)
+        elif now - attempt.damaged_s.setdefault(number, now) >= self.catalog.rules.repair_after_s:
+            self._give_up(job, attempt, number)
 
     def _give_up(self, job: Job, attempt: Attempt, number: int) -> None:
         attempt.steps[number] = "abandoned"
@@ -321,7 +325,7 @@ class Steps:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
         kept = self.kept(job, attempt)
-        busy = self.catalog.pinned_steps(job)
+        busy = self._busy(job, attempt)
         for step in list(job.copies):
             if step in kept or step in busy:
                 continue
@@ -330,7 +334,7 @@ class Steps:
                 continue
             self._drop_step(job, step)
         # A commit is forgotten only beside a newer one: the last one is history even when its bytes are lost (R23).
-        for step in [s for s in job.commits if kept and s < max(kept) and s not in job.copies and s not in kept]:
+        for step in [s for s in job.commits if kept and s < max(kept) and s not in {*job.copies, *kept, *busy}]:
             del job.commits[step]
         newest = job.newest_commit(attempt.ordinal)
         for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
@@ -349,7 +353,7 @@ class Steps:
         if attempt is None:
             return
         attempt.has_shed = True
-        spans, busy = job.spans(attempt.ordinal), self.catalog.pinned_steps(job)
+        spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt)
         kept = self.kept(job, attempt)
         for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
             commit = job.commits.get(step)
@@ -359,6 +363,18 @@ class Steps:
                 self._drop_step(job, step)
                 if is_old:
                     job.commits.pop(step, None)  # so that a copy that comes late goes too
+
+    def _busy(self, job: Job, attempt: Attempt) -> set[StepId]:
+        """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""
+        busy = self.catalog.pinned_steps(job)
+        gathering = self.catalog.attempts.gatherings.get(job.name)
+        if gathering is not None and gathering.rewind_to is not None:
+            busy.add(gathering.rewind_to)
+        decided = [p for p in self.catalog.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
+        busy |= {StepId(p.from_attempt, p.step) for p in decided if p.from_attempt and p.step is not None}
+        if attempt.has_restored and not attempt.has_put and attempt.parent and attempt.parent_step is not None:
+            busy.add(StepId(attempt.parent, attempt.parent_step))
+        return busy
 
     def kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
         """The committed steps of the lineage that retention keeps."""

@@ -109,7 +109,7 @@ class Takeover:
             catalog.record(f.HostJoined(host, dict(event.info.labels)))
         catalog.send_journal(host)
         self.greet(host)
-        for copy in event.copies:
+        for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             catalog.steps.sealed(catalog.now, copy)
         catalog.changed(changes)
 

@@ -115,6 +115,8 @@ class PeerServer:
         with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
             known = self.vault.shelf.find(shard, known.spec.digest) if known is not None else None  # or dropped by now
             has_it = known is not None and not known.missing and not known.is_doomed
+            if not has_it:
+                self.vault.shelf.abort_draft(sender, shard)  # of a try that broke: its room is this one's
             why = None if has_it else self.vault.shelf.guest_refusal(shard, count)
             if not has_it and why is None:
                 self.vault.shelf.open_draft(sender, shard, [b""] * count, attempt=attempt)

@@ -137,6 +137,8 @@ class Sealer:
             self.sealing.add(shard)
         try:
             slots = [int(n) for n in body["slots"]]
+            int(body["world_size"])  # all of the body is read before a slot changes hands
+            sizes = chunk_sizes(int(body["nbytes"]), self.vault.chunk_bytes)
             if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
                 raise IntegrityError(f"{shard} was handed over without a layout")
             with self.server.lock, self.vault.lock:
@@ -151,7 +153,7 @@ class Sealer:
                 is_old = shard.attempt < fence
                 return f"attempt {fence} was opened" if is_old else "its slots were no longer leased to it"
             if known is None:
-                known, has_targets = self._seal_fresh(shard, body, slots)
+                known, has_targets = self._seal_fresh(shard, body, slots, sizes)
             else:
                 has_targets = self.holder.pusher.replicate(shard, known.spec.digest)
         finally:
@@ -165,11 +167,18 @@ class Sealer:
         self.server.grant_current(link)
         return ""
 
-    def _seal_fresh(self, shard: ShardId, body: dict[str, Any], slots: list[int]) -> tuple[Shelved, bool]:
+    def _seal_fresh(
+        self, shard: ShardId, body: dict[str, Any], slots: list[int], sizes: list[int]
+    ) -> tuple[Shelved, bool]:
         """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
-        fresh = Fresh(self.vault, shard, slots, chunk_sizes(int(body["nbytes"]), self.vault.chunk_bytes))
-        is_sound = len(fresh.slots) == len(fresh.sizes)  # else sealing it says what is wrong
-        has_targets = is_sound and self.holder.pusher.replicate(shard, "", fresh)
+        fresh = Fresh(self.vault, shard, slots, sizes)
+        try:
+            is_sound = len(slots) == len(sizes)  # else sealing it says what is wrong
+            has_targets = is_sound and self.holder.pusher.replicate(shard, "", fresh)
+        except BaseException as exc:
+            fresh.fail(repr(exc))
+            self.vault.give_back(slots)
+            raise
         try:
             shelved = self.vault.seal_local(
                 shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),

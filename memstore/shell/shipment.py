@@ -121,7 +121,7 @@ class Fresh:
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._why) or is_there(), DIGEST_S):
-                self._why = f"{self.shard} was not digested within {DIGEST_S:g} s"
+                raise PeerRefused(f"{self.shard} was not digested within {DIGEST_S:g} s", is_final=False)
             if self._why:
                 raise PeerRefused(f"the put failed on its own host: {self._why}", is_final=True)
 

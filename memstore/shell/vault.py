@@ -311,14 +311,20 @@ class Vault:
         return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
 
     def verify(self, shelved: Shelved) -> list[int]:
-        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30)."""
+        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
+
+        `on_hurt` hears of the other replicas that used the same slots.
+        """
+        hurt: dict[int, Shelved] = {}
         for index in range(len(shelved.slots)):
             number, view = shelved.slots[index], self.chunk_view(shelved, index)
             if number is not None and view is not None and chunk_digest(view) != shelved.digests[index]:
                 with self.lock:
                     if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
-                        self.shelf.condemn(number)
+                        hurt.update({id(s): s for s in self.shelf.condemn(number) if s is not shelved})
                         self.flush()
+        for other in hurt.values():
+            self.on_hurt(other)
         return sorted(shelved.missing)
 
     def verify_slot(self, number: int) -> list[Shelved]:
@@ -352,7 +358,7 @@ class Vault:
         for shard in shards:
             self.drop(shard)
         if removed is not None:
-            with self.lock:
+            with self._grow_lock, self.lock:  # after a claim that is under way, which would put it back
                 self.shelf.drop_share(str(removed[0]), int(removed[1]))
 
     def expire_pins(self) -> None:
