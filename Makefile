@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test demo lint types bench drill sim fuzz
+.PHONY: venv test test-long demo lint types bench drill sim fuzz
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -12,7 +12,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,dev]'
 	touch $@
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not long"
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 demo: $(STAMP)
 	$(BIN)/memstore demo
 lint: $(STAMP)

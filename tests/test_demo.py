@@ -70,6 +70,7 @@ def _ray_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.drill
 @pytest.mark.slow

@@ -107,6 +107,7 @@ def test_a_drill_ends_as_promised(site: EmbeddedSite, name: str) -> None:
 
 
 @on_ray
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in OTHERS if DRILLS[name].beyond])
 def test_its_twin_is_refused(site: EmbeddedSite, name: str) -> None:
     """Beyond the tolerance every rank gets a RecoveryError that names ranks and hosts, and no byte."""

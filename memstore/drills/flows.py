@@ -82,7 +82,7 @@ class Restart(Flow):
         if any(r.error for r in self.results) or not run.report.is_verified:
             return
         started_s = time.monotonic()
-        flapping = [h["host"] for h in run.site.status()["hosts"] if h["is_on_probation"]]
+        flapping = run.site.on_probation()
         try:
             if not flapping:  # such a host is given no second copy by repair, only by the next put (R29)
                 run.job.wait_redundant()

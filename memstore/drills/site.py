@@ -79,6 +79,10 @@ class Site:
                 found.setdefault(str(row["labels"]["rack"]), []).append(str(row["host"]))
         return found
 
+    def on_probation(self) -> list[str]:
+        """Hosts that died too often lately for repair to give them a second copy (R29)."""
+        return [host["host"] for host in self.status()["hosts"] if host["is_on_probation"]]
+
     def live_hosts(self) -> list[str]:
         """Hosts that can take ranks, sorted."""
         return sorted(row["host"] for row in self.status()["hosts"] if row["status"] == "live")

@@ -7,6 +7,7 @@ the peer lacks; `fetch_into` pulls chunk runs into a draft. Both block, in threa
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,13 +125,25 @@ class Peer:
         for channel in idle:
             channel.close()
 
-    def over_streams(self, batches: Sequence[list[int]], work: Callable[[list[int]], None]) -> None:
-        """Run `work` on every batch over the streams; the first error is raised after all have ended."""
+    def over_streams(
+        self,
+        batches: Sequence[list[int]],
+        work: Callable[[list[int]], None],
+        before: Callable[[list[int]], object] = lambda batch: None,
+    ) -> None:
+        """Run `work` on every batch over the streams; the first error is raised after all have ended.
+
+        `before` waits in the caller's thread for what a batch needs: the streams belong to all pushes and fetches.
+        """
+        futures: list[Future[None]] = []
         try:
-            futures: list[Future[None]] = [self._workers.submit(work, batch) for batch in batches]
+            for batch in batches:
+                before(batch)
+                futures.append(self._workers.submit(work, batch))
         except RuntimeError as exc:  # its workers are shut down
             raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
-        wait(futures)
+        finally:
+            wait(futures)
         for future in futures:
             if future.cancelled():  # its workers were shut down meanwhile: the peer has moved or is dead
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
@@ -166,7 +179,8 @@ class Peer:
         for _ in range(SEAL_ROUNDS_MAX):
             size = max(1, min(BATCH_CHUNKS, -(-len(wanted) // self._streams)))
             batches = [wanted[i : i + size] for i in range(0, len(wanted), size)]
-            self.over_streams(batches, lambda batch: self._send_batch(shipment, sender, batch, throttle))
+            send = functools.partial(self._send_batch, shipment, sender, throttle)
+            self.over_streams(batches, send, before=shipment.digests)
             body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
             sealed = self.call(body)
             if sealed["ok"]:
@@ -178,7 +192,7 @@ class Peer:
             f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
         )
 
-    def _send_batch(self, shipment: Shipment, sender: str, batch: list[int], throttle: Callable[[int], None]) -> None:
+    def _send_batch(self, shipment: Shipment, sender: str, throttle: Callable[[int], None], batch: list[int]) -> None:
         digests = shipment.digests(batch)
 
         def send(channel: Channel) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.events import copy_to_wire, shard_from_wire, shard_to_wire
@@ -39,6 +40,18 @@ REPLY_TIMEOUT_S = 30.0
 DRAFT_IDLE_S = 120.0  # longer than a batch may take, and than a sender waits for its own digests
 
 
+Key = tuple[str, ShardId]  # sender and shard
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A draft that a peer feeds: over which connections, and when it was last heard of."""
+
+    draft: Draft
+    channels: set[Channel]
+    heard_s: float
+
+
 class PeerServer:
     """What a holder does for its peers."""
 
@@ -49,8 +62,7 @@ class PeerServer:
         self.host_id = host_id
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
-        self.feeders: dict[tuple[str, ShardId], set[Channel]] = {}  # open draft -> connections that feed it
-        self.fed_s: dict[tuple[str, ShardId], float] = {}  # open draft -> when it was last heard of
+        self.incoming: dict[Key, Incoming] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
         self.damage = Damage()
@@ -119,7 +131,7 @@ class PeerServer:
                 self.vault.shelf.abort_draft(sender, shard)  # of a try that broke: its room is this one's
             why = None if has_it else self.vault.shelf.guest_refusal(shard, count)
             if not has_it and why is None:
-                self.vault.shelf.open_draft(sender, shard, [b""] * count, attempt=attempt)
+                draft = self.vault.shelf.open_draft(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:
             # The controller may not know of it: the word of this copy died with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
@@ -127,8 +139,7 @@ class PeerServer:
         if why is not None:
             return {"ok": False, "why": why, "is_final": False}
         with self.lock:
-            self.feeders[sender, shard] = {channel}
-            self.fed_s[sender, shard] = self.vault.clock.monotonic()
+            self.incoming[sender, shard] = Incoming(draft, {channel}, self.vault.clock.monotonic())
         return {"ok": True, "have": False}
 
     def _chunks(self, channel: Channel, frame: Frame) -> dict[str, Any]:
@@ -140,15 +151,16 @@ class PeerServer:
             return {"ok": False, "why": "no such draft"}
         want, digests, sizes = self._chunks_named(body, len(draft.slots))
         with self.lock:
-            self.feeders.setdefault((sender, shard), set()).add(channel)
-            self.fed_s[sender, shard] = self.vault.clock.monotonic()
+            incoming = self.incoming.setdefault((sender, shard), Incoming(draft, set(), 0.0))
+            incoming.channels.add(channel)
+            incoming.heard_s = self.vault.clock.monotonic()
         lack = self.vault.expect(draft, want, digests, sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
         bad = []
         for index in lack:
             if not self._receive(channel, draft, index):
                 bad.append(index)
-            self.fed_s[sender, shard] = self.vault.clock.monotonic()
+            incoming.heard_s = self.vault.clock.monotonic()
         return {"ok": True, "bad": bad}
 
     def _chunks_named(self, body: dict[str, Any], chunks_count: int) -> tuple[list[int], list[bytes], list[int]]:
@@ -208,51 +220,40 @@ class PeerServer:
                 self._abort(body)
             return {"ok": False, "missing": draft.missing, "why": str(exc)}
         with self.lock:
-            self.feeders.pop((sender, shard), None)
-            self.fed_s.pop((sender, shard), None)
+            self.incoming.pop((sender, shard), None)
         self.on_sealed(Copy(shard, shelved.spec, self.host_id))
         return {"ok": True, "missing": [], "digest": shard_digest(data)}
 
     def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         sender, shard = str(body["sender"]), shard_from_wire(body["shard"])
         with self.lock:
-            self.feeders.pop((sender, shard), None)
-            self.fed_s.pop((sender, shard), None)
+            self.incoming.pop((sender, shard), None)
         self.vault.abort_draft(sender, shard)
         return {}
 
     def _leave(self, channel: Channel) -> None:
         """A connection ended: drafts that nobody feeds any more give their room back."""
         with self.lock:
-            for channels in self.feeders.values():
-                channels.discard(channel)
-            orphans = [key for key, channels in self.feeders.items() if not channels]
-            for key in orphans:
-                del self.feeders[key]
-                self.fed_s.pop(key, None)
-        for sender, shard in orphans:
-            self.vault.abort_draft(sender, shard)
+            for incoming in self.incoming.values():
+                incoming.channels.discard(channel)
+        self._give_up(lambda key, incoming: not incoming.channels)
 
     def keep_senders(self, hosts: set[str]) -> None:
         """Hosts out of the view are dead: what they began here gives its room back, even if no socket has ended."""
-        with self.lock:
-            orphans = [key for key in self.feeders if key[0] not in hosts]
-            for key in orphans:
-                del self.feeders[key]
-                self.fed_s.pop(key, None)
-        for sender, shard in orphans:
-            self.vault.abort_draft(sender, shard)
+        self._give_up(lambda key, incoming: key[0] not in hosts)
 
     def give_up_idle(self) -> None:
         """A sender that lost interest without a word, or whose word was lost, keeps no room here for ever (R13)."""
         late_s = self.vault.clock.monotonic() - DRAFT_IDLE_S
+        self._give_up(lambda key, incoming: incoming.heard_s < late_s)
+
+    def _give_up(self, is_orphan: Callable[[Key, Incoming], bool]) -> None:
         with self.lock:
-            orphans = [key for key, fed_s in self.fed_s.items() if fed_s < late_s]
+            orphans = {key: incoming for key, incoming in self.incoming.items() if is_orphan(key, incoming)}
             for key in orphans:
-                self.feeders.pop(key, None)
-                del self.fed_s[key]
-        for sender, shard in orphans:
-            self.vault.abort_draft(sender, shard)
+                del self.incoming[key]
+        for (sender, shard), incoming in orphans.items():  # that draft, not one offered anew meanwhile
+            self.vault.abort_draft(sender, shard, only=incoming.draft)
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,9 @@ ROOM_WAIT_S = 10.0  # a target frees room when it hears of the last commit; long
 PUSH_THREADS = 8
 
 
+Done = Callable[[str, bool], None]  # target, whether it has sealed the shard
+
+
 class Pusher:
     """Outgoing copies of one holder."""
 
@@ -36,7 +39,7 @@ class Pusher:
         self.holder = holder
         self.lock = threading.Lock()
         self.workers = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="memstore-push")
-        self.under_way: set[tuple[ShardId, str]] = set()
+        self.under_way: dict[tuple[ShardId, str], list[Done]] = {}  # -> who hears of its end
         self.silent_since_s: dict[str, float] = {}  # targets that the view has and that we cannot reach
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
 
@@ -65,18 +68,27 @@ class Pusher:
         )
 
     def submit(
-        self, shard: ShardId, digest: str, target: str, *, is_repair: bool, done: Any = None, fresh: Fresh | None = None
+        self,
+        shard: ShardId,
+        digest: str,
+        target: str,
+        *,
+        is_repair: bool,
+        done: Done | None = None,
+        fresh: Fresh | None = None,
     ) -> None:
-        """Queue one push unless the same one is under way."""
+        """Queue one push, or wait with the same one that is under way."""
         with self.lock:
-            if (shard, target) in self.under_way:
+            waiting = self.under_way.get((shard, target))
+            if waiting is not None:
+                waiting += [done] if done is not None else []
                 return
-            self.under_way.add((shard, target))
+            self.under_way[shard, target] = [done] if done is not None else []
         if fresh is not None:
             fresh.begin()
-        self.workers.submit(self._run, shard, digest, target, is_repair, done, fresh)
+        self.workers.submit(self._run, shard, digest, target, is_repair, fresh)
 
-    def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, done: Any, fresh: Fresh | None) -> None:
+    def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, fresh: Fresh | None) -> None:
         why, is_final = "", True
         try:
             if fresh is None:
@@ -90,12 +102,12 @@ class Pusher:
             why = repr(exc)
         finally:
             with self.lock:
-                self.under_way.discard((shard, target))
+                waiting = self.under_way.pop((shard, target), [])
         if why:
             self.holder.report(
                 "push_failed", {"shard": shard_to_wire(shard), "target": target, "why": why, "is_final": is_final}
             )
-        if done is not None:
+        for done in waiting:
             done(target, not why)
 
     def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:

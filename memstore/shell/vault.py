@@ -280,11 +280,12 @@ class Vault:
             self.flush()
         return shelved
 
-    def abort_draft(self, name: str, shard: ShardId) -> None:
-        """Give back what a draft holds."""
+    def abort_draft(self, name: str, shard: ShardId, *, only: Draft | None = None) -> None:
+        """Give back what a draft holds; with `only`, if it is still that one."""
         with self.lock:
-            self.shelf.abort_draft(name, shard)
-            self.flush()
+            if only is None or self.shelf.draft(name, shard) is only:
+                self.shelf.abort_draft(name, shard)
+                self.flush()
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from memstore.config import Config
+from memstore.core.manifest import decode_manifest
 from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
@@ -235,13 +236,17 @@ class ProcessCluster:
         }
 
     def settled_inventory(self, manifests_count: int) -> dict[str, Any]:
-        """The inventory of every host that runs, once each has this many manifests: older steps are dropped by then."""
+        """The inventory of every host that runs, once each has this many manifests and no slot but theirs.
+
+        Older steps are dropped by then, and what half-received shards held is given back.
+        """
 
         def settled() -> dict[str, Any]:
             found = {host: self.inventory(host) for host in self.holders}
             is_settled = all(
                 len(one["manifests"]) == manifests_count and not any(n.startswith(".") for n in one["manifests"])
-                and all(state == SlotState.SEALED for state, _, _ in one["slots"]) for one in found.values()
+                and all(state == SlotState.SEALED for state, _, _ in one["slots"])
+                and {digest for _, _, digest in one["slots"]} == _named(one["manifests"]) for one in found.values()
             )  # fmt: skip
             return found if is_settled and found == {host: self.inventory(host) for host in self.holders} else {}
 
@@ -288,6 +293,11 @@ class ProcessCluster:
     def logs(self) -> str:
         """All logs, for a failing test."""
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
+
+
+def _named(manifests: dict[str, bytes]) -> set[bytes]:
+    """The digests of all chunks that manifests name."""
+    return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

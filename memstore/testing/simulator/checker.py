@@ -357,7 +357,7 @@ class Checker:
             if leased:
                 raise Violation("I13", f"{host} still leases slots to dead processes: {leased}")
             # A sender that was cut off could not say that it gave up: its draft goes when it has been idle for long.
-            kept = [k for k in holder.vault.shelf.drafts if (k[1], k[0]) not in holder.peer_server.fed_s]
+            kept = [k for k in holder.vault.shelf.drafts if (k[1], k[0]) not in holder.peer_server.incoming]
             if kept:
                 raise Violation("I13", f"{host} still has drafts {sorted(map(str, kept))[:3]}")
         why = self.why_not_live()
