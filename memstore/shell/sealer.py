@@ -137,8 +137,13 @@ class Sealer:
             self.sealing.add(shard)
         try:
             slots = [int(n) for n in body["slots"]]
-            int(body["world_size"])  # all of the body is read before a slot changes hands
-            sizes = chunk_sizes(int(body["nbytes"]), self.vault.chunk_bytes)
+            # All of the body is read before a slot changes hands, and no list is made as long as a rank says.
+            world_size, nbytes = int(body["world_size"]), int(body["nbytes"])
+            if len(slots) != -(-nbytes // self.vault.chunk_bytes) or world_size < 1:
+                raise IntegrityError(
+                    f"{shard} was handed over with {len(slots)} slots for {nbytes} bytes, world size {world_size}"
+                )
+            sizes = chunk_sizes(nbytes, self.vault.chunk_bytes)
             if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
                 raise IntegrityError(f"{shard} was handed over without a layout")
             with self.server.lock, self.vault.lock:
@@ -173,8 +178,7 @@ class Sealer:
         """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
         fresh = Fresh(self.vault, shard, slots, sizes)
         try:
-            is_sound = len(slots) == len(sizes)  # else sealing it says what is wrong
-            has_targets = is_sound and self.holder.pusher.replicate(shard, "", fresh)
+            has_targets = self.holder.pusher.replicate(shard, "", fresh)
         except BaseException as exc:
             fresh.fail(repr(exc))
             self.vault.give_back(slots)
