@@ -58,6 +58,7 @@ class ArenaMapping:
         mapped.madvise(mmap.MADV_DONTFORK)
         self._map: mmap.mmap | None = mapped
         self._view = memoryview(mapped)
+        self._entered: set[int] = set()  # slots whose pages this process has
         self._address = np.frombuffer(mapped, np.uint8).ctypes.data
         _OPEN.add(self)
 
@@ -112,17 +113,18 @@ class ArenaMapping:
     def prefault(self, slots: Sequence[int], should_stop: Callable[[], bool] | None = None) -> int:
         """Enter the pages of claimed slots into this process, in steps of 64 MiB without the GIL.
 
-        Contents do not change, so slots in use may be among them. Returns the bytes done: fewer than
-        asked only if `should_stop` said so.
+        Contents do not change, so slots in use may be among them; those entered before are passed over, since
+        walking their pages again costs a tenth of copying them. Returns the bytes entered by this call.
         """
         self._check_open()
         for slot in slots:
             self._check_slot(slot)
         done = 0
-        for at, nbytes in self._steps(slots):
+        for at, nbytes in self._steps([slot for slot in slots if slot not in self._entered]):
             if should_stop and should_stop():
                 break
             done += self.populate(at, nbytes)
+            self._entered.update(range(at // self.chunk_bytes, (at + nbytes) // self.chunk_bytes))
         return done
 
     def populate(self, at: int, nbytes: int) -> int:
