@@ -52,7 +52,7 @@ class Config:
     failure_domains: tuple[str, ...] = ("zone", "rack")  # coarsest first, as far as labels exist (R18)
     interface: str | None = None  # name or CIDR of the network that carries replicas
     port: int = 0  # 0: any free port
-    streams: int = 4  # connections per pair of hosts that carry bulk bytes
+    streams: int = 4  # most connections per pair of hosts that carry bulk bytes; never more than the host has cores
     heartbeat_s: float = 0.5
     suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
     repair_after_s: float = 5.0  # silence after which a host counts as dead (R28)

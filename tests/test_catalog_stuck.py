@@ -243,7 +243,7 @@ def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
 
 def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is there already: mending a copy writes none, so that it needs no room for one (R30)."""
-    slots = [vault.take_slot() for _ in range(2)]
+    slots = vault.take_slots(2)
     for number in slots:
         vault.arena.view(number, CHUNK_BYTES)[:] = bytes([number + 1]) * CHUNK_BYTES
     shard = ShardId(JOB, 1, 2, 0)
@@ -257,16 +257,16 @@ def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch
 
     monkeypatch.setattr(vault.manifests, "save", full)
     draft = vault.open_draft("a", shard, kept.digests, [CHUNK_BYTES] * 2, 1)
-    number = vault.take_slot()
+    (number,) = vault.take_slots(1)
     vault.arena.view(number, CHUNK_BYTES)[:] = good
-    assert vault.keep_chunk(draft, 0, number, CHUNK_BYTES)
+    assert vault.keep_chunks(draft, [(0, number, CHUNK_BYTES, kept.digests[0])]) == []
     assert vault.finish("a", data) is kept
     assert vault.verify(kept) == []
 
 
 def put(vault: Vault, step: int, fills: list[int]) -> Shelved:
     """Store a shard of one chunk per fill, as a rank's put does."""
-    slots = [vault.take_slot() for _ in fills]
+    slots = vault.take_slots(len(fills))
     for number, fill in zip(slots, fills, strict=True):
         vault.arena.view(number, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
     return vault.seal_local(

@@ -265,7 +265,7 @@ def test_a_chunk_of_another_size_than_announced_is_not_kept(trained: Trained, bu
         peer.send(Kind.CALL, 77, {**CHUNKS, "digests": [chunk_digest(bytes(10))]}, deadline_s=10)
         assert peer.recv(timeout_s=10).body == {"ok": True, "lack": [0]}
         with contextlib.suppress(errors.TransportError):
-            peer.send(Kind.CHUNK, 77, {"i": 0}, [memoryview(bytes(bulk_bytes))], deadline_s=10)
+            peer.send(Kind.CHUNK, 77, {"sizes": [bulk_bytes]}, [memoryview(bytes(bulk_bytes))], deadline_s=10)
             assert peer.recv(timeout_s=10).body == {"ok": True, "bad": [0]}
 
 
@@ -290,7 +290,7 @@ def test_a_manifest_that_contradicts_the_chunks_is_not_stored(trained: Trained, 
         assert peer.request(OFFER, timeout_s=10).body["ok"] is True
         peer.send(Kind.CALL, 77, {**CHUNKS, "digests": [digest]}, deadline_s=10)
         assert peer.recv(timeout_s=10).body["lack"] == [0]
-        peer.send(Kind.CHUNK, 77, {"i": 0}, [memoryview(bytes(10))], deadline_s=10)
+        peer.send(Kind.CHUNK, 77, {"sizes": [10]}, [memoryview(bytes(10))], deadline_s=10)
         assert peer.recv(timeout_s=10).body == {"ok": True, "bad": []}
         seal = {"do": "seal", "shard": SHARD, "sender": "h9", "manifest": msgpack.packb(list((row | fields).values()))}
         with contextlib.suppress(errors.MemstoreError):

@@ -90,7 +90,7 @@ def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, mo
     server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
     shard = ShardId("job", 1, 7, 1)
     vault.ensure_free(4)
-    slots = [vault.take_slot(), vault.take_slot()]
+    slots = vault.take_slots(2)
     known = vault.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
     assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": True}
     assert len(reported) == 1

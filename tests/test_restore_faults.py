@@ -51,7 +51,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
 def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:
     """Store a shard of one chunk per fill byte, as a rank's put would."""
     vault.ensure_free(len(fills))
-    slots = [vault.take_slot() for _ in fills]
+    slots = vault.take_slots(len(fills))
     for slot, fill in zip(slots, fills, strict=True):
         vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
     return vault.seal_local(

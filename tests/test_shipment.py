@@ -48,7 +48,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
 
 def handed_over(holder: Holder, fills: range) -> list[int]:
     """Fill slots as a rank's put does."""
-    slots = [holder.vault.take_slot() for _ in fills]
+    slots = holder.vault.take_slots(len(fills))
     for slot, fill in zip(slots, fills, strict=True):
         holder.vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
     return slots

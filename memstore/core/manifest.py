@@ -55,6 +55,11 @@ def chunk_digest(view: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(view)
 
 
+def chunk_hasher() -> xxhash.xxh3_128:
+    """Return what gives `chunk_digest` of a chunk that comes in pieces: update(view), then digest()."""
+    return xxhash.xxh3_128()
+
+
 def shard_digest(data: bytes) -> str:
     """Return the shard's digest: hex xxh3-128 of its encoded manifest (R14)."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -15,7 +15,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from memstore import errors
@@ -32,6 +32,8 @@ REST_OF_FRAME_S = 30.0
 SKIP_BUFFER_BYTES = 256 << 10
 WAKE_BYTES = 1 << 20
 """A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
+PIECE_BYTES = 1 << 20
+"""Most that is received before the one who looks at every piece sees it: well within a core's share of the cache."""
 _UCRED = struct.Struct("3i")
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -141,14 +143,19 @@ class Channel:
             self._bulk_left = header.bulk_bytes
             return Frame(header.kind, header.request_id, body, header.bulk_bytes)
 
-    def recv_bulk_into(self, view: memoryview, *, timeout_s: float) -> None:
-        """Fill `view` with the next bulk bytes of the last frame; several views may share one frame's bulk."""
+    def recv_bulk_into(
+        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Fill `view` with the next bulk bytes of the last frame; several views may share one frame's bulk.
+
+        `seen` is called with the pieces, in order and while they are in the processor's cache.
+        """
         view = view.cast("B")
         clock = _Clock(f"receive {view.nbytes:,} bulk bytes", timeout_s)
         with self._held(self._recv_lock, clock):
             if view.nbytes > self._bulk_left:
                 raise errors.InternalError(f"{view.nbytes:,} bulk bytes wanted, the frame has {self._bulk_left:,} left")
-            self._fill(view, clock)
+            self._fill(view, clock, seen=seen)
             self._bulk_left -= view.nbytes
 
     def skip_bulk(self, *, timeout_s: float) -> None:
@@ -255,11 +262,14 @@ class Channel:
                 else:
                     views[index] = views[index][step:]
 
-    def _fill(self, view: memoryview, clock: _Clock, *, at_boundary: bool = False) -> None:
+    def _fill(
+        self, view: memoryview, clock: _Clock, *, at_boundary: bool = False,
+        seen: Callable[[memoryview], object] | None = None,
+    ) -> None:  # fmt: skip
         done = 0
         while done < view.nbytes:
             try:
-                got = self._sock.recv_into(view[done:])
+                got = self._sock.recv_into(view[done:] if seen is None else view[done : done + PIECE_BYTES])
             except BlockingIOError:
                 self._wake_at(min(view.nbytes - done, WAKE_BYTES))
                 self._wait(self._readable, clock, mid_frame=not at_boundary or done > 0)
@@ -271,6 +281,8 @@ class Channel:
                 self._lost("it closed the connection" + ("" if eof else " in the middle of a frame"), eof=eof)
             if at_boundary and not done:
                 clock.limit_from_now()
+            if seen is not None:
+                seen(view[done : done + got])
             done += got
 
     def _wake_at(self, nbytes: int) -> None:

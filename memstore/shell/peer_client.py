@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from memstore.core.shelf import Draft
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.chunk_run import batches, receive_run, runs, send_run
 from memstore.shell.damage import Damage
 from memstore.shell.listener import connect_tcp
 from memstore.shell.shipment import Shipment
@@ -27,7 +29,6 @@ from memstore.shell.tls import Tls
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
 
-BATCH_CHUNKS = 32  # most chunks of one request: round trips cost a stream its pace; small shards are cut finer
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
@@ -51,13 +52,14 @@ class Peer:
         tls: Tls | None = None,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
-        self._secret, self._store, self._identity, self._streams = secret, store, identity, streams
+        self._secret, self._store, self._identity = secret, store, identity
+        self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
         self._tls = tls
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
         self._damage = damage
-        self._workers = ThreadPoolExecutor(streams, thread_name_prefix=f"memstore-peer-{host_id}")
+        self._workers = ThreadPoolExecutor(self._streams, thread_name_prefix=f"memstore-peer-{host_id}")
         self.is_closed = False
         self.sent_bytes = 0
 
@@ -127,7 +129,7 @@ class Peer:
 
     def over_streams(
         self,
-        batches: Sequence[list[int]],
+        requests: Iterable[list[int]],
         work: Callable[[list[int]], None],
         before: Callable[[list[int]], object] = lambda batch: None,
     ) -> None:
@@ -137,7 +139,7 @@ class Peer:
         """
         futures: list[Future[None]] = []
         try:
-            for batch in batches:
+            for batch in requests:
                 before(batch)
                 futures.append(self._workers.submit(work, batch))
         except RuntimeError as exc:  # its workers are shut down
@@ -177,10 +179,8 @@ class Peer:
         shard, before = shard_to_wire(shipment.shard), self.sent_bytes
         wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
-            size = max(1, min(BATCH_CHUNKS, -(-len(wanted) // self._streams)))
-            batches = [wanted[i : i + size] for i in range(0, len(wanted), size)]
             send = functools.partial(self._send_batch, shipment, sender, throttle)
-            self.over_streams(batches, send, before=shipment.digests)
+            self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
             body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
             sealed = self.call(body)
             if sealed["ok"]:
@@ -205,13 +205,15 @@ class Peer:
             answer = channel.recv(timeout_s=CALL_TIMEOUT_S)
             if answer.kind is not Kind.EVENT:  # an ERROR, or the reply that there is no such draft
                 raise PeerRefused(str(answer.body.get("why") or error_from_body(answer.body)), is_final=False)
-            for index in answer.body["lack"]:
-                view = shipment.view(int(index))
-                if view is None:
-                    raise PeerRefused(f"chunk {index} went bad here", is_final=True)
-                throttle(view.nbytes)
-                channel.send(Kind.CHUNK, request_id, {"i": int(index)}, [view], deadline_s=CALL_TIMEOUT_S)
-                self.sent_bytes += view.nbytes
+            lack = [int(i) for i in answer.body["lack"]]
+            for part in runs([shipment.sizes[i] for i in lack]):
+                views = [shipment.view(i) for i in lack[part]]
+                nbytes = sum(view.nbytes for view in views if view is not None)
+                if None in views:
+                    raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
+                throttle(nbytes)
+                send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S)
+                self.sent_bytes += nbytes
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
 
@@ -244,10 +246,8 @@ class Peer:
             CapacityError: no room here.
         """
         bad: list[int] = []
-        todo = list(want)
-        size = max(1, min(BATCH_CHUNKS, -(-len(todo) // self._streams)))
-        batches = [todo[i : i + size] for i in range(0, len(todo), size)]
-        self.over_streams(batches, lambda batch: bad.extend(self._fetch_batch(vault, draft, digest, batch)))
+        fetch = functools.partial(self._fetch_batch, vault, draft, digest)
+        self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         if not bad:
             return []
         answer = self.call({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
@@ -257,27 +257,17 @@ class Peer:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:
-            bad = []
+            bad: list[int] = []
             want = [i for i in batch if draft.slots[i] is None]
             body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": want}
             channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
-            for index in want:
-                frame = channel.recv(timeout_s=CALL_TIMEOUT_S)
-                if frame.kind is Kind.ERROR:
-                    raise error_from_body(frame.body)
-                if frame.bulk_bytes == 0 or frame.bulk_bytes > vault.chunk_bytes:
-                    channel.skip_bulk(timeout_s=CALL_TIMEOUT_S)
-                    bad.append(index)
-                    continue
-                number = vault.take_slot_growing()
-                try:
-                    channel.recv_bulk_into(vault.arena.view(number, frame.bulk_bytes), timeout_s=CALL_TIMEOUT_S)
-                except MemstoreError:
-                    vault.give_back([number])
-                    raise
-                if not vault.keep_chunk(draft, index, number, frame.bulk_bytes):
-                    self._damage.chunk()
-                    bad.append(index)
+            while want:
+                run = receive_run(
+                    channel, vault, draft, want, take=vault.take_slots_growing, damage=self._damage,
+                    timeout_s=CALL_TIMEOUT_S,
+                )  # fmt: skip
+                bad += run.bad
+                want = want[run.answered :]
             channel.recv(timeout_s=CALL_TIMEOUT_S)
             return bad
 

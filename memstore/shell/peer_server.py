@@ -4,8 +4,8 @@ A connection carries one request at a time. Requests (CALL bodies, key "do"):
 
     offer     shard, digest, attempt, sender, count            -> {"ok", "why"}     opens a draft of count chunks;
               digest is "" while the sender itself does not know it yet
-    chunks    shard, sender, want=[index...], digests, sizes   -> {"lack": [...]}   then one CHUNK frame per
-              lacking index, in order, then the reply {"bad": [...]}
+    chunks    shard, sender, want=[index...], digests, sizes   -> {"lack": [...]}   then the lacking chunks, in
+              order, as CHUNK frames (chunk_run.py), then the reply {"bad": [...]}
     seal      shard, sender, manifest                          -> {"ok", "missing"}
     abort     shard, sender                                    -> {}
     manifest  shard, digest                                    -> {"manifest"}
@@ -30,6 +30,7 @@ from memstore.core.tree import checked_count, checked_list
 from memstore.core.wire import Kind, error_body
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
 from memstore.shell.channel import Channel, Frame
+from memstore.shell.chunk_run import receive_run, runs, send_run
 from memstore.shell.damage import Damage
 from memstore.shell.vault import Vault
 from recovery.inventory import Copy, ShardId
@@ -156,11 +157,15 @@ class PeerServer:
             incoming.heard_s = self.vault.clock.monotonic()
         lack = self.vault.expect(draft, want, digests, sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
-        bad = []
-        for index in lack:
-            if not self._receive(channel, draft, index):
-                bad.append(index)
+        bad: list[int] = []
+        while lack:
+            run = receive_run(
+                channel, self.vault, draft, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
+            )
             incoming.heard_s = self.vault.clock.monotonic()
+            self.received_bytes += run.nbytes
+            bad += run.bad
+            lack = lack[run.answered :]
         return {"ok": True, "bad": bad}
 
     def _chunks_named(self, body: dict[str, Any], chunks_count: int) -> tuple[list[int], list[bytes], list[int]]:
@@ -176,25 +181,12 @@ class PeerServer:
             raise ValueError(f"{len(want)} indices, {len(digests)} digests, {len(sizes)} sizes")
         return want, digests, sizes
 
-    def _receive(self, channel: Channel, draft: Draft, index: int) -> bool:
-        chunk = channel.recv(timeout_s=CHUNK_TIMEOUT_S)
-        if chunk.kind is not Kind.CHUNK or not 0 < chunk.bulk_bytes <= self.vault.chunk_bytes:
-            raise ProtocolError(f"{channel.peer}: {chunk.kind.name} of {chunk.bulk_bytes} bytes where a chunk was due")
+    def _take(self, count: int) -> list[int]:
+        """Slots for that many chunks, or as many as there are: the sender keeps the others and tries again (R13)."""
         try:
-            number = self.vault.take_slot()
+            return self.vault.take_slots(count)
         except CapacityError:
-            channel.skip_bulk(timeout_s=CHUNK_TIMEOUT_S)
-            return False
-        try:
-            channel.recv_bulk_into(self.vault.arena.view(number, chunk.bulk_bytes), timeout_s=CHUNK_TIMEOUT_S)
-        except MemstoreError:
-            self.vault.give_back([number])
-            raise
-        is_good = self.vault.keep_chunk(draft, index, number, chunk.bulk_bytes)
-        self.received_bytes += chunk.bulk_bytes
-        if not is_good:
-            self.damage.chunk()
-        return is_good
+            return []
 
     def _seal(self, body: dict[str, Any]) -> dict[str, Any]:
         """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
@@ -289,15 +281,12 @@ class PeerServer:
         shelved, pin = self._pinned(frame.body)
         lacking: list[int] = []
         try:
-            for index in [checked_count(i, "chunk index") for i in checked_list(frame.body["want"], None, "want")]:
-                view = self.vault.chunk_view(shelved, index) if 0 <= index < len(shelved.slots) else None
-                if view is None:
-                    lacking.append(index)
-                    channel.send(
-                        Kind.CHUNK, frame.request_id, {"i": index, "lacking": True}, deadline_s=CHUNK_TIMEOUT_S
-                    )
-                else:
-                    channel.send(Kind.CHUNK, frame.request_id, {"i": index}, [view], deadline_s=CHUNK_TIMEOUT_S)
+            want = [checked_count(i, "chunk index") for i in checked_list(frame.body["want"], None, "want")]
+            sizes = [shelved.spec.chunk_nbytes(i) if i < len(shelved.slots) else 0 for i in want]
+            for part in runs(sizes):
+                views = [self.vault.chunk_view(shelved, i) if i < len(shelved.slots) else None for i in want[part]]
+                lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
+                send_run(channel, frame.request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
             self.vault.unpin(shelved, pin)
         return {"lacking": lacking}

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
-from memstore.core.manifest import decode_manifest
+from memstore.core.manifest import chunk_digest, decode_manifest
 from memstore.core.shelf import Draft, Shelved
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_directory import tier_from_url
@@ -249,9 +249,10 @@ class Stager:
         tier = tier_from_url(str(body["durable"]))
         bad = []
         for index in chunks:
-            number = self.vault.take_slot_growing()
+            number = self.vault.take_slots_growing(1)[0]
+            view = self.vault.arena.view(number, sizes[index])
             try:
-                tier.read_chunk_into(draft.shard, index, self.vault.arena.view(number, sizes[index]))
+                tier.read_chunk_into(draft.shard, index, view)
             except IntegrityError:
                 self.vault.give_back([number])
                 bad.append(index)
@@ -259,8 +260,7 @@ class Stager:
             except MemstoreError:
                 self.vault.give_back([number])
                 raise
-            if not self.vault.keep_chunk(draft, index, number, sizes[index]):
-                bad.append(index)
+            bad += self.vault.keep_chunks(draft, [(index, number, sizes[index], chunk_digest(view))])
         return bad
 
 

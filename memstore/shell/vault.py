@@ -230,33 +230,35 @@ class Vault:
             for hurt in self.verify_slot(number):
                 self.on_hurt(hurt)
 
-    def take_slot(self) -> int:
-        """Take a slot to receive into; CapacityError if none is free."""
+    def take_slots(self, count: int) -> list[int]:
+        """Take up to `count` slots to receive into; CapacityError if none is free."""
         with self.lock:
-            number = self.table.receive()
+            numbers = [n for n in (self.table.receive() for _ in range(count)) if n is not None]
             self.flush()
-        if number is None:
+        if count and not numbers:
             raise CapacityError("no free slot to receive into: the arena's shares are used up")
-        return number
+        return numbers
 
-    def take_slot_growing(self) -> int:
-        """Take a slot for a restore, growing the arena if its shares are used up (R10); CapacityError at the limit."""
+    def take_slots_growing(self, count: int) -> list[int]:
+        """Take slots for a restore, growing the arena if its shares are used up (R10); CapacityError at the limit."""
         with self._grow_lock:
             with self.lock:
-                needed = len(self.table.slots) + (not self.table.free)
+                needed = len(self.table.slots) + max(0, count - len(self.table.free))
             self._grow_to(needed)
-            return self.take_slot()
+            return self.take_slots(count)
 
-    def keep_chunk(self, draft: Draft, index: int, number: int, nbytes: int) -> bool:
-        """Check the received bytes against the draft's digest; keep them, or free the slot and return False."""
-        is_good = chunk_digest(self.arena.view(number, nbytes)) == draft.digests[index]
+    def keep_chunks(self, draft: Draft, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
+        """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
+        bad = [index for index, _, _, digest in came if digest != draft.digests[index]]
         with self.lock:
-            if is_good and any(draft is known for known in self.shelf.drafts.values()):
-                self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
-            else:
-                self.table.release(number)
+            is_known = any(draft is known for known in self.shelf.drafts.values())
+            for index, number, nbytes, digest in came:
+                if is_known and index not in bad:
+                    self.shelf.fill(draft, index, number, digest, nbytes, self.clock.time())
+                else:
+                    self.table.release(number)
             self.flush()
-        return is_good
+        return bad
 
     def finish(self, name: str, manifest_data: bytes) -> Shelved:
         """Save the manifest and turn the draft into a stored replica.

@@ -35,12 +35,13 @@ class _Equal:
 def digest_skipped_on_arrival() -> Any:
     """A chunk from a peer is kept without comparing its digest."""
 
-    def keep(self: Vault, draft: Draft, index: int, number: int, nbytes: int) -> bool:
-        self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
+    def keep(self: Vault, draft: Draft, came: Any) -> list[int]:
+        for index, number, nbytes, _ in came:
+            self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
         self.flush()
-        return True
+        return []
 
-    return patch.object(Vault, "keep_chunk", keep)
+    return patch.object(Vault, "keep_chunks", keep)
 
 
 @planted("adoption-trusts-headers", "R6", "R6", Fault(5.0, "flip-at-rest", (0,), count=16),

@@ -9,9 +9,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
-from memstore.core.manifest import decode_manifest, shard_digest
+from memstore.core.manifest import chunk_digest, decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
-from memstore.core.wire import Kind
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.testing.simulator.transfer import RETRY_S, Request
 from recovery.inventory import ShardId
@@ -183,18 +182,17 @@ class Stager:
             peer = yield from holder.pusher.reach(host)
             request = Request(holder, peer)
             request.ask({"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo})
-            found = {int(b["i"]): data for kind, b, data in request.sent if kind is Kind.CHUNK}
+            found = dict(zip(todo, request.chunks(), strict=False))
         bad = []
         for index in todo:
             data = found.get(index, b"")
             if len(data) != sizes[index]:
                 bad.append(index)
                 continue
-            number = vault.take_slot_growing()
+            number = vault.take_slots_growing(1)[0]
             vault.arena.view(number, len(data))[:] = data
             holder.memory.version += 1
-            if not vault.keep_chunk(draft, index, number, len(data)):
-                bad.append(index)
+            bad += vault.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))])
         if not bad or host == "durable":
             return bad
         peer = yield from holder.pusher.reach(host)

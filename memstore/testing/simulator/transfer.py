@@ -57,6 +57,15 @@ class Request:
             raise error_from_body(answer)
         return answer
 
+    def chunks(self) -> list[bytes]:
+        """The chunks the server sent, in the order asked for; b"" for one it lacks."""
+        found = []
+        for kind, body, data in self.sent:
+            for size in body["sizes"] if kind is Kind.CHUNK else ():
+                found.append(data[:size])
+                data = data[size:]
+        return found
+
     def send(self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)
@@ -75,7 +84,7 @@ class Request:
         self._bulk = bytes(view) if view is not None else bytes(self.sender.memory.chunk_bytes)
         if self.sender.world.network.take("flips"):
             self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
-        return Frame(Kind.CHUNK, 1, {"i": index}, len(self._bulk))
+        return Frame(Kind.CHUNK, 1, {"sizes": [len(self._bulk)]}, len(self._bulk))
 
     def recv_bulk_into(self, view: memoryview, *, timeout_s: float) -> None:
         """Copy it to where the server wants it."""
@@ -83,7 +92,7 @@ class Request:
         self.target.memory.version += 1
 
     def skip_bulk(self, *, timeout_s: float) -> None:
-        """The server has no room for it."""
+        """The server has no room for the rest."""
 
 
 @dataclass
