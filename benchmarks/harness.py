@@ -122,6 +122,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("memstore", "torch", "ray", "numpy", "xxhash")},
         "commit": _commit(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
         "load_before": round(os.getloadavg()[0], 2),
     }
 
