@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from memstore.cli.drain import drain
 from memstore.cli.jobs import ls, rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.options import is_debug
@@ -95,7 +96,7 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, ls, rm, plan, verify):
+for _verb in (up, down, status, ls, rm, plan, verify, drain):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

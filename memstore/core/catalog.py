@@ -14,11 +14,13 @@ from typing import Any
 from memstore.core import facts as f
 from memstore.core.attempts import Attempts
 from memstore.core.cluster_view import ClusterView
+from memstore.core.drains import Drains
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
     Action,
     Answer,
     Body,
+    DrainsSeen,
     Event,
     FactAck,
     Heard,
@@ -86,6 +88,7 @@ class Catalog:
         self.removed: dict[str, int] = {}  # job -> the last attempt that was removed with it
         self.actions: list[Action] = []
         self.takeover = Takeover(self)
+        self.drains = Drains(self)
         self.view = ClusterView(self)
         self.attempts = Attempts(self)
         self.room = Room(self)
@@ -122,6 +125,7 @@ class Catalog:
         if isinstance(event, Tick):
             self.changed(self.hosts.tick(now))
             self._flush_waiting()
+            self.drains.tick()
             for part in (self.attempts, self.room, self.rounds, self.repair):
                 part.tick(now)
             self.queries.tick()
@@ -141,6 +145,8 @@ class Catalog:
             self._report(event)
         elif isinstance(event, FactAck):
             self.log.ack(event.host_id, event.seq)
+        elif isinstance(event, DrainsSeen):
+            self.drains.seen(event.until_s)
         elif isinstance(event, LeaseRenewed):
             self.renew_lease(event.until_s)
 
@@ -195,6 +201,8 @@ class Catalog:
             self.attempts.rewind(call)
         elif verb == "close":
             self.attempts.close(call)
+        elif verb == "drain":
+            self.drains.ask(call)
         else:
             self.queries.ask(verb, call)
 
@@ -311,6 +319,8 @@ class Catalog:
             self._forget_job(fact)
         elif isinstance(fact, f.HostJoined):
             self.hosts.joined[fact.host_id] = fact.labels
+        elif isinstance(fact, f.HostDraining):
+            self.drains.apply(fact, is_replay=is_replay)
 
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
@@ -336,6 +346,8 @@ class Catalog:
             return newest is None or StepId(fact.attempt, fact.step) > newest
         if isinstance(fact, f.HostJoined | f.JobRemoved):
             return True
+        if isinstance(fact, f.HostDraining):
+            return fact.until_s is not None and self.drains.until_s.get(fact.host_id) == fact.until_s
         return job is not None
 
     # -- for the parts ------------------------------------------------------------------------

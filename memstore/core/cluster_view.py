@@ -31,11 +31,13 @@ class ClusterView:
 
         Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
         are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
+        A host that is to go counts as gone, unless there are not enough others.
         """
         hosts, now = self.catalog.hosts, self.catalog.now
         wanted = set(rank_hosts)
-        live = {h for h in wanted if hosts.is_live(h)}
-        others = [h for h in hosts.live_ids() if h not in wanted]
+        leaving = [h for h in hosts.live_ids() if self.catalog.drains.is_draining(h)]
+        live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
+        others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
         kept = set(prefer)
         standins = [h for h in others if h not in labelled and not hosts.is_on_probation(now, h)]
@@ -49,7 +51,8 @@ class ClusterView:
                 if len(covered) < replicas and value is not None and value not in covered:
                     chosen.add(host)
                     covered.add(value)
-        return chosen
+        leaving.sort(key=lambda h: (h not in wanted, h not in kept, h))
+        return chosen | set(leaving[: max(0, replicas - len(chosen))])
 
     def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
         """The coarsest spread level the job ever had: what fewer racks must be measured against (R18)."""
@@ -88,7 +91,7 @@ class ClusterView:
         """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
         seat = attempt.seats.get(rank)
         if seat is not None and self.catalog.hosts.is_live(seat.host_id):
-            return seat.host_id
+            return self._heir(job, seat.host_id) if self.catalog.drains.is_draining(seat.host_id) else seat.host_id
         for step in sorted(job.copies, reverse=True):
             live = sorted(h for h in job.copies[step].get(rank, {}) if self.catalog.hosts.is_live(h))
             if live:
@@ -96,14 +99,35 @@ class ClusterView:
                 return next((h for h in live if h in placed), live[0])
         return seat.host_id if seat is not None else ""
 
+    def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
+        """The hosts that are to hold a rank's shard: its owner and the owner's targets."""
+        placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
+        return [owner, *(placement.targets.get(owner, ()) if placement is not None else ())]
+
+    def _heir(self, job: Job, leaving: str) -> str:
+        """A host that stays and takes the place of one that is to go; one that has its copies already, if there is."""
+        placement = self.placement(job)
+        if placement is None or leaving in placement.targets:
+            return leaving  # there is no other
+        if job.heirs.get(leaving) not in placement.targets:
+            before = job.home.targets.get(leaving, ()) if job.home is not None else ()
+            load = list(job.heirs.values())
+            near = sorted(placement.targets, key=lambda h: (h not in before, load.count(h), h))
+            job.heirs[leaving] = near[0]
+        return job.heirs[leaving]
+
     def send_targets(self, job: Job, only_host: str | None = None) -> None:
         """Tell hosts where to push the shards of their ranks (R13)."""
         placement, attempt = self.placement(job), job.newest
         if placement is None or attempt is None or attempt.phase == "fencing":
             return
-        for host, targets in placement.targets.items():
+        targets = {host: list(others) for host, others in placement.targets.items()}
+        for rank, seat in attempt.seats.items():
+            if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
+                targets[seat.host_id] = self.wanted(job, attempt, rank)
+        for host, others in targets.items():
             if only_host in (None, host):
-                body = {"job": job.name, "attempt": attempt.ordinal, "targets": list(targets)}
+                body = {"job": job.name, "attempt": attempt.ordinal, "targets": others}
                 self.catalog.tell(host, "targets", body)
 
     def send_addresses(self) -> None:

@@ -50,7 +50,6 @@ class HostInfo:
     is_explicit: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     limit_bytes: int = 0
-    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +121,18 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainsSeen:
+    """The cluster manager will take these hosts away, each at its moment (wall clock)."""
+
+    until_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
 
-Event = HostUp | Heard | HostLost | RankCall | RankGone | Report | FactAck | LeaseRenewed | Tick
+Event = HostUp | Heard | HostLost | RankCall | RankGone | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
 
 
 @dataclass(frozen=True, slots=True)

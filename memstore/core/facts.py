@@ -23,6 +23,14 @@ class HostJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDraining:
+    """A host will be taken away at this moment (wall clock), or not any more (None)."""
+
+    host_id: str
+    until_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptOpened:
     """All ranks of one launch arrived; the next ordinal begins (R20)."""
 
@@ -123,6 +131,7 @@ class JobRemoved:
 
 Fact = (
     HostJoined
+    | HostDraining
     | AttemptOpened
     | RoomClaimed
     | RestoreDecided
@@ -137,6 +146,7 @@ _TYPES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         HostJoined,
+        HostDraining,
         AttemptOpened,
         RoomClaimed,
         RestoreDecided,

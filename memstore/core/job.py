@@ -100,6 +100,7 @@ class Job:
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
     placement: Placement | None = None
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
+    heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
 
     @property

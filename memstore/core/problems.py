@@ -49,6 +49,11 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             else "its copies are rebuilt on the other hosts; a replacement that joins gets its share by itself"
         )
         yield _row(DEGRADED if is_needed else NOTE, name, f"{status}: {host['why']}", host["status_s"], remedy)
+    if host["drains_s"] is not None and status != "dead":
+        left = host["drain_left"]
+        rest = f"{left} shards are not yet on enough others" if left else "all it holds is on enough others"
+        cause = f"is to go in {host['drains_s']:.0f} s: {rest}"
+        yield _row(DEGRADED if left else NOTE, name, cause, None, f"`memstore drain {name} --cancel` if it stays")
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(

@@ -81,9 +81,9 @@ class Queries:
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
                     "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
                     "is_explicit": info.is_explicit, "holds": holds.get(host, []),
+                    "drains_s": self.catalog.drains.due_s(host), "drain_left": self.catalog.drains.left(host),
                     "is_on_probation": self.catalog.hosts.is_on_probation(now, host),
-                    # An incarnation is the holder's start in nanoseconds by its own clock (R3).
-                    "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),
+                    "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),  # it is its start (R3)
                     "pushes": sum(1 for s, _ in self.catalog.repair.pushes.values() if s == host),
                 }
             )  # fmt: skip

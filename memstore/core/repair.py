@@ -67,8 +67,7 @@ class Repair:
         return False
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
-        placement = self.catalog.view.placement(job)
-        if placement is None:
+        if self.catalog.view.placement(job) is None:
             return
         commit = job.commits.get(step)
         for rank, copies in sorted(job.copies[step].items()):
@@ -78,16 +77,18 @@ class Repair:
                 for h, c in copies.items()
                 if self.catalog.hosts.is_live(h) and (commit is None or c.spec.digest == commit.digests[rank])
             }
-            owner = self.catalog.view.owner_host(job, attempt, rank)
-            wanted = [owner, *placement.targets.get(owner, ())]
+            wanted = self.catalog.view.wanted(job, attempt, rank)
+            seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
             whole = [h for h, c in good.items() if not c.missing]
             lacking = [h for h in wanted if h not in whole]
-            if not commit and owner not in copies:
+            if not commit and seat not in copies and wanted[0] not in copies:
                 continue  # still being put: its owner pushes it
             for target in lacking:
                 self._push(now, shard, target, good, attempt)
             if may_drop and not lacking and self._is_safe(wanted, attempt):
-                for host in [h for h in copies if h not in wanted and not self.catalog.queries.is_read(shard, h)]:
+                for host in [
+                    h for h in copies if h not in (*wanted, seat) and not self.catalog.queries.is_read(shard, h)
+                ]:
                     self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                     job.drop_copy(shard, host)
 

@@ -74,8 +74,7 @@ class Room:
 
     def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None) -> set[str]:
         """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
-        placement = self.catalog.view.placement(job)
-        if placement is None:
+        if self.catalog.view.placement(job) is None:
             return set()
         keep = int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
         local: dict[str, dict[int, int]] = {}
@@ -84,7 +83,8 @@ class Room:
             slots = self.need(job, attempt, rank)
             seat_host = attempt.seats[rank].host_id
             local.setdefault(seat_host, {})[rank] = slots * keep
-            for target in placement.targets.get(self.catalog.view.owner_host(job, attempt, rank), ()):
+            wanted = self.catalog.view.wanted(job, attempt, rank)
+            for target in wanted if self.catalog.drains.is_draining(seat_host) else wanted[1:]:
                 guests[target] = guests.get(target, 0) + slots * keep
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
         for host in sorted(hosts):

@@ -205,9 +205,8 @@ class Steps:
                 copies = {h: c for h, c in copies.items() if c.spec.digest == commit.digests[rank]}
             if not copies or len({c.spec.digest for c in copies.values()}) != 1:
                 return None
-            owner = self.catalog.view.owner_host(job, newest, rank)
             shard = ShardId(job.name, step.attempt, step.step, rank)
-            wanted = [owner, *placement.targets.get(owner, ())]
+            wanted = self.catalog.view.wanted(job, newest, rank)
             able = [h for h in wanted if h in copies or (shard, h) not in job.refusals]
             have = {topology.hosts[h].domain(placement.level) for h in copies}
             need = {topology.hosts[h].domain(placement.level) for h in able if h in topology.hosts}

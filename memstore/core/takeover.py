@@ -133,6 +133,8 @@ class Takeover:
         job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
         if isinstance(fact, f.HostJoined):
             return fact.host_id not in self.catalog.hosts.joined
+        if isinstance(fact, f.HostDraining):
+            return False  # who gave notice gave it to a controller; a late host's word may be long past
         if isinstance(fact, f.JobRemoved) or getattr(fact, "attempt", 0) <= self.catalog.removed.get(fact.job, 0):
             return False
         if isinstance(fact, f.AttemptOpened):

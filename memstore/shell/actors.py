@@ -35,6 +35,7 @@ NAMESPACE = "memstore"
 SUPERVISE_S = 0.5
 RETRY_S = 5.0  # a node whose holder could not start is tried again after this
 START_S = 60.0
+DRAIN_S = 600.0  # for a node that Ray takes away without naming the moment
 PROBE_S = 2.0
 
 
@@ -149,6 +150,7 @@ class ControllerActor:
         self.errors: dict[str, str] = {}  # node id -> why its holder does not run
         self.retry_s: dict[str, float] = {}
         self.starting: set[str] = set()
+        self.drains: dict[str, float] = {}  # host -> when Ray takes its node away (wall clock)
         self.stopping = threading.Event()
         threading.Thread(target=self._supervise, name="memstore-supervise", daemon=True).start()
 
@@ -172,8 +174,21 @@ class ControllerActor:
         while not self.stopping.wait(SUPERVISE_S):
             try:
                 self._start_missing(live_nodes())
+                self._notice_drains()
             except Exception as exc:  # the GCS may be down: what runs goes on (R4)
                 log.warning("memstore cannot supervise its holders now: %s", exc)
+
+    def _notice_drains(self) -> None:
+        """Tell the store of nodes that Ray will take away: a spot node's preemption notice, the autoscaler (R29)."""
+        moments_ms = ray._private.state.state.get_draining_nodes()
+        last_s = time.time() + DRAIN_S
+        self.drains = {
+            host: moments_ms[node] / 1000 if moments_ms[node] else self.drains.get(host, last_s)
+            for node, host in self.hosts.items()
+            if node in moments_ms
+        }
+        if self.drains:
+            self.controller.drains_seen(self.drains)
 
     def _start_missing(self, nodes: list[dict[str, Any]]) -> None:
         connected = self.controller.connected()

@@ -19,6 +19,7 @@ from memstore.core.catalog import Catalog, Rules
 from memstore.core.events import (
     Action,
     Answer,
+    DrainsSeen,
     Event,
     FactAck,
     Heard,
@@ -162,6 +163,10 @@ class Controller:
         """True once the catalog has settled."""
         return self.catalog.is_settled
 
+    def drains_seen(self, until_s: dict[str, float]) -> None:
+        """The cluster manager will take these hosts away, each at its moment (wall clock)."""
+        self.events.put((None, {"k": "drains", "until_s": until_s}))
+
     # -- sessions -----------------------------------------------------------------------------
 
     def _dial_loop(self) -> None:
@@ -222,6 +227,8 @@ class Controller:
         if session is None:
             if body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
+            elif body["k"] == "drains":
+                self._handle(DrainsSeen(body["until_s"]))
             elif body["k"] == "term":
                 self._begin_term(int(body["term"]), body["hosts"])
             return

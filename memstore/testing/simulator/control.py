@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memstore.core.catalog import Catalog
-from memstore.core.events import Answer, Event, HostLost, LeaseRenewed, Note, RankCall, Report, Tell, Tick
+from memstore.core.events import Answer, DrainsSeen, Event, HostLost, LeaseRenewed, Note, RankCall, Report, Tell, Tick
 from memstore.testing.catalog_holder import plain, plain_event
 from memstore.testing.simulator.network import Stream
 
@@ -92,6 +92,9 @@ class Controller:
         if not self.is_alive or self.is_frozen:
             return
         self.handle(Tick())
+        if self.world.drains and self.world.has_kv:
+            wall_s = self.catalog.wall_s - self.world.now
+            self.handle(DrainsSeen({host: wall_s + until_s for host, until_s in self.world.drains.items()}))
         for host, holder in sorted(self.world.holders.items()):
             is_free = host not in self.sessions and holder.is_serving
             if is_free and self.world.network.talks(self.name, host):

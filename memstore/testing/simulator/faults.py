@@ -36,8 +36,13 @@ def inject(world: Simulation, each: Fault) -> None:
         return
     world.note(f"fault {each.text().strip()}")
     world.injected[each.kind] = world.injected.get(each.kind, 0) + 1
-    world.checker.cause = each.kind
-    INJECT[each.kind](world, each)
+    _blamed(world, each.kind, lambda: INJECT[each.kind](world, each))
+
+
+def _blamed(world: Simulation, kind: str, work: Callable[[], object]) -> None:
+    """What is lost by this work is the fault's doing, not the store's."""
+    world.checker.cause = kind
+    work()
     world.checker.after_event()
     world.checker.cause = ""
 
@@ -109,6 +114,19 @@ def _replace_holder(world: Simulation, each: Fault) -> None:
 def _kill_host(world: Simulation, each: Fault) -> None:
     for name in _names(world, each)[: world.scenario.replicas - 1]:
         world.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("preempt")
+def _preempt(world: Simulation, each: Fault) -> None:
+    """Notice, the end at its moment, and another machine of that name later; a strict scenario may spare it (R29)."""
+    name = _names(world, each)[0]
+    world.drains[name] = world.now + each.for_s
+
+    def end() -> None:
+        if world.drains.pop(name, None) is not None and (not world.scenario.is_strict or world.is_quiet()):
+            _blamed(world, each.kind, lambda: world.kill_host(name, back_after_s=2.0))
+
+    world.at(each.for_s, end)
 
 
 @fault("kill-rack")

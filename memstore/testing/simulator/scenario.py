@@ -90,8 +90,14 @@ def draw(seed: int) -> Scenario:
         step_s=rng.choice([0.15, 0.4, 0.8]),
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
-        faults=tuple(sorted(faults)),
+        faults=tuple(sorted([*faults, *_notice(seed)])),
     )
+
+
+def _notice(seed: int) -> list[Fault]:
+    """A preemption in one scenario of six; from a stream of its own, so that seeds of old still draw what they drew."""
+    rng = random.Random(f"notice {seed}")
+    return [replace(_fault(rng), kind="preempt", for_s=rng.choice([2.0, 5.0, 9.0]))] if rng.random() < 1 / 6 else []
 
 
 def _fault(rng: random.Random) -> Fault:

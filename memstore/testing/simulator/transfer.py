@@ -6,7 +6,7 @@ can happen between an offer, its chunks and its seal.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +86,13 @@ class Request:
             self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
         return Frame(Kind.CHUNK, 1, {"sizes": [len(self._bulk)]}, len(self._bulk))
 
-    def recv_bulk_into(self, view: memoryview, *, timeout_s: float) -> None:
+    def recv_bulk_into(
+        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
         """Copy it to where the server wants it."""
         view[:] = self._bulk
+        if seen is not None:
+            seen(view)
         self.target.memory.version += 1
 
     def skip_bulk(self, *, timeout_s: float) -> None:

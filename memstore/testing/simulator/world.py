@@ -69,6 +69,7 @@ class Simulation:
         self.rng = random.Random(f"world {scenario.seed}")
         self.durable = Durable()
         self.has_kv = True
+        self.drains: dict[str, float] = {}  # what Ray says of its nodes: host -> the moment of its end
         self.is_over = False
         self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
         self.rules = Rules(
@@ -352,6 +353,7 @@ class Simulation:
         self.note("all faults are healed")
         self.network.heal()
         self.has_kv, self.durable.problem, self.durable.delay_s, self.durable.tears = True, "", 0.05, 0
+        self.drains.clear()
         for name, holder in sorted(self.holders.items()):
             self.memories[name].is_full, self.memories[name].crash_in = False, None
             if holder.is_frozen:

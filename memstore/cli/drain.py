@@ -1,0 +1,58 @@
+"""`memstore drain`: notice that a host will be taken away; its copies are made elsewhere while it can still send."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from memstore.cli.options import Where, address_option, check_host, store_options
+from memstore.cli.output import ExitCode, plural, print_json, say
+from memstore.config import Config
+
+POLL_S = 0.2
+
+
+@click.command(short_help="Give notice of a host's end, and wait until the store can do without it.")
+@click.argument("host")
+@click.option("--within", "within_s", default=120.0, show_default=True, metavar="SECONDS", help="When it will be gone.")
+@click.option("--cancel", is_flag=True, help="It stays: take the notice back.")
+@address_option
+@store_options
+@click.pass_context
+def drain(
+    ctx: click.Context, config: Config, address: str | None, host: str, within_s: float, cancel: bool, as_json: bool
+) -> None:
+    """Copy what HOST holds to hosts that stay, and wait for it; for preemption notices and maintenance.
+
+    Nothing is stopped: its ranks go on putting. Exit code 0 once every kept step has all its copies elsewhere, 4 if
+    the time ran out first. Nodes that Ray drains are noticed without this command.
+    """
+    where = Where(config, address)
+    check_host(where.status(), host)
+    if within_s <= 0:
+        raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")
+    until_s = time.monotonic() + within_s
+    where.ask("drain", {"host": host, "within_s": None if cancel else within_s})
+    row = _wait(where, host, is_draining=not cancel, until_s=until_s)
+    body: dict[str, Any] = {"host": host, "drains_s": row["drains_s"], "left": row["drain_left"]}
+    if as_json:
+        print_json(body)
+    elif cancel:
+        say(f"host {host} stays")
+    elif row["drain_left"]:
+        say(f"{plural(row['drain_left'], 'shard')} of host {host} are not on enough others after {within_s:g} s")
+    else:
+        say(f"all that host {host} holds is on enough others: it can go")
+    ctx.exit(ExitCode.DEGRADED if row["drain_left"] else ExitCode.FINE)
+
+
+def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> dict[str, Any]:
+    """Return the host's row of status once the word has spread and nothing is left to copy, or at the last moment."""
+    while True:
+        row = next(row for row in where.status()["hosts"] if row["host"] == host)
+        is_known = (row["drains_s"] is not None) == is_draining
+        if (is_known and not row["drain_left"]) or time.monotonic() > until_s:
+            return dict(row)
+        time.sleep(POLL_S)

@@ -1,0 +1,113 @@
+"""Hosts with notice of their end: what they hold is copied elsewhere while they still can send it. Pure (R29).
+
+    (none) --notice: a person or Ray says when--> draining --dead past its moment--> (none), nothing lost
+                                                     '--cancelled, or live OVERDUE_S past its moment--> (none)
+
+A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
+an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from memstore.core.facts import HostDraining
+from memstore.core.job import Call, Job
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
+RENEW_S = 1.0  # moments nearer than this are one
+
+
+class Drains:
+    """Which hosts are to go, and when (wall-clock seconds: the word outlives this controller)."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.until_s: dict[str, float] = {}
+
+    def is_draining(self, host: str) -> bool:
+        """True from the notice until the host is gone, spared, or back after its end."""
+        return host in self.until_s
+
+    def ask(self, call: Call) -> None:
+        """A person or a script gives notice, or takes it back: body {host, within_s or None}."""
+        host, within_s = str(call.body["host"]), call.body.get("within_s")
+        if not self.catalog.hosts.is_live(host):
+            live = ", ".join(self.catalog.hosts.live_ids()) or "none"
+            self.catalog.refuse(call, "ConfigError", f"no live host {host!r} in the store: it has {live}")
+            return
+        until_s = None if within_s is None else self.catalog.wall_s + float(within_s)
+        self.catalog.record(HostDraining(host, until_s))
+        self.catalog.answer(call, {"host": host, "until_s": until_s})
+
+    def seen(self, until_s: Mapping[str, float]) -> None:
+        """What the cluster manager says now; a notice given by a person is not taken back by its silence."""
+        for host, moment_s in until_s.items():
+            known_s = self.until_s.get(host, 0.0)
+            is_to_come = moment_s + OVERDUE_S > self.catalog.wall_s
+            if is_to_come and self.catalog.hosts.is_live(host) and abs(known_s - moment_s) > RENEW_S:
+                self.catalog.record(HostDraining(host, moment_s))
+
+    def apply(self, fact: HostDraining, *, is_replay: bool) -> None:
+        """The word has spread, or is of the past."""
+        before = self.is_draining(fact.host_id)
+        if fact.until_s is None or fact.until_s + OVERDUE_S <= self.catalog.wall_s:
+            self.until_s.pop(fact.host_id, None)
+        else:
+            self.until_s[fact.host_id] = fact.until_s
+        if before != self.is_draining(fact.host_id) and not is_replay:
+            self._changed(fact.host_id)
+
+    def tick(self) -> None:
+        """A host that outlived its moment is one like the others again; what returns after it has no notice."""
+        for host, moment_s in list(self.until_s.items()):
+            spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
+            if moment_s + spare_s <= self.catalog.wall_s:
+                del self.until_s[host]
+                self._changed(host)
+
+    def _changed(self, host: str) -> None:
+        word = "is to go: its copies are made elsewhere" if self.is_draining(host) else "is not to go any more"
+        self.catalog.note(f"host {host} {word}", "warning")
+        for job in list(self.catalog.jobs.values()):
+            job.heirs.pop(host, None)
+            self.catalog.view.membership_changed(job)
+
+    # -- for status ---------------------------------------------------------------------------
+
+    def due_s(self, host: str) -> float | None:
+        """Seconds until it is to go, negative past its moment; None without notice."""
+        return self.until_s[host] - self.catalog.wall_s if host in self.until_s else None
+
+    def left(self, host: str) -> int:
+        """Shards here of kept steps with fewer than `replicas` whole copies on hosts that stay; 0 without notice."""
+        if not self.is_draining(host):
+            return 0
+        return sum(self._left(job, host) for job in self.catalog.jobs.values())
+
+    def _left(self, job: Job, host: str) -> int:
+        attempt = job.newest
+        if attempt is None:
+            return 0
+        hosts, count = self.catalog.hosts, 0
+        staying = [h for h in hosts.live_ids() if not self.is_draining(h)]
+        enough = min(attempt.replicas, len(hosts.domains(staying)))
+        for step in self.catalog.steps.kept(job, attempt):
+            count += sum(
+                host in copies and not self._is_safe(job, step, rank, enough)
+                for rank, copies in job.copies.get(step, {}).items()
+            )
+        return count
+
+    def _is_safe(self, job: Job, step: StepId, rank: int, enough: int) -> bool:
+        digest = job.commits[step].digests[rank]
+        whole = [
+            h for h, c in job.copies[step][rank].items()
+            if self.catalog.hosts.is_live(h) and not self.is_draining(h) and not c.missing and c.spec.digest == digest
+        ]  # fmt: skip
+        return len(self.catalog.hosts.domains(whole)) >= enough

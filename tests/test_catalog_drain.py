@@ -1,0 +1,132 @@
+"""A host with notice of its end loses nothing: its copies are elsewhere before it goes (R29)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.core.drains import OVERDUE_S
+from memstore.core.events import DrainsSeen
+from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_world import CatalogWorld
+from recovery.inventory import StepId
+
+
+def trained(hosts: int, world_size: int, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job with step 1 committed, one rank a host."""
+    world = CatalogWorld(hosts, **config)
+    ranks = world.launch(world_size)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    return world, ranks
+
+
+def ask(world: CatalogWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:
+    """A question to the controller, through a rank's host."""
+    before = len(rank.answers.get(verb, ()))
+    world.call(rank, verb, **body)
+    assert world.run_until(lambda: len(rank.answers.get(verb, ())) > before or bool(rank.errors.get(verb)))
+    assert not rank.errors.get(verb), rank.errors[verb]
+    return dict(rank.answers[verb][-1])
+
+
+def row(world: CatalogWorld, rank: FakeRank, host: str) -> dict[str, Any]:
+    """The host's row of status."""
+    return next(row for row in ask(world, rank, "status")["hosts"] if row["host"] == host)
+
+
+def staying(world: CatalogWorld, step: int, rank: int, leaving: str) -> list[str]:
+    """Hosts other than the one that is to go that hold the shard."""
+    return [h for h in world.holders_of(StepId(1, step), rank) if h != leaving]
+
+
+def test_all_that_a_leaving_host_holds_gets_its_copies_elsewhere() -> None:
+    """Own shards and guests alike; then it can be killed and the step is whole with all its copies."""
+    world, ranks = trained(4, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=60.0)
+    world.run(5.0)
+    assert row(world, ranks[0], "h1")["drain_left"] == 0
+    assert all(len(staying(world, 1, rank, "h1")) >= 2 for rank in range(3))
+    assert "h1" in world.holders_of(StepId(1, 1), 1), "a rank that restarts in time still finds its shard at home"
+    world.kill_host("h1")
+    assert ask(world, ranks[0], "status")["jobs"][0]["copies"] == 2
+
+
+def test_ranks_of_a_leaving_host_go_on_putting_and_their_copies_stay_behind() -> None:
+    """A step put after the notice commits, and is on two hosts that stay."""
+    world, ranks = trained(4, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=60.0)
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    assert all(len(staying(world, 2, rank, "h1")) >= 2 for rank in range(3))
+    assert row(world, ranks[0], "h1")["drain_left"] == 0
+
+
+def test_status_counts_what_is_left_and_says_when() -> None:
+    """With pushes stopped the shards that only the leaving host makes whole are counted, and a problem says so."""
+    world, ranks = trained(3, 3)
+    for holder in world.holders.values():
+        holder.refuses_copies = "the network is slow"
+    ask(world, ranks[0], "drain", host="h1", within_s=30.0)
+    world.run(1.0)
+    found = row(world, ranks[0], "h1")
+    assert found["drain_left"] > 0
+    assert 25.0 < found["drains_s"] <= 30.0
+    assert any("is to go in" in problem["cause"] for problem in ask(world, ranks[0], "status")["problems"])
+
+
+def test_too_few_hosts_that_stay_are_made_up_with_those_that_go() -> None:
+    """Two hosts, two copies: notice to one of them must not make a commit poorer before it is gone."""
+    world, ranks = trained(2, 2)
+    ask(world, ranks[0], "drain", host="h1", within_s=60.0)
+    assert world.put_all(ranks, 2)
+    assert all(len(world.holders_of(StepId(1, 2), rank)) == 2 for rank in range(2))
+    assert row(world, ranks[0], "h1")["drain_left"] == 0, "one host stays: one copy there is all that can be had"
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_host_that_stays_after_all_is_one_like_the_others(is_cancelled: bool) -> None:
+    """The notice is taken back, or its moment passes and the host is still there."""
+    world, ranks = trained(3, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=10.0)
+    world.run(3.0)
+    if is_cancelled:
+        ask(world, ranks[0], "drain", host="h1", within_s=None)
+    else:
+        world.run(10.0 + OVERDUE_S)
+    assert row(world, ranks[0], "h1")["drains_s"] is None
+    assert world.put_all(ranks, 2)
+    placement = world.job().placement
+    assert placement is not None
+    assert "h1" in placement.targets
+    assert len(world.holders_of(StepId(1, 2), 1)) == 2, "its own copy counts again"
+
+
+def test_the_word_outlives_the_controller() -> None:
+    """It is a fact: a successor knows it."""
+    world, ranks = trained(4, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=300.0)
+    world.run(1.0)
+    world.crash_controller()
+    world.run(5.0)
+    assert row(world, ranks[0], "h1")["drains_s"] is not None
+
+
+def test_what_the_cluster_manager_says_is_recorded_once() -> None:
+    """Ray names its draining nodes again and again: one fact, unless the moment moves."""
+    world, ranks = trained(4, 3)
+    moment_s = world.served.wall_s + 60.0
+    for _ in range(3):
+        world._handle(DrainsSeen({"h1": moment_s, "nobody": moment_s}))
+        world.run(1.0)
+    assert sum(type(entry.fact).__name__ == "HostDraining" for entry in world.served.log.entries) == 1
+    assert row(world, ranks[0], "h1")["drain_left"] == 0
+
+
+def test_notice_to_a_stranger_is_refused_with_the_names_known() -> None:
+    """A misspelt host is not silently drained."""
+    world, ranks = trained(2, 2)
+    world.call(ranks[0], "drain", host="h9", within_s=5.0)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("drain")))
+    assert "no live host 'h9' in the store: it has h0, h1" in str(ranks[0].errors["drain"])
