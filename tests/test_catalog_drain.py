@@ -103,6 +103,18 @@ def test_a_host_that_stays_after_all_is_one_like_the_others(is_cancelled: bool) 
     assert len(world.holders_of(StepId(1, 2), 1)) == 2, "its own copy counts again"
 
 
+def test_a_new_machine_of_the_same_name_has_no_notice() -> None:
+    """A host that died and returns empty is another one; a holder that returns with its memory is the same."""
+    world, ranks = trained(4, 3)
+    for keep_memory in (True, False):
+        ask(world, ranks[0], "drain", host="h1", within_s=300.0)
+        world.kill_host("h1", keep_memory=keep_memory)
+        world.run(1.0)
+        world.return_host("h1")
+        world.run(3.0)
+        assert (row(world, ranks[0], "h1")["drains_s"] is not None) == keep_memory
+
+
 def test_the_word_outlives_the_controller() -> None:
     """It is a fact: a successor knows it."""
     world, ranks = trained(4, 3)

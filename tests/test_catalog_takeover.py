@@ -141,3 +141,19 @@ def test_without_a_lease_nothing_is_decided() -> None:
     world.has_lease = True
     world.run(2.0)
     assert world.served.log.waiting == []
+
+
+@pytest.mark.parametrize("verb", ["plan", "read"])
+def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
+    """With every journal lost the copies remain and no attempt is known: a question gets that answer, not none."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    world.crash_controller()
+    for holder in world.holders.values():
+        holder.journal.clear()
+    world.run(15.0)
+    world.call(ranks[0], verb, lose=[])
+    assert world.run_until(lambda: bool(ranks[0].errors.get(verb)))
+    assert "has copies and no attempt" in str(ranks[0].errors[verb])

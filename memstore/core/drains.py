@@ -1,6 +1,6 @@
 """Hosts with notice of their end: what they hold is copied elsewhere while they still can send it. Pure (R29).
 
-    (none) --notice: a person or Ray says when--> draining --dead past its moment--> (none), nothing lost
+    (none) --notice: a person or Ray says when--> draining --dead, and past its moment or replaced--> (none)
                                                      '--cancelled, or live OVERDUE_S past its moment--> (none)
 
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
@@ -52,6 +52,12 @@ class Drains:
             is_to_come = moment_s + OVERDUE_S > self.catalog.wall_s
             if is_to_come and self.catalog.hosts.is_live(host) and abs(known_s - moment_s) > RENEW_S:
                 self.catalog.record(HostDraining(host, moment_s))
+
+    def returned(self, host: str, *, has_memory: bool) -> None:
+        """A dead host's name is back: without memory it is another machine, and the notice was for the one before."""
+        state = self.catalog.hosts.states.get(host)
+        if self.is_draining(host) and not has_memory and state is not None and state.status == "dead":
+            self.catalog.record(HostDraining(host, None))
 
     def apply(self, fact: HostDraining, *, is_replay: bool) -> None:
         """The word has spread, or is of the past."""

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.drops import drop_copy
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
-from memstore.core.job import Call, Job
+from memstore.core.job import Attempt, Call, Job
 from memstore.core.problems import problems
-from memstore.core.survival import counted_odds, held_for, survival
-from placement.domains import is_finer
-from placement.odds import survival_odds
-from recovery.inventory import ShardId, StepId
+from memstore.core.status_report import StatusReport
+from recovery.inventory import ShardId
 from recovery.lineage import in_lineage
 from recovery.planner import plan
 from recovery.simulate import what_if
@@ -39,6 +37,7 @@ class Queries:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
+        self.report = StatusReport(catalog)
         self.asks: dict[int, Ask] = {}
         self.reads: dict[int, tuple[Call, ShardId, Body]] = {}
         self.count = 0
@@ -68,181 +67,31 @@ class Queries:
             self.catalog.refuse(call, "RecoveryError", f"the store holds no job {name!r}: it has {have}")
         return job
 
+    def _attempt(self, call: Call, job: Job | None) -> Attempt | None:
+        if job is not None and job.newest is None:
+            why = f"job {job.name!r} has copies and no attempt: connect to it first"
+            self.catalog.refuse(call, "RecoveryError", why)
+        return job.newest if job is not None else None
+
     # -- status -------------------------------------------------------------------------------
 
     def _status(self, call: Call) -> None:
-        now = self.catalog.now
-        hosts, holds = [], self._holds()
-        for host, state in sorted(self.catalog.hosts.states.items()):
-            info = state.info
-            hosts.append(
-                {
-                    "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
-                    "status": state.status, "why": state.why, "status_s": now - state.since_s,
-                    "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
-                    "is_explicit": info.is_explicit, "holds": holds.get(host, []),
-                    "drains_s": self.catalog.drains.due_s(host), "drain_left": self.catalog.drains.left(host),
-                    "is_on_probation": self.catalog.hosts.is_on_probation(now, host),
-                    "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),  # it is its start (R3)
-                    "pushes": sum(1 for s, _ in self.catalog.repair.pushes.values() if s == host),
-                }
-            )  # fmt: skip
-        body: Body = {
-            "term": self.catalog.log.term,
-            "hosts": hosts,
-            "failure_domains": list(self.catalog.rules.failure_domains),
-            "jobs": [self._job_status(job) for _, job in sorted(self.catalog.jobs.items())],
-        }
+        body = self.report.body()
         self.catalog.answer(call, {**body, "problems": problems(body)})
-
-    def _newest_commit(self, job: Job) -> StepId | None:
-        """The newest committed step of the lineage."""
-        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
-        return max((s for s in job.commits if in_lineage(spans, s)), default=None)
-
-    def _holds(self) -> dict[str, list[str]]:
-        """Host -> hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
-        table: dict[str, dict[str, None]] = {}
-        for job in self.catalog.jobs.values():
-            newest, attempt = self._newest_commit(job), job.newest
-            if newest is not None and attempt is not None:
-                rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
-                for host, owners in held_for(rank_hosts, job.copies.get(newest, {}), self.catalog.hosts.states).items():
-                    table.setdefault(host, {}).update(dict.fromkeys(owners))
-        return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
-
-    def _survives(self, job: Job, step: StepId) -> list[Body]:
-        """What may be lost now with every shard of the step keeping a copy, per level of failure domains."""
-        commit, ranks = job.commits[step], job.copies.get(step, {})
-        shards = [
-            [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
-            for rank in range(commit.world_size)
-        ]
-        topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
-        return [
-            {"level": row.level, "tolerated": row.tolerated_count, "fatal": list(row.fatal)}
-            for row in survival(shards, topology)
-        ]
-
-    def _job_status(self, job: Job) -> Body:
-        attempt = job.newest
-        body: Body = {"job": job.name, "attempt": None, "steps": self._step_rows(job)}
-        if attempt is None:
-            return body
-        spans = job.spans(attempt.ordinal)
-        newest = self._newest_commit(job)
-        placement = self.catalog.placement(job)
-        durable = self.catalog.durable.state(job.name)
-        copies = self._fewest_copies(job, newest) if newest is not None else 0
-        body.update(
-            attempt=attempt.ordinal,
-            phase=attempt.phase,
-            world_size=attempt.world_size,
-            ranks_alive=sum(not s.is_gone and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
-            rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
-            training_step=max((seat.step for seat in attempt.seats.values()), default=-1),
-            committed_step=newest.step if newest is not None else None,
-            committed_attempt=newest.attempt if newest is not None else None,
-            committed_s=self.catalog.wall_s - job.commits[newest].wall_s if newest is not None else None,
-            degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
-            copies=copies,
-            missing_copies=self._missing_copies(job, newest, attempt.replicas) if newest is not None else 0,
-            replicas=attempt.replicas,
-            survives=self._survives(job, newest) if newest is not None else [],
-            refusals=sorted({f"{host}: {why}" for (_, host), why in job.refusals.items()})[:5],
-            parent=attempt.parent,
-            parent_step=attempt.parent_step,
-            level=placement.level if placement is not None else None,
-            level_asked=attempt.level_asked,
-            is_level_finer=placement is not None
-            and is_finer(placement.level, attempt.level_asked, self.catalog.hosts.failure_domains),
-            targets={h: list(t) for h, t in placement.targets.items()} if placement is not None else {},
-            warnings=list(placement.warnings) if placement is not None else [],
-            unmet=[f"{u.owner} -> {u.target}: {u.why}" for u in placement.unmet] if placement is not None else [],
-            odds_one_more=self._odds(placement, attempt.replicas),
-            durable=attempt.config.get("durable"),
-            durable_step=max((s.step for s in job.markers if in_lineage(spans, s)), default=None),
-            durable_problem=durable.problem,
-            durable_abandoned=durable.abandoned_count,
-            durable_s=self.catalog.now - durable.last_done_s if durable.last_done_s is not None else None,
-            resume_step=attempt.resume_step,
-            is_restoring=job.name in self.catalog.rounds.active,
-            skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
-        )
-        return body
-
-    def _odds(self, placement: Any, lost_count: int) -> float | None:
-        """Chance that losing `lost_count` hosts at once leaves every shard a copy."""
-        if placement is None or len(placement.targets) < lost_count:
-            return None
-        try:
-            return float(survival_odds(placement, lost_count))
-        except ValueError:
-            return None
-
-    def _odds_table(self, job: Job, replicas: int) -> list[list[float]]:
-        """Rows [hosts lost at once, chance that every shard of the newest committed step keeps a copy]."""
-        step, hosts = self._newest_commit(job), self.catalog.hosts.live_ids()
-        if step is None:
-            return []
-        ranks = job.copies.get(step, {})
-        shards = [
-            [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
-            for rank in range(job.commits[step].world_size)
-        ]
-        table = [(lost, counted_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
-        return [[lost, chance] for lost, chance in table if chance is not None]
-
-    def _fewest_copies(self, job: Job, step: StepId) -> int:
-        """Distinct host-level domains of the shard with the fewest."""
-        commit, ranks = job.commits[step], job.copies.get(step, {})
-        if len(ranks) < commit.world_size:
-            return 0
-        whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
-        return min(len(self.catalog.hosts.domains(hosts)) for hosts in whole)
-
-    def _missing_copies(self, job: Job, step: StepId, replicas: int) -> int:
-        """Whole copies that all shards of the step together are short of."""
-        ranks = job.copies.get(step, {})
-        whole = (sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size))
-        return sum(max(0, replicas - count) for count in whole)
-
-    def _step_rows(self, job: Job) -> list[Body]:
-        attempt = job.newest
-        spans = job.spans(attempt.ordinal) if attempt is not None else ()
-        rows = []
-        for step in sorted({*job.commits, *job.markers, *job.copies}, reverse=True):
-            commit = job.commits.get(step)
-            ranks = job.copies.get(step, {})
-            rows.append(
-                {
-                    "attempt": step.attempt, "step": step.step, "committed": commit is not None,
-                    "degraded": commit.reason if commit is not None and commit.is_degraded else "",
-                    "durable": step in job.markers, "in_lineage": in_lineage(spans, step),
-                    "retired": job.retired.get(step, ""),
-                    "copies": self._fewest_copies(job, step) if commit is not None else 0,
-                    "shards": len(ranks),
-                    "world_size": commit.world_size if commit is not None else None,
-                    "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
-                    "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
-                    "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
-                    "age_s": self.catalog.wall_s - commit.wall_s if commit is not None else None,
-                }
-            )  # fmt: skip
-        return rows
 
     def _steps(self, call: Call) -> None:
         job = self._job(call)
         if job is not None:
             newest = job.newest.ordinal if job.newest is not None else None
-            self.catalog.answer(call, {"steps": self._step_rows(job), "attempt": newest})
+            self.catalog.answer(call, {"steps": self.report.step_rows(job), "attempt": newest})
 
     # -- dry runs and single shards -------------------------------------------------------------
 
     def _plan(self, call: Call) -> None:
         """What would be recovered, from where, if the named hosts were lost now (memstore plan --lose)."""
         job = self._job(call)
-        if job is None or job.newest is None:
+        attempt = self._attempt(call, job)
+        if job is None or attempt is None:
             return
         lost = [str(h) for h in call.body.get("lose", ())]
         unknown = [h for h in lost if h not in self.catalog.hosts.states]
@@ -250,7 +99,6 @@ class Queries:
             known = ", ".join(sorted(self.catalog.hosts.states))
             self.catalog.refuse(call, "ConfigError", f"no host {', '.join(unknown)} in the store: it has {known}")
             return
-        attempt = job.newest
         result = what_if(
             job.inventory(live=self.catalog.hosts.live_ids(), silent=()),
             job.spans(attempt.ordinal),
@@ -271,20 +119,17 @@ class Queries:
                     [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
-                "odds": self._odds_table(job, attempt.replicas),
+                "odds": self.report.odds_table(job, attempt.replicas),
             },
         )  # fmt: skip
 
     def _read(self, call: Call) -> None:
         """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
         job = self._job(call)
-        if job is None:
+        attempt = self._attempt(call, job)
+        if job is None or attempt is None:
             return
-        if job.newest is None:
-            why = f"job {job.name!r} has copies and no attempt: connect to it first"
-            self.catalog.refuse(call, "RecoveryError", why)
-            return
-        attempt, rank, wanted = job.newest, int(call.body["rank"]), call.body.get("step")
+        rank, wanted = int(call.body["rank"]), call.body.get("step")
         spans, of_attempt = job.spans(attempt.ordinal), call.body.get("of_attempt")
         known = [s for s in {*job.copies, *job.commits, *job.markers} if of_attempt in (None, s.attempt)]
         found = [s for s in known if s.step == wanted]

@@ -57,6 +57,14 @@ DRILLS = {
             needs_victim=True,
         ),
         Drill(
+            "preempt-host", "hosts",
+            "one host, with its memory, some time after notice was given; its ranks go on putting until then",
+            "one host",
+            Promise("every shard it held is on enough other hosts before the moment; 0 steps lost, from peer RAM",
+                    frozenset({"peer", "mixed"}), needs="peer"),
+            runs_on=(EMBEDDED,),
+        ),
+        Drill(
             "kill-rack", "hosts",
             "every process of every host of one rack at once, and their memory",
             "the hosts of one rack",
@@ -125,6 +133,20 @@ DRILLS = {
                 "no put raises, every stall within its budget, commits resume, a newer durable step follows",
             ),
             flow=GOES_ON, needs_durable=True, is_standard=False,
+        ),
+        Drill(
+            "head-node", "control plane",
+            "every process of Ray's head, for good: every raylet ends for want of it, then Ray is started again",
+            "all of Ray; the hosts' memory stays",
+            LOCAL_ONLY, runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "restart-ray", "control plane",
+            "every process of Ray and of the store on every host at once; Ray is started again, one host late",
+            "all of Ray; the hosts' memory stays",
+            Promise("0 steps lost, from RAM that new holders adopt, durable untouched",
+                    frozenset({"local", "peer", "mixed"})),
+            runs_on=(EMBEDDED,),
         ),
         Drill(
             "corrupt-chunk", "storage",

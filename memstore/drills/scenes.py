@@ -9,6 +9,7 @@ from memstore.drills import (
     scenes_network,
     scenes_partition,
     scenes_ranks,
+    scenes_ray,
     scenes_storage,
 )
 from memstore.drills.scene import Scene
@@ -18,6 +19,7 @@ SCENES: dict[str, type[Scene]] = {
     **scenes_holders.SCENES,
     **scenes_hosts.SCENES,
     **scenes_control.SCENES,
+    **scenes_ray.SCENES,
     **scenes_storage.SCENES,
     **scenes_network.SCENES,
     **scenes_partition.SCENES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from memstore.drills.ranks import Restored
 from memstore.drills.scene import Scene
 from memstore.errors import DrillError
 
+NOTICE_S = 30.0  # spot instances get 30 to 120 s
 ZOMBIE_S = 60.0  # a raylet that was given up learns of it from Ray's head
 FLAPS = 3  # deaths within ten minutes put a host on probation (R29)
 
@@ -42,6 +44,42 @@ class KillHost(Scene):
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         found = [self.host_noticed(host, body, injected_s) for host in self.hosts]
         return "; ".join(str(why) for why in found) if all(found) else None
+
+
+class PreemptHost(KillHost):
+    """Notice of a host's end, steps put meanwhile, and the end once the store can do without it."""
+
+    name = "preempt-host"
+    copies_left = -1  # right after its death was noticed, before any repair
+
+    def inject(self) -> str:
+        [host], job, run = self.hosts, self.run.job, self.run
+        started_s = time.monotonic()
+        self.site.ask("drain", {"host": host, "within_s": NOTICE_S})
+        step = int(run.report.step_before or 0)
+        job.train(step + 1, step + 2, "after the notice")
+        run.report.step_before = step + 2
+        self.site.wait_for(f"the store to do without {host}", self._is_evacuated, NOTICE_S)
+        took_s = time.monotonic() - started_s
+        run.timeline.line("evacuated", f"{host}, of {NOTICE_S:g} s notice", f"{took_s:.1f} s")
+        return super().inject()
+
+    def _is_evacuated(self) -> bool:
+        row = next(row for row in self.site.status()["hosts"] if row["host"] == self.hosts[0])
+        return row["drains_s"] is not None and not row["drain_left"]
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        why = super().detected(body, injected_s)
+        if why is not None:
+            self.copies_left = next(row["copies"] for row in body["jobs"] if row["job"] == self.run.job.name)
+        return why
+
+    def check(self) -> None:
+        wanted = self.run.config.replicas
+        if self.copies_left < wanted:
+            self.run.broken.append(
+                f"{self.copies_left} of {wanted} copies were left when {self.hosts[0]} was gone: it was not evacuated"
+            )
 
 
 class KillRack(KillHost):
@@ -281,5 +319,5 @@ class FlapHost(Scene):
 
 SCENES = {
     scene.name: scene
-    for scene in (KillHost, KillRack, KillRackStaggered, SecondFailure, KillRaylet, FreezeRaylet, FlapHost)
+    for scene in (KillHost, PreemptHost, KillRack, KillRackStaggered, SecondFailure, KillRaylet, FreezeRaylet, FlapHost)
 }

@@ -196,6 +196,8 @@ class EmbeddedSite(Site):
         self.cluster = cluster
         self.heals_at_once = True  # after each drill, else when told
         self.lost: dict[str, dict[str, str]] = {}
+        self.late: dict[str, dict[str, str]] = {}  # left out when Ray was started again
+        self.headless: list[faults.Process] = []  # of the other hosts, when Ray's head died
 
     @property
     def head(self) -> str:
@@ -241,6 +243,48 @@ class EmbeddedSite(Site):
         self.pool.forget(host)
         self.cluster.replace_raylet(host)
         self.wait_hosts_live([host])
+
+    def end_ray(self) -> int:
+        """SIGKILL to every process of every host at once; return how many. Nothing can be asked until `start_ray`."""
+        victims = [victim for host in self.cluster.labels for victim in self.cluster.node_processes(host)]
+        self._forget_ranks()
+        self.cluster.kill_everything()
+        faults.wait_gone(victims)
+        return len(victims)
+
+    def end_head(self) -> int:
+        """SIGKILL to every process of Ray's head; return how many. The others run on, for want of it not for long."""
+        others = [host for host in self.cluster.labels if host != self.head]
+        self.headless = [victim for host in others for victim in self.cluster.node_processes(host)]
+        self._forget_ranks()
+        victims = self.cluster.kill_head()
+        faults.wait_gone(victims)
+        return len(victims)
+
+    def wait_ray_ended(self, limit_s: float) -> float:
+        """Wait until what ran on the other hosts when the head died has ended by itself; return the seconds."""
+        started_s = time.monotonic()
+        faults.wait_gone(self.headless, limit_s)
+        self.cluster.kill_everything()  # only its books are left
+        return time.monotonic() - started_s
+
+    def start_ray(self, *, without: str = "") -> None:
+        """Ray and the store are started again on the same hosts, but one."""
+        if without:
+            self.late = {without: self.cluster.labels.pop(without)}
+        self.cluster.start()
+        self.wait_hosts_live(list(self.cluster.labels))
+
+    def join_late(self, host: str) -> None:
+        """The host that `start_ray` left out joins; nothing happens if it has."""
+        labels = self.late.pop(host, None)
+        if labels is not None:
+            self.cluster.add_node(host, labels)
+            self.wait_hosts_live([host])
+
+    def _forget_ranks(self) -> None:
+        for host in self.cluster.labels:
+            self.pool.forget(host)
 
     def end_drill(self, hosts: list[str]) -> None:
         """Replace the lost hosts, if that is wanted now."""

@@ -40,6 +40,7 @@ FAST_HEALTH = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1500,
     "health_check_failure_threshold": 3,
+    "gcs_rpc_server_reconnect_timeout_s": 10,  # a raylet without a head ends after this; stock Ray waits a minute
 }
 
 
@@ -165,6 +166,13 @@ class EmbeddedCluster:
             self.cluster.remove_node(node, allow_graceful=False)
         self._wait_dead(victims, host)
         self.add_node(host)
+
+    def kill_head(self) -> list[tuple[int, int]]:
+        """SIGKILL every process of Ray's head, and let this process go from Ray; return those that were killed."""
+        victims = self.kill_processes(next(iter(self.labels)))
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        return victims
 
     def kill_everything(self) -> None:
         """SIGKILL every process of every host, Ray's head included; the hosts' memory stays."""
