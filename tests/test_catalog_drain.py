@@ -9,17 +9,9 @@ import pytest
 from memstore.core.drains import OVERDUE_S
 from memstore.core.events import DrainsSeen
 from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
-
-
-def trained(hosts: int, world_size: int, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job with step 1 committed, one rank a host."""
-    world = CatalogWorld(hosts, **config)
-    ranks = world.launch(world_size)
-    world.get(ranks)
-    assert world.put_all(ranks, 1)
-    return world, ranks
 
 
 def ask(world: CatalogWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
 
 STEP = StepId(1, 1)
-
-
-def trained() -> tuple[CatalogWorld, list[FakeRank]]:
-    """Two hosts, two ranks, step 1 committed on both."""
-    world = CatalogWorld(2)
-    ranks = world.launch(2)
-    world.get(ranks)
-    assert world.put_all(ranks, 1)
-    return world, ranks
 
 
 def drop(world: CatalogWorld, asking: FakeRank, host: str, **changed: Any) -> Any:
@@ -33,7 +25,7 @@ def drop(world: CatalogWorld, asking: FakeRank, host: str, **changed: Any) -> An
 
 def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
     """The copy goes at once, is left alone for a moment so that its absence can be seen, and comes back (R29)."""
-    world, ranks = trained()
+    world, ranks = trained(2)
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
     answer = drop(world, ranks[0], "h0")
     assert (answer["host"], answer["left_on"]) == ("h0", ["h1"])
@@ -47,7 +39,7 @@ def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
 
 def test_the_last_copy_is_never_dropped() -> None:
     """With the other copy dropped, or its host dead, the drop is refused and nothing changes (R19)."""
-    world, ranks = trained()
+    world, ranks = trained(2)
     drop(world, ranks[0], "h0")
     assert "the last whole one" in drop(world, ranks[0], "h1")
     assert world.holders_of(STEP, 0) == ["h1"]
@@ -59,7 +51,7 @@ def test_the_last_copy_is_never_dropped() -> None:
 
 def test_what_is_not_there_is_not_dropped() -> None:
     """A host without the copy, a step that is not committed, a job nobody knows: refused by name."""
-    world, ranks = trained()
+    world, ranks = trained(2)
     assert "not by h9" in drop(world, ranks[0], "h9")
     assert "is not committed" in drop(world, ranks[0], "h0", step=7)
     assert "holds no job" in drop(world, ranks[0], "h0", job="another")
@@ -73,7 +65,7 @@ def rooms_freed(world: CatalogWorld, host: str) -> list[list[Any]]:
 
 def test_a_removed_job_frees_its_room_on_every_host() -> None:
     """All hosts are told with the order to drop; one that was out of reach, when it shows a copy again (R10)."""
-    world, ranks = trained()
+    world, ranks = trained(2)
     world.silence("h1")
     world.run(10.0)
     world.call(ranks[0], "rm", force=True)

@@ -6,19 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
 from recovery.inventory import ShardId, StepId
-
-
-def trained(hosts: int = 3, last: int = 2, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job with steps 1 to `last` committed."""
-    world = CatalogWorld(hosts, **config)
-    ranks = world.launch(hosts)
-    world.get(ranks)
-    for step in range(1, last + 1):
-        assert world.put_all(ranks, step)
-    return world, ranks
 
 
 def test_a_job_nobody_knows_gets_none_on_all_ranks() -> None:
@@ -29,7 +19,7 @@ def test_a_job_nobody_knows_gets_none_on_all_ranks() -> None:
 
 def test_the_newest_step_comes_back_to_all_ranks() -> None:
     """After a relaunch every rank gets its own bytes of the same newest step."""
-    world, _ = trained()
+    world, _ = trained(3, last=2)
     answers = world.get(world.launch(3))
     world.check_restored(answers)
     assert {(a["attempt"], a["step"], a["verdict"]) for a in answers} == {(1, 2, "local")}
@@ -37,7 +27,7 @@ def test_the_newest_step_comes_back_to_all_ranks() -> None:
 
 def test_none_waits_for_hosts_that_may_know_the_job() -> None:
     """Just after a start, None is not said while an announced host is still on its way (R23, R24)."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     for host in world.holders:
         world.kill_host(host, keep_memory=True)
     world.crash_controller(restart_after_s=None)
@@ -104,7 +94,7 @@ def test_a_job_that_died_before_its_first_commit_starts_again() -> None:
 
 def test_another_world_size_is_refused_by_name() -> None:
     """A step put by three ranks is not given to two; both numbers and the way on are named (R27)."""
-    world, _ = trained()
+    world, _ = trained(3, last=2)
     error = world.get(world.launch(2))[0]["error"]
     assert error.startswith("WorldSizeError")
     assert "put by 3 ranks, this attempt has 2" in error
@@ -113,7 +103,7 @@ def test_another_world_size_is_refused_by_name() -> None:
 
 def test_a_step_that_keeps_killing_its_group_is_retired() -> None:
     """After three restores without a newer commit the step is not offered a fourth time (R25)."""
-    world, ranks = trained(last=2, keep_steps=2)
+    world, ranks = trained(3, last=2, keep_steps=2)
     for _ in range(3):
         ranks = world.launch(3)
         assert world.get(ranks)[0]["step"] == 2
@@ -125,7 +115,7 @@ def test_a_step_that_keeps_killing_its_group_is_retired() -> None:
 
 def test_attempts_that_end_well_do_not_retire_a_step() -> None:
     """Runs that restore, look and close (an evaluation) are no crash loop."""
-    world, ranks = trained(last=1)
+    world, ranks = trained(3, last=1)
     for _ in range(5):
         ranks = world.launch(3)
         answers = world.get(ranks)
@@ -137,13 +127,13 @@ def test_attempts_that_end_well_do_not_retire_a_step() -> None:
 
 def test_get_after_a_put_points_to_rewind() -> None:
     """Going back in time inside an attempt is refused with the way to do it (R22)."""
-    world, ranks = trained(last=1)
+    world, ranks = trained(3, last=1)
     assert "use store.rewind(step)" in world.get(ranks)[0]["error"]
 
 
 def test_the_first_put_without_a_get_is_refused_on_a_job_with_history() -> None:
     """Nobody evicts weeks of work by a put: both ways are named (R19); connect(fresh=True) may."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     ranks = world.launch(3)
     world.reserve(ranks)
     assert ranks[0].error("reserve").startswith("CommitError")
@@ -188,7 +178,7 @@ def test_a_source_that_dies_while_staging_is_replaced() -> None:
 @pytest.mark.parametrize("why", ["PeerUnreachable: connection reset", "CapacityError: the arena is full"])
 def test_a_broken_transfer_fails_the_get_and_never_the_step(why: str) -> None:
     """What says nothing about the bytes costs this get, with the cause named; the next one gets the same step (R25)."""
-    world, _ = trained(last=2, keep_steps=2)
+    world, _ = trained(3, last=2, keep_steps=2)
     ranks = world.launch(3)
     world.holders["h1"].staging_fails = why
     errors = [a["error"] for a in world.get(ranks)]
@@ -224,7 +214,7 @@ def test_a_source_that_falls_silent_while_staging_is_replaced() -> None:
 
 def test_a_lost_check_order_is_given_again() -> None:
     """A rank whose link is down when the check is due is asked again; the get does not wait for its deadline (R26)."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     ranks = world.launch(3)
     world.holders["h1"].checks_lost = 1
     started_s = world.now
@@ -236,7 +226,7 @@ def test_a_lost_check_order_is_given_again() -> None:
 
 def test_a_mismatch_of_into_fails_the_round_for_all() -> None:
     """One rank whose `into=` does not fit ends the get on every rank before anything is written (R26)."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     ranks = world.launch(3)
     ranks[1].into_error = ("ManifestMismatch", "layer 3 has another shape")
     errors = [a["error"] for a in world.get(ranks)]
@@ -246,7 +236,7 @@ def test_a_mismatch_of_into_fails_the_round_for_all() -> None:
 
 def test_a_rank_that_dies_in_a_get_ends_it_for_the_others() -> None:
     """Nobody waits for a dead rank's check: the others get an error at once (R20, R23)."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     ranks = world.launch(3)
     world.work_s = (1.0, 1.5)
     for rank in ranks:
@@ -259,7 +249,7 @@ def test_a_rank_that_dies_in_a_get_ends_it_for_the_others() -> None:
 
 def test_a_withdrawal_names_who_never_asked() -> None:
     """A rank whose deadline passes learns which ranks did not call get(); one that withdrew too is not blamed."""
-    world, _ = trained(last=1)
+    world, _ = trained(3, last=1)
     ranks = world.launch(3)
     for rank in ranks[:2]:
         world.call(rank, "get", step=None, timeout_s=5.0)
@@ -273,7 +263,7 @@ def test_a_withdrawal_names_who_never_asked() -> None:
 
 def test_rewind_opens_an_attempt_from_an_older_step() -> None:
     """After a rewind the older step is the past; the newer one is hidden, and freed with the first commit (R22)."""
-    world, ranks = trained(last=2, keep_steps=2)
+    world, ranks = trained(3, last=2, keep_steps=2)
     for rank in ranks:
         world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key, world_size=3)
     world.run(2.0)
@@ -295,7 +285,7 @@ def test_rewind_opens_an_attempt_from_an_older_step() -> None:
 
 def test_get_of_a_step_prefers_the_lineage() -> None:
     """get(step=S) after a rewind reads the S of this lineage, whatever hidden attempts have (R22)."""
-    world, ranks = trained(last=2, keep_steps=2)
+    world, ranks = trained(3, last=2, keep_steps=2)
     for rank in ranks:
         world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key, world_size=3)
     world.run(2.0)

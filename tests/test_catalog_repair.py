@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from memstore.core.events import Report, shard_to_wire
-from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
 from recovery.inventory import ShardId, StepId
-
-
-def trained(hosts: int, world_size: int, last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job of `world_size` ranks with steps 1 to `last` committed."""
-    world = CatalogWorld(hosts, **config)
-    ranks = world.launch(world_size)
-    world.get(ranks)
-    for step in range(1, last + 1):
-        assert world.put_all(ranks, step)
-    return world, ranks
 
 
 def test_a_stand_in_takes_the_copies_of_a_dead_host() -> None:

@@ -16,20 +16,11 @@ from memstore.core.shelf import Share, Shelved
 from memstore.errors import CapacityError
 from memstore.shell.peer_server import DRAFT_IDLE_S, PeerServer
 from memstore.shell.vault import Vault
-from memstore.testing.catalog_holder import FakeHolder, FakeRank
-from memstore.testing.catalog_world import JOB, CatalogWorld
+from memstore.testing.catalog_holder import FakeHolder
+from memstore.testing.catalog_trained import trained
+from memstore.testing.catalog_world import JOB
 from memstore.testing.scratch_folder import scratch_folder
 from recovery.inventory import ShardId, StepId
-
-
-def trained(hosts: int, world_size: int, last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job of `world_size` ranks with steps 1 to `last` committed."""
-    world = CatalogWorld(hosts, **config)
-    ranks = world.launch(world_size)
-    world.get(ranks)
-    for step in range(1, last + 1):
-        assert world.put_all(ranks, step)
-    return world, ranks
 
 
 def lose_chunk(holder: FakeHolder, shard: ShardId) -> None:

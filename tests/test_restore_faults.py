@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from memstore.config import Config
 from memstore.core.events import shard_to_wire, spec_to_wire
 from memstore.core.shelf import Shelved
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell import stager
 from memstore.shell.holder import Holder
-from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.peer_client import Peer
 from memstore.shell.shipment import Stored
-from memstore.shell.tool import store_root
 from memstore.shell.vault import VERIFY_AGE_S, Vault
+from memstore.testing.two_holders import two_holders
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
@@ -31,21 +27,8 @@ Reports = list[tuple[str, dict[str, Any]]]
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller."""
     monkeypatch.setattr(stager, "RETRY_S", 0.01)
-    config = Config(
-        store=f"t{secrets.token_hex(4)}", arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
-        scrub_bytes_per_s=0,
-    )  # fmt: skip
-    secret = secrets.token_bytes(32)
-    holders = [
-        Holder(HostIdentity(host, read_boot_id(), True, {}), config, secret=secret, arena_limit_bytes=8 << 20)
-        for host in ("a", "b")
-    ]
-    for holder in holders:
-        holder._set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders])
-    yield holders[0], holders[1]
-    for holder in holders:
-        holder.close()
-    shutil.rmtree(store_root(config), ignore_errors=True)
+    with two_holders(CHUNK_BYTES) as found:
+        yield found
 
 
 def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from memstore.config import Config
 from memstore.core.manifest import chunk_sizes
 from memstore.errors import PeerRefused
 from memstore.shell.holder import Holder
-from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.shipment import Fresh
-from memstore.shell.tool import store_root
+from memstore.testing.two_holders import two_holders
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
@@ -27,23 +23,11 @@ SHARD = ShardId("train", 1, 2, 0)
 @pytest.fixture
 def pair() -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller; b holds copies of a's shards."""
-    config = Config(
-        store=f"t{secrets.token_hex(4)}", arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
-        scrub_bytes_per_s=0, streams=2,
-    )  # fmt: skip
-    secret = secrets.token_bytes(32)
-    holders = [
-        Holder(HostIdentity(host, read_boot_id(), True, {}), config, secret=secret, arena_limit_bytes=8 << 20)
-        for host in ("a", "b")
-    ]
-    for holder in holders:
-        holder._set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders])
-        holder.vault.ensure_free(2 * CHUNKS)
-    holders[0].targets["train"] = ["b"]
-    yield holders[0], holders[1]
-    for holder in holders:
-        holder.close()
-    shutil.rmtree(store_root(config), ignore_errors=True)
+    with two_holders(CHUNK_BYTES, streams=2) as found:
+        for holder in found:
+            holder.vault.ensure_free(2 * CHUNKS)
+        found[0].targets["train"] = ["b"]
+        yield found
 
 
 def handed_over(holder: Holder, fills: range) -> list[int]:

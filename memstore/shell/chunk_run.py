@@ -35,12 +35,13 @@ class Run(NamedTuple):
 def batches(chunks: Sequence[int], streams: int) -> Iterator[list[int]]:
     """Cut a shard's chunks into requests: small at first, so that all streams start at once, and small at the end,
     so that they end together; large between, since every request waits for an answer."""
-    first, size = 0, BATCH_CHUNKS_MIN
+    least = min(BATCH_CHUNKS_MIN, max(1, -(-len(chunks) // streams)))
+    first, size = 0, least
     for turn in itertools.count(1):
         left = len(chunks) - first
         if left <= 0:
             return
-        count = min(size, max(BATCH_CHUNKS_MIN, -(-left // (2 * streams))))
+        count = min(size, max(least, -(-left // (2 * streams))))
         yield list(chunks[first : first + count])
         first += count
         if turn % streams == 0:
