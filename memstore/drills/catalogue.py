@@ -60,8 +60,8 @@ DRILLS = {
             "preempt-host", "hosts",
             "one host, with its memory, some time after notice was given; its ranks go on putting until then",
             "one host",
-            Promise("every shard it held is on enough other hosts before the moment; 0 steps lost, from peer RAM",
-                    frozenset({"peer", "mixed"}), needs="peer"),
+            Promise("every shard it held is on enough other hosts before the moment; 0 steps lost, durable untouched",
+                    frozenset({"local", "peer", "mixed"})),
             runs_on=(EMBEDDED,),
         ),
         Drill(

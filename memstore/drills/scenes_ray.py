@@ -24,6 +24,7 @@ class RestartRay(Scene):
         self.hosts = []  # nobody loses memory
         self.late = self._draw_late([r.host for r in self.run.job.ranks if r.host != site.head])
         self.before: dict[str, Any] = {}
+        self.seats = [r.host for r in self.run.job.ranks]
 
     def _draw_late(self, hosts: list[str]) -> str:
         return self.rng.choice(hosts)
@@ -33,10 +34,15 @@ class RestartRay(Scene):
 
     def inject(self) -> str:
         site = self.own_site()
-        self.run.watch.stop()  # its questions would find no Ray
+        self._let_go()
         self.before = {host: faults.arena_identity(site.folder(host)) for host in site.cluster.labels}
         count = site.end_ray()
         return f"SIGKILL to all {count} processes of Ray and of the store"
+
+    def _let_go(self) -> None:
+        """Forget every handle of this Ray: to use one later would start another Ray here."""
+        self.run.watch.stop()
+        self.run.job.ranks, self.run.job.spares = [], []
 
     def wait_for_effect(self) -> str:
         site = self.own_site()
@@ -46,12 +52,11 @@ class RestartRay(Scene):
         return f"all gone, {len(self.before)} arena files are still there (both checked)"
 
     def recover(self) -> None:
-        site, job = self.own_site(), self.run.job
-        hosts = [r.host for r in job.ranks]
+        site = self.own_site()
         site.start_ray(without=self.late)
         others = [host for host in site.places() if host != self.late]
-        job.spares = []  # they went with Ray
-        job.stand_by([host if host != self.late else others[i % len(others)] for i, host in enumerate(hosts)])
+        seats = [host if host != self.late else others[i % len(others)] for i, host in enumerate(self.seats)]
+        self.run.job.stand_by(seats)
         left_out = f"all hosts but {self.late}" if self.late else "all hosts"
         self.run.timeline.line("started", f"Ray and the store run again on {left_out}")
 
@@ -79,14 +84,14 @@ class HeadNode(RestartRay):
 
     def inject(self) -> str:
         site = self.own_site()
-        self.run.watch.stop()
+        self._let_go()
         self.before = {host: faults.arena_identity(site.folder(host)) for host in site.cluster.labels}
         count = site.end_head()
         return f"SIGKILL to the {count} processes of Ray's head"
 
     def wait_for_effect(self) -> str:
         took_s = self.own_site().wait_ray_ended(ENDED_S)
-        return f"every other raylet, holder and rank ended by itself within {took_s:.0f} s; {super().wait_for_effect()}"
+        return f"every other raylet and holder ended by itself within {took_s:.0f} s; {super().wait_for_effect()}"
 
     def restore(self) -> list[Restored]:
         return Scene.restore(self)

@@ -197,7 +197,8 @@ class EmbeddedSite(Site):
         self.heals_at_once = True  # after each drill, else when told
         self.lost: dict[str, dict[str, str]] = {}
         self.late: dict[str, dict[str, str]] = {}  # left out when Ray was started again
-        self.headless: list[faults.Process] = []  # of the other hosts, when Ray's head died
+        self.headless: list[faults.Process] = []  # raylets and holders of the other hosts, when Ray's head died
+        self.left_behind: list[faults.Process] = []  # all that ran there
 
     @property
     def head(self) -> str:
@@ -255,18 +256,21 @@ class EmbeddedSite(Site):
     def end_head(self) -> int:
         """SIGKILL to every process of Ray's head; return how many. The others run on, for want of it not for long."""
         others = [host for host in self.cluster.labels if host != self.head]
-        self.headless = [victim for host in others for victim in self.cluster.node_processes(host)]
+        self.headless = [*map(self.cluster.raylet, others), *(faults.holder_process(self.folder(h)) for h in others)]
+        self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         victims = self.cluster.kill_head()
         faults.wait_gone(victims)
         return len(victims)
 
     def wait_ray_ended(self, limit_s: float) -> float:
-        """Wait until what ran on the other hosts when the head died has ended by itself; return the seconds."""
+        """Wait until raylets and holders of the other hosts have ended by themselves; return the seconds."""
         started_s = time.monotonic()
         faults.wait_gone(self.headless, limit_s)
+        took_s = time.monotonic() - started_s
+        faults.kill(self.left_behind)  # Ray's agents outlive their raylet
         self.cluster.kill_everything()  # only its books are left
-        return time.monotonic() - started_s
+        return took_s
 
     def start_ray(self, *, without: str = "") -> None:
         """Ray and the store are started again on the same hosts, but one."""

@@ -40,7 +40,6 @@ FAST_HEALTH = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1500,
     "health_check_failure_threshold": 3,
-    "gcs_rpc_server_reconnect_timeout_s": 10,  # a raylet without a head ends after this; stock Ray waits a minute
 }
 
 
