@@ -120,11 +120,13 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert verbs == ["up", "down", "status", "ls", "rm", "plan", "verify", "demo", "drill"]
+    assert verbs == ["up", "down", "status", "ls", "rm", "plan", "verify", "drain", "demo", "drill"]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["status"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"]], ids=lambda a: a[0]
+    "arguments",
+    [["status"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]],
+    ids=lambda a: a[0],
 )
 def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_path: Path) -> None:
     """No store: one clear line on stderr, nothing on stdout, exit code 1, a traceback only with --debug."""
@@ -146,6 +148,7 @@ def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_p
         (["status", "--store", "a/b"], "store name 'a/b'"),
         (["rm"], "JOB"),
         (["plan"], "--lose"),
+        (["drain"], "HOST"),
         (["down", "--force"], "--force goes with --discard"),
         (["down", "--host", "h1"], "--host goes with --leftovers"),
         (["up", "--arena-bytes", "plenty"], "arena_bytes='plenty' is not a size"),
@@ -315,6 +318,7 @@ def test_plan_in_words(store: ProcessCluster) -> None:
         (["verify", "bert"], "no job 'bert'"),
         (["plan", "bert", "--lose", "h1"], "no job 'bert'"),
         (["plan", "--lose", "h11"], "no host 'h11': did you mean h1"),
+        (["drain", "h11"], "no host 'h11': did you mean h1"),
         (["plan", "--lose", "zz"], "no host 'zz': it has h1, h2, h3"),
         (["plan", "--lose", "rack=r9"], "no host is labelled rack=r9: its values are r1, r2"),
         (["plan", "--lose", "colour=red"], "no host has that label"),

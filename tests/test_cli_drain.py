@@ -1,0 +1,54 @@
+"""`memstore drain` on real processes: the host can go once it says so, and nothing is lost by it (R29)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from memstore.cli import main
+from memstore.testing.fleet import Fleet
+from memstore.testing.processes import ProcessCluster, wait_for
+from memstore.testing.rank_process import RankNursery, together
+
+HOSTS = {"h0": {"rack": "r1"}, "h1": {"rack": "r2"}, "h2": {"rack": "r1"}, "h3": {"rack": "r2"}}
+
+
+def run(cluster: ProcessCluster, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Return what the command wrote to stdout, as JSON, and to stderr."""
+    result = CliRunner().invoke(main, [*arguments, "--store", cluster.config.store, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if result.stdout else {}, result.stderr
+
+
+def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nursery: RankNursery) -> None:
+    """Its ranks put meanwhile; the step put last has all its copies the moment the host is gone."""
+    with ProcessCluster(tmp_path, HOSTS, repair_after_s=60.0) as cluster:  # no repair: what is there was there before
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
+        body, _ = run(cluster, "drain", "h1", "--within", "30")
+        assert (body["host"], body["left"]) == ("h1", 0)
+        together(ranks, "train", first=3, last=4)
+        assert run(cluster, "drain", "h1", "--within", "30")[0]["left"] == 0
+        assert any("is to go in" in row["cause"] for row in cluster.status()["problems"])
+
+        ranks[1].kill()
+        cluster.lose_host("h1")
+        wait_for(lambda: cluster.host_status()["h1"] == "dead", "the death of h1")
+        job = cluster.job("train")
+        assert (job["committed_step"], job["copies"], job["missing_copies"]) == (4, 2, 0)
+        for rank in ranks:
+            rank.kill()
+        _, got = fleet.resume(["h0", "h3", "h2"])
+        assert got["step"] == 4
+
+
+def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_path: Path) -> None:
+    """--cancel ends it; a notice without time, and one to an unknown host, are refused in words."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        assert run(cluster, "drain", "h1")[0]["drains_s"] > 100
+        assert run(cluster, "drain", "h1", "--cancel")[0]["drains_s"] is None
+        assert "did you mean h0" in run(cluster, "drain", "h00", code=1)[1]
+        assert "must leave some time" in run(cluster, "drain", "h1", "--within", "0", code=2)[1]
