@@ -6,7 +6,7 @@ from typing import Any
 
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
-from memstore.testing.catalog_world import CatalogWorld
+from memstore.testing.catalog_world import JOB, CatalogWorld
 from recovery.inventory import StepId
 
 STEP = StepId(1, 1)
@@ -76,3 +76,17 @@ def test_a_removed_job_frees_its_room_on_every_host() -> None:
     world.run(5.0)
     assert ["train", 1] in rooms_freed(world, "h1")
     assert not world.holders["h1"].copies
+
+
+def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> None:
+    """It held no copy that could tell of the job, only a reservation (R10)."""
+    world, ranks = trained(3, 2)
+    world.kill_host("h2", keep_memory=True)
+    world.run(8.0)
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert JOB not in world.served.jobs
+    world.return_host("h2")
+    world.run(1.0)
+    orders = [body for kind, body in world.holders["h2"].orders if kind == "drop"]
+    assert {"shards": [], "removed": [JOB, 1]} in orders

@@ -87,6 +87,8 @@ class Takeover:
     def greet(self, host: str) -> None:
         """Whatever a host must know before it serves: its peers, who is fenced, what was committed."""
         self.catalog.view.send_addresses()
+        for name, attempt in self.catalog.removed.items():  # it may have been out of reach then: the room is freed now
+            self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
         for job in self.catalog.jobs.values():
             if job.newest is not None:
                 self.catalog.attempts.send_fence(host, job.name, job.newest)
