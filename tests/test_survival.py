@@ -153,6 +153,8 @@ def host_body(name: str, **changes: Any) -> dict[str, Any]:
         "up_s": 9.0,
         "stats": {},
         "pushes": 0,
+        "drains_s": None,
+        "drain_left": 0,
         **changes,
     }
 
@@ -190,6 +192,15 @@ def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any],
     (row,) = found(job_body(**changes))
     assert (row["severity"], row["about"]) == (severity, "j")
     assert cause in row["cause"]
+    assert row["remedy"]
+
+
+def test_a_host_without_room_beside_its_arena_is_told_with_the_reason() -> None:
+    """Nothing new is stored there and no fact is written, so it is more than a note."""
+    short = host_body("a", stats={"short_of_room": "no room for 103 more bytes in journal /dev/shm/x"})
+    (row,) = found(job_body(), hosts=(short, host_body("b", stats={"short_of_room": ""})))
+    assert (row["severity"], row["about"]) == (DEGRADED, "a")
+    assert "no room for 103 more bytes" in row["cause"]
     assert row["remedy"]
 
 

@@ -54,6 +54,13 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
         rest = f"{left} shards are not yet on enough others" if left else "all it holds is on enough others"
         cause = f"is to go in {host['drains_s']:.0f} s: {rest}"
         yield _row(DEGRADED if left else NOTE, name, cause, None, f"`memstore drain {name} --cancel` if it stays")
+    short = host["stats"].get("short_of_room")
+    if short:
+        yield _row(
+            DEGRADED, name, f"cannot write beside its arena, so nothing new is stored there: {short}", None,
+            "remove what else lies in that file system, or enlarge it (mount -o remount,size=...); what waits is "
+            "written by itself",
+        )  # fmt: skip
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(

@@ -29,6 +29,7 @@ from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
 from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
+from memstore.shell.fact_keeper import FactKeeper
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
@@ -81,6 +82,7 @@ class Holder:
         )  # fmt: skip
         self.vault.on_hurt = self.sealed
         self.journal = Journal.open(self.folder / "journal")
+        self.facts = FactKeeper(self.journal, lambda seq: self.report("ack", {"seq": seq}))
         self.term = 0
         self.fences: dict[str, int] = {}
         self._read_journal()
@@ -204,6 +206,7 @@ class Holder:
             newest = self.term = max(self.term, term)
             if term == newest:
                 old, self.session = self.session, session
+                self.facts.forget()
         if term < newest:
             channel.send(Kind.EVENT, 0, {"k": "stale", "term": newest}, deadline_s=SEND_S)
             return
@@ -259,25 +262,32 @@ class Holder:
             if session is None:
                 continue
             with contextlib.suppress(TransportError):
-                stats = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+                counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+                stats = {**counts, "short_of_room": self.facts.problem or self.vault.manifests.problem}
                 session.send_now({"k": "beat", "stats": stats})
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
-            for work in (self.ranks.reap, self.vault.expire_pins, self.peer_server.give_up_idle):
+            for work in (self.ranks.reap, self.vault.expire_pins, self.peer_server.give_up_idle, self._look_for_room):
                 self._logged(work)
+
+    def _look_for_room(self) -> None:
+        """Write the facts for which there was none (R16); say so no longer where there is some again."""
+        with self._session_lock:
+            self.facts.retry()
+        self.vault.manifests.look_for_room()
 
     # -- orders -------------------------------------------------------------------------------
 
     def _guarded(self, body: dict[str, Any]) -> None:
-        """One order that fails ends no session; but facts that could not be written are sent again to a new one."""
+        """One order that fails ends no session; but facts that broke in the writing are sent again to a new one."""
         self._order(body) if body.get("k") == "journal" else self._logged(self._order, body)
 
     def _order(self, body: dict[str, Any]) -> None:
         """Carry out one order; whatever can block runs elsewhere."""
         kind = body.pop("k", None)
         if kind == "journal":
-            self._append_facts(body)
+            self.facts.take(body)
         elif kind == "view":
             self._set_view(body["hosts"])
         elif kind == "fence":
@@ -316,15 +326,6 @@ class Holder:
             work(*args)
         except Exception:
             log.exception("host %s: order %s failed", self.info.host_id, work.__name__)
-
-    def _append_facts(self, body: dict[str, Any]) -> None:
-        """Journal facts beside the arena, then acknowledge (R16)."""
-        records = [msgpack.packb(record) for record in body["records"]]
-        if body["reset"]:
-            self.journal.rewrite(records)
-        else:
-            self.journal.append(records)
-        self.report("ack", {"seq": int(body["seq"])})
 
     def _fence(self, job: str, attempt: int, members: list[str]) -> None:
         """Older processes are refused from now on; answer with what is here (R21)."""

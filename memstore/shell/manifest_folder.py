@@ -6,6 +6,7 @@ the folder is on tmpfs like the arena, and outlives processes, not machines.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -29,6 +30,8 @@ class ManifestFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.skipped: dict[str, str] = {}  # file name -> why the last `load_all` did not read it
+        self.problem = ""  # why the last `save` found no room, while there is none
+        self._wanted_nbytes = 0
 
     @classmethod
     def open(cls, folder: Path) -> ManifestFolder:
@@ -60,19 +63,37 @@ class ManifestFolder:
                 needed_bytes=len(data),
             )
         temporary = self.path / (_TEMPORARY + name)
-        fd = open_file(self.path, temporary.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            with os.fdopen(fd, "wb") as file:
+            self._write(temporary, data, target)
+        except CapacityError as error:
+            self.problem, self._wanted_nbytes = str(error), len(data)
+            raise
+        self.problem = ""
+
+    def _write(self, path: Path, data: bytes, target: Path) -> None:
+        """Write a file and rename it, or leave none; CapacityError if there is no room for it."""
+        try:
+            with os.fdopen(open_file(self.path, path.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(data)
-            temporary.rename(target)
+            path.rename(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
             raise CapacityError(
                 f"no room for a manifest of {len(data)} bytes in {self.path}: the file system is full; free room there",
                 needed_bytes=len(data),
             ) from error
+
+    def look_for_room(self) -> None:
+        """Forget the `problem` once a manifest of that size would fit again."""
+        if not self.problem:
+            return
+        probe = self.path / (_TEMPORARY + "room")  # removed by `load_all` if we die now
+        with contextlib.suppress(CapacityError):
+            self._write(probe, bytes(self._wanted_nbytes), probe)
+            probe.unlink()
+            self.problem = ""
 
     def load_all(self) -> Iterator[tuple[str, bytes]]:
         """Yield every manifest as (name, bytes), in name order; remove what a dead writer left half done.

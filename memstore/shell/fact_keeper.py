@@ -1,0 +1,52 @@
+"""A holder's journal, and the facts that wait for room in it (R16).
+
+A full file system is no reason to lose the controller: what cannot be written waits, in order, and is acknowledged
+once it is written. Until then this host counts for no fact, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from memstore.errors import CapacityError
+from memstore.shell.journal import Journal
+
+
+class FactKeeper:
+    """Writes what the controller sends, in its order. The caller keeps sessions apart: one thread at a time."""
+
+    def __init__(self, journal: Journal, on_written: Callable[[int], None]) -> None:
+        self.journal = journal
+        self.problem = ""  # why the oldest that waits could not be written
+        self._on_written = on_written
+        self._waiting: deque[dict[str, Any]] = deque()
+
+    def take(self, body: dict[str, Any]) -> None:
+        """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all."""
+        if body["reset"]:
+            self._waiting.clear()
+        self._waiting.append(body)
+        self.retry()
+
+    def retry(self) -> None:
+        """Write what waits, as far as there is room now."""
+        while self._waiting:
+            body = self._waiting[0]
+            records = [msgpack.packb(record) for record in body["records"]]
+            try:
+                self.journal.rewrite(records) if body["reset"] else self.journal.append(records)
+            except CapacityError as exc:
+                self.problem = str(exc)
+                return
+            self._waiting.popleft()
+            self._on_written(int(body["seq"]))
+        self.problem = ""
+
+    def forget(self) -> None:
+        """Another session begins: it sends the whole journal, and numbers of its own (R16)."""
+        self._waiting.clear()
+        self.problem = ""
