@@ -62,7 +62,7 @@ def test_on_a_running_cluster_a_network_drill_is_refused() -> None:
 
 def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
     """They are listed as not played, each with the reason, and none as passed; nothing played is no pass."""
-    problems = {NAMESPACES: str(site_options.network_problem(NAMESPACES))}
+    problems = {NAMESPACES: str(site_options.place_problem(NAMESPACES))}
     suite = Suite(
         {EMBEDDED: lambda: pytest.fail("no cluster is needed")}, Options(seed=7), durable=None, timeout_s=60.0,
         tell=lambda line: None, problems=problems,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.drills.catalogue_network import NETWORK_DRILLS
-from memstore.drills.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, RUNNING, Drill, Promise
+from memstore.drills.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, RUNNING, TIGHT, Drill, Promise
 from memstore.errors import ConfigError
 
 DRILLS = {
@@ -113,6 +113,14 @@ DRILLS = {
             flow=GOES_ON, runs_on=(EMBEDDED,), is_standard=False,
         ),
         Drill(
+            "memory-pressure", "hosts",
+            "a task of somebody else on one host takes memory until Ray's memory monitor kills it, while all ranks put",
+            "a task of the drill's own, which takes 1.5 to 4 GiB of this machine",
+            Promise("the holder and its arena stay, no put raises, every stall within its budget, commits go on",
+                    has_commits_meanwhile=True),
+            flow=GOES_ON, runs_on=(TIGHT,), is_standard=False,
+        ),
+        Drill(
             "kill-controller", "control plane",
             "the process that decides commits, while ranks put",
             "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
@@ -177,6 +185,16 @@ DRILLS = {
             flow=GOES_ON, runs_on=(EMBEDDED,),
         ),
         Drill(
+            "tmpfs-full", "storage",
+            "the file system of the arenas: no page of it is left, for manifest or journal, while all ranks put",
+            "a file system of the drill's own, for the arenas of its own hosts",
+            Promise(
+                "no put raises, every stall within its budget, nothing stored is lost, the status names the host and "
+                "the reason, commits resume once there is room"
+            ),
+            flow=GOES_ON, needs_root=True, runs_on=(TIGHT,), is_standard=False,
+        ),
+        Drill(
             "durable-error", "storage",
             "the durable directory of the scratch job: every write to it fails until it is mended, while all ranks put",
             "a directory of the drill's own",
@@ -194,6 +212,17 @@ DRILLS = {
             Promise(
                 "no put raises, every stall within its budget, commits go on meanwhile, the status names the error, "
                 "a durable step follows once there is room",
+                has_commits_meanwhile=True,
+            ),
+            flow=GOES_ON, needs_durable=True, needs_root=True, runs_on=(EMBEDDED,), is_standard=False,
+        ),
+        Drill(
+            "durable-slow", "storage",
+            "the durable directory of the scratch job: every write to it waits a second or more, while all ranks put",
+            "a directory of the drill's own, on the machine that the hosts share",
+            Promise(
+                "no put raises, every stall within its budget, commits go on meanwhile, a newer durable step follows "
+                "once it is fast again",
                 has_commits_meanwhile=True,
             ),
             flow=GOES_ON, needs_durable=True, needs_root=True, runs_on=(EMBEDDED,), is_standard=False,

@@ -19,15 +19,15 @@ from memstore.cli.options import store_options
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
 from memstore.drills.page import page, rpo_text, seconds_text, tiers_text, title_of
-from memstore.drills.promises import EMBEDDED, NAMESPACES, RUNNING
+from memstore.drills.promises import EMBEDDED, NAMESPACES, RUNNING, TIGHT
 from memstore.drills.report import PASS
 from memstore.drills.site_options import (
     SEED_LIMIT,
     address_option,
     embedded_option,
     job_options,
-    network_problem,
     own_site,
+    place_problem,
     prepare_ray,
     quiet,
     running_site,
@@ -107,7 +107,7 @@ def _play(
     openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
     problems: dict[str, str] = {}
     if given["embedded"]:
-        found = {place: network_problem(place) for place in (EMBEDDED, NAMESPACES)}
+        found = {place: place_problem(place) for place in (EMBEDDED, NAMESPACES, TIGHT)}
         problems = {place: why for place, why in found.items() if why is not None}
         openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
     with contextlib.ExitStack() as stack:

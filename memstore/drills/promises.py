@@ -10,12 +10,16 @@ from dataclasses import dataclass
 REFUSED = "refused"  # a verdict of ours: get() raised RecoveryError on every rank
 
 # Where a drill can be played.
-EMBEDDED, RUNNING, NAMESPACES = "embedded", "running", "namespaces"
+EMBEDDED, RUNNING, NAMESPACES, TIGHT = "embedded", "running", "namespaces", "tight"
 PLACES = {
     EMBEDDED: "a cluster of its own, on this machine",
     RUNNING: "your running cluster, with a scratch job",
     NAMESPACES: "hosts in network namespaces, which needs root",
+    TIGHT: "a cluster of its own with little memory, which needs root",
 }
+
+# A process is part of one Ray cluster at a time.
+ON_RAY = frozenset({EMBEDDED, RUNNING, TIGHT})
 
 # How it goes on after the fault.
 RESTART, GOES_ON = "restart", "goes-on"

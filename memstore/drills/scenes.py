@@ -11,6 +11,7 @@ from memstore.drills import (
     scenes_ranks,
     scenes_ray,
     scenes_storage,
+    scenes_tight,
 )
 from memstore.drills.scene import Scene
 
@@ -21,6 +22,7 @@ SCENES: dict[str, type[Scene]] = {
     **scenes_control.SCENES,
     **scenes_ray.SCENES,
     **scenes_storage.SCENES,
+    **scenes_tight.SCENES,
     **scenes_network.SCENES,
     **scenes_partition.SCENES,
 }

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
+import shutil
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from memstore.drills import faults
+from memstore.drills.kept_up import SlowFileSystem
+from memstore.drills.mounts import make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.ranks import PutRow, collect
 from memstore.drills.scene import Scene
 from memstore.drills.scratch import ScratchJob
 from memstore.errors import DrillError
 
 VERIFY_S = 300.0
-MOUNT_S = 20.0
+SLOW_WRITE_S = 0.5  # a write of a few bytes that took this long was held up
+PROBE_S = 10.0
 ASIDE = ".aside"  # where the job's durable folder waits while a file stands in its place
 
 
@@ -131,10 +136,7 @@ class DurableFull(DurableError):
 
     def inject(self) -> str:
         self.durable_before = self.run.job.status()["durable_step"]
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "memstore-drill", str(self.folder)]
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=MOUNT_S, check=False)
-        if done.returncode:
-            raise DrillError(f"cannot mount a small file system there: {done.stderr.strip()}")
+        mount_tmpfs(self.folder, "64k")
         self.mounted = self.folder
         return f"a full file system of 64 KiB over {self.folder.name} in the durable directory"
 
@@ -152,8 +154,80 @@ class DurableFull(DurableError):
 
     def cleanup(self) -> None:
         if self.mounted is not None:
-            subprocess.run(["umount", "-l", str(self.mounted)], timeout=MOUNT_S, check=True)
+            unmount(self.mounted)
             self.mounted = None
+
+
+class DurableSlow(DurableError):
+    """The scratch job's durable folder on a file system of its own that is frozen for most of the time."""
+
+    name = "durable-slow"
+    is_noticed = False  # a write that takes long is no error; what it costs is that steps in between are passed over
+    puts_count = 24
+    hold_s = 4.0
+    slow: SlowFileSystem | None = None
+    mounted: Path | None = None
+    scratch: Path | None = None
+
+    def setup(self) -> None:
+        """While nothing is written there: what the folder has goes on with it."""
+        super().setup()
+        newest, options = self.run.report.step_before, self.run.options
+        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
+        self.scratch = Path(tempfile.mkdtemp(prefix="memstore-drill-"))
+        image, way = self.scratch / "image", self.scratch / "way"
+        way.mkdir()
+        make_ext4(image, (64 << 20) + 8 * options.ranks_count * options.nbytes)
+        mount(["-o", "loop"], str(image), way)
+        try:
+            (way / "lost+found").rmdir()
+            shutil.copytree(self.folder, way, dirs_exist_ok=True)
+        finally:
+            unmount(way)
+        mount(["-o", "loop"], str(image), self.folder)
+        self.mounted = self.folder
+
+    def inject(self) -> str:
+        self.slow = SlowFileSystem(self.folder)
+        self.slow.start()
+        cycle = f"frozen for {self.slow.frozen_s:g} s, thawed for {self.slow.thawed_s:g} s"
+        return f"the file system of {self.folder.name} in the durable directory is {cycle}, in turns"
+
+    def wait_for_effect(self) -> str:
+        probe = self.folder / ".drill-probe"
+        deadline_s = time.monotonic() + PROBE_S
+        while (started_s := time.monotonic()) < deadline_s:  # what comes between two freezes is not held up
+            probe.write_bytes(b"?")
+            probe.unlink()
+            took_s = time.monotonic() - started_s
+            if took_s >= SLOW_WRITE_S:
+                return f"a write of one byte below it took {took_s:.1f} s (checked)"
+        raise DrillError(f"no small write took {SLOW_WRITE_S:g} s within {PROBE_S:g} s: the fault did not take effect")
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return None
+
+    def recover(self) -> None:
+        job = self.run.job.status()
+        self.run.timeline.line(
+            "meanwhile", f"step {job['durable_step']} is durable, {job['durable_abandoned']} writes were given up"
+        )
+        self.durable_before = job["durable_step"]
+        if self.slow is not None:
+            self.slow.end()
+        self.run.timeline.line("thawed", "the file system is as fast as before")
+
+    def cleanup(self) -> None:
+        try:
+            if self.slow is not None:
+                self.slow.end()
+        finally:
+            if self.mounted is not None:
+                unmount(self.mounted)
+                self.mounted = None
+            if self.scratch is not None:
+                shutil.rmtree(self.scratch)
+                self.scratch = None
 
 
 class DurableTorn(Scene):
@@ -299,5 +373,6 @@ class ArenaFull(Scene):
 
 
 SCENES = {
-    scene.name: scene for scene in (CorruptChunk, TornManifest, ArenaFull, DurableError, DurableFull, DurableTorn)
+    scene.name: scene
+    for scene in (CorruptChunk, TornManifest, ArenaFull, DurableError, DurableFull, DurableSlow, DurableTorn)
 }

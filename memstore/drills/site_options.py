@@ -18,7 +18,7 @@ import click
 
 from memstore.cli.options import check_host, check_reachable, config_or_usage
 from memstore.config import MIB, Config
-from memstore.drills.promises import NAMESPACES, PLACES, RUNNING, Drill
+from memstore.drills.promises import NAMESPACES, PLACES, RUNNING, TIGHT, Drill
 
 if TYPE_CHECKING:
     from memstore.drills.site import EmbeddedSite, Site
@@ -85,32 +85,40 @@ def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
             site.close()
 
 
-def network_problem(place: str) -> str | None:
-    """Return why clusters of this kind cannot be brought up here, or None; only namespaces ask for anything."""
+def place_problem(place: str) -> str | None:
+    """Return why clusters of this kind cannot be brought up here, or None; raylets alone ask for nothing."""
+    from memstore.drills.mounts import mount_problem
     from memstore.testing.namespaces import available
 
-    return available() if place == NAMESPACES else None
+    if place == NAMESPACES:
+        return available()
+    return mount_problem() if place == TIGHT else None
 
 
 @contextlib.contextmanager
 def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the suite") -> Iterator[Site]:
-    """A cluster that the drill brings up: raylets, or processes in network namespaces.
+    """A cluster that the drill brings up: raylets, with much or little memory, or processes in network namespaces.
 
     Raises:
         click.ClickException: such a cluster cannot be made here; `name` is of what needs it.
     """
-    if place != NAMESPACES:
-        with embedded_site(given, nbytes) as embedded:
-            yield embedded
-        return
-    why = network_problem(place)
+    why = place_problem(place)
     if why is not None:
         raise click.ClickException(f"{name} plays on {PLACES[place]}: it cannot be played here, because {why}")
-    from memstore.drills.site_namespaces import namespaces_site
+    opened: contextlib.AbstractContextManager[Site]
+    if place == NAMESPACES:
+        from memstore.drills.site_namespaces import namespaces_site
 
-    # Two jobs at once: a network drill may have one on each side of a cut.
-    arena_bytes = max(256 * MIB, 2 * ROOM * given["replicas"] * nbytes)
-    with namespaces_site(given["hosts_count"], arena_bytes=arena_bytes) as site:
+        # Two jobs at once: a network drill may have one on each side of a cut.
+        arena_bytes = max(256 * MIB, 2 * ROOM * given["replicas"] * nbytes)
+        opened = namespaces_site(given["hosts_count"], arena_bytes=arena_bytes)
+    elif place == TIGHT:
+        from memstore.drills.site_tight import tight_site
+
+        opened = tight_site(given["hosts_count"], arena_bytes=max(64 * MIB, ROOM * given["replicas"] * nbytes))
+    else:
+        opened = embedded_site(given, nbytes)
+    with opened as site:
         yield site
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from memstore.drills.catalogue import DRILLS, find
 from memstore.drills.options import Options, replay
-from memstore.drills.promises import PLACES, RUNNING, Drill
+from memstore.drills.promises import ON_RAY, PLACES, RUNNING, TIGHT, Drill
 from memstore.drills.report import ERROR, Report, verdict_line
 from memstore.drills.runner import run_drill
 from memstore.drills.site import Site
@@ -47,12 +47,16 @@ class Play:
 
 
 def plays_of(suite: str) -> list[Play]:
-    """Return what a suite plays: the standard drills, or every drill and then every must-fail twin."""
+    """Return what a suite plays: the standard drills, or every drill and then every must-fail twin.
+
+    Those that want a cluster with little memory come last, for the other one ends when that is started.
+    """
     if suite == STANDARD:
         return [Play(d) for d in DRILLS.values() if d.is_standard]
     if suite == FULL:
         twins = [Play(d, is_beyond=True) for d in DRILLS.values() if d.beyond is not None]
-        return [*(Play(d) for d in DRILLS.values()), *twins]
+        plays = [*(Play(d) for d in DRILLS.values()), *twins]
+        return sorted(plays, key=lambda play: TIGHT in play.places)
     raise ConfigError(f"there is no suite {suite!r}: use one of {', '.join(SUITES)}", field="suite", value=suite)
 
 
@@ -146,8 +150,9 @@ class Suite:
             durable=self.named_durable if play.drill.needs_durable else None,
         )
         self.tell(verdict_line(report))
-        if report.outcome == ERROR:
-            self._close(place)  # nobody knows what it left broken
+        if report.outcome == ERROR or place == TIGHT:
+            # Nobody knows what it left broken; or its limits were right for the memory in use when it was opened.
+            self._close(place)
         row = report.to_dict()
         row.update(
             family=play.drill.family, breaks=play.drill.breaks, flow=play.drill.flow, place=place,
@@ -157,6 +162,8 @@ class Suite:
 
     def _site(self, place: str) -> Site:
         if place not in self._sites:
+            for other in ON_RAY.intersection(self._sites) if place in ON_RAY else ():
+                self._close(other)
             stack = contextlib.ExitStack()
             self._sites[place] = (stack.enter_context(self.openers[place]()), stack)
         return self._sites[place][0]

@@ -51,9 +51,12 @@ class EmbeddedCluster:
 
     def __init__(
         self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
-        has_store: bool = True, rig: NamespaceRig | None = None,
+        has_store: bool = True, rig: NamespaceRig | None = None, ray_settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """A cluster that is yet to start; `rig` has a namespace for every host but the first, Ray's head."""
+        """A cluster that is yet to start.
+
+        `rig` has a namespace for every host but the first, Ray's head; `ray_settings` are Ray's, for all of it.
+        """
         self.rig = rig
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
         self.cpus_per_host = cpus_per_host
@@ -62,6 +65,7 @@ class EmbeddedCluster:
             interface="127.0.0.1" if rig is None else str(rig.network),
         )  # fmt: skip
         self.has_store = has_store
+        self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
         self.nodes: dict[str, Any] = {}  # of cluster_utils; in a rig, processes of `ray start`
         self.cluster: Any = None
 
@@ -99,7 +103,7 @@ class EmbeddedCluster:
         if labels is not None:
             self.labels[host] = {"host": host, **labels}
         is_head = not self.nodes
-        extra: dict[str, Any] = {"_system_config": FAST_HEALTH, "include_dashboard": False} if is_head else {}
+        extra: dict[str, Any] = {"_system_config": self.ray_settings, "include_dashboard": False} if is_head else {}
         if self.rig is not None and not is_head:
             self.nodes[host] = self._start_in_namespace(self.rig, host)
             self._wait_joined(self.rig.address(host))

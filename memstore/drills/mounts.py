@@ -1,0 +1,70 @@
+"""File systems that a drill mounts over a folder of its own, and takes away again. Needs root."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from memstore.errors import DrillError
+
+MOUNT_S = 20.0
+BUSY_S = 5.0  # a write that is under way on it takes this long at most; then it is detached while in use
+POLL_S = 0.05
+
+
+def mount(options: Sequence[str], source: str, at: Path) -> None:
+    """Mount a file system over a folder; DrillError with mount's own words."""
+    _run(["mount", *options, source, str(at)], f"cannot mount a file system over {at}")
+
+
+def mount_tmpfs(at: Path, size: int | str) -> None:
+    """Mount an empty memory file system that is ours alone over a folder."""
+    mount(["-t", "tmpfs", "-o", f"size={size},mode=0700"], "memstore-drill", at)
+
+
+def make_ext4(image: Path, nbytes: int) -> None:
+    """Make a file of `nbytes`, with holes, that can be mounted with `-o loop`."""
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    _run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], f"cannot make a file system in {image}")
+
+
+def unmount(at: Path) -> None:
+    """Take a file system away again, also if somebody still has a file of it open."""
+    deadline_s = time.monotonic() + BUSY_S
+    while time.monotonic() < deadline_s:
+        if subprocess.run(["umount", str(at)], capture_output=True, timeout=MOUNT_S, check=False).returncode == 0:
+            return
+        time.sleep(POLL_S)
+    _run(["umount", "-l", str(at)], f"cannot unmount {at}")
+
+
+@functools.cache
+def mount_problem() -> str | None:
+    """Return why nothing can be mounted here, or None."""
+    if os.geteuid() != 0:
+        return "mounting a file system needs root"
+    if missing := [tool for tool in ("mount", "umount") if shutil.which(tool) is None]:
+        return f"mounting a file system needs the tools {', '.join(missing)}"
+    with tempfile.TemporaryDirectory(prefix="memstore-drill-") as folder:
+        try:
+            mount_tmpfs(Path(folder), "64k")
+        except DrillError as exc:
+            return str(exc)
+        unmount(Path(folder))
+    return None
+
+
+def _run(argv: list[str], what: str) -> None:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=MOUNT_S, check=False)
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise DrillError(f"{what}: {exc}") from exc
+    if done.returncode:
+        raise DrillError(f"{what}: {done.stderr.strip() or f'{argv[0]} ended with {done.returncode}'}")
