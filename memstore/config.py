@@ -135,7 +135,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("heartbeat_s", 0.01, 60),
     ("suspect_after_s", 0.05, 600),
     ("repair_after_s", 0.1, 3600),
-    ("repair_bytes_per_s", MIB, 1 << 50),
+    ("repair_bytes_per_s", 8 * MIB, 1 << 50),
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("recovery_grace_s", 0, 86_400),
     ("orphan_ttl_s", 0, 1e9),

@@ -55,6 +55,50 @@ def test_ranks_of_a_leaving_host_go_on_putting_and_their_copies_stay_behind() ->
     assert row(world, ranks[0], "h1")["drain_left"] == 0
 
 
+@pytest.mark.parametrize("is_drained_first", [True, False])
+@pytest.mark.parametrize("victim", ["h0", "h1", "h2"])
+def test_the_only_holder_of_a_dead_hosts_shard_is_evacuated_too(victim: str, is_drained_first: bool) -> None:
+    """A host dies while the only other one with its shard has notice: what is left follows an heir."""
+    world, ranks = trained(5, 3)
+    number = int(victim[1])
+    [holder] = [h for h in world.holders_of(StepId(1, 1), number) if h != victim]
+    asking = next(r for r in ranks if r.host_id != victim)
+    if is_drained_first:
+        world.call(asking, "drain", host=holder, within_s=60.0)
+        world.run(0.05)
+    world.kill_host(victim)
+    if not is_drained_first:
+        ask(world, asking, "drain", host=holder, within_s=60.0)
+    world.run(40.0)
+    assert len(staying(world, 1, number, holder)) == 2
+    assert row(world, asking, holder)["drain_left"] == 0
+
+
+def test_if_all_are_to_go_nothing_moves() -> None:
+    """Copies drawn together on a few hosts that go as well would only need room."""
+    world, ranks = trained(4)
+    for host in world.holders:
+        ask(world, ranks[0], "drain", host=host, within_s=300.0)
+    world.run(5.0)
+    placement = world.job().placement
+    assert placement is not None
+    assert len(placement.targets) == 4
+    assert world.put_all(ranks, 2)
+
+
+def test_hosts_without_room_for_a_leaving_ones_copies_do_not_stop_commits() -> None:
+    """A refusal costs one step its time; those after it commit degraded at once and say why (R18)."""
+    world, ranks = trained(3)
+    for holder in world.holders.values():
+        holder.refuses_copies, holder.refuses_room = "guest share full", "no room"
+    ask(world, ranks[0], "drain", host="h1", within_s=300.0)
+    assert world.put_all(ranks, 2, limit_s=30.0)
+    world.work_s = (10.0, 10.0)  # as long as a push waits for room before its refusal is final
+    began_s = world.now
+    assert world.put_all(ranks, 3)
+    assert world.now - began_s < 2.0
+
+
 def test_status_counts_what_is_left_and_says_when() -> None:
     """With pushes stopped the shards that only the leaving host makes whole are counted, and a problem says so."""
     world, ranks = trained(3, 3)
@@ -105,6 +149,55 @@ def test_a_new_machine_of_the_same_name_has_no_notice() -> None:
         world.return_host("h1")
         world.run(3.0)
         assert (row(world, ranks[0], "h1")["drains_s"] is not None) == keep_memory
+
+
+def test_rays_word_after_a_cancel_is_no_news() -> None:
+    """What Ray repeats every second does not undo what a person took back; a nearer moment is news."""
+    world, ranks = trained(4, 3)
+    moment_s = world.served.wall_s + 60.0
+    world._handle(DrainsSeen({"h1": moment_s}))
+    world.run(1.0)
+    ask(world, ranks[0], "drain", host="h1", within_s=None)
+    world._handle(DrainsSeen({"h1": moment_s}))
+    world.run(1.0)
+    assert row(world, ranks[0], "h1")["drains_s"] is None
+    world._handle(DrainsSeen({"h1": moment_s - 30.0}))
+    world.run(1.0)
+    assert row(world, ranks[0], "h1")["drains_s"] < 30.0
+
+
+def test_a_notice_that_cannot_spread_is_not_recorded_again_and_again() -> None:
+    """Without a lease facts wait; one of them is enough."""
+    world, _ = trained(4, 3)
+    world.has_lease = False
+    world.silence("h3")
+    world.run(4.0)
+    for _ in range(10):
+        world._handle(DrainsSeen({"h1": world.served.wall_s + 60.0 - world.now}))
+    assert sum(type(fact).__name__ == "HostDraining" for fact in world.served.log.undone()) <= 1
+
+
+def test_a_replacement_is_not_drained_by_a_successor_of_the_controller() -> None:
+    """The end of a notice is a fact too."""
+    world, ranks = trained(4, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=10.0)
+    world.run(9.0)
+    world.kill_host("h1")
+    world.run(5.0)
+    world.return_host("h1")
+    world.run(6.0)
+    world.crash_controller()
+    world.run(6.0)
+    assert row(world, ranks[0], "h1")["drains_s"] is None
+
+
+@pytest.mark.parametrize("within_s", [float("nan"), float("inf"), -1.0, 0.0, "soon"])
+def test_a_notice_of_no_sensible_length_is_refused(within_s: object) -> None:
+    """It would never end."""
+    world, ranks = trained(2)
+    world.call(ranks[0], "drain", host="h1", within_s=within_s)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("drain")))
+    assert "a notice is from 0" in str(ranks[0].errors["drain"])
 
 
 def test_the_word_outlives_the_controller() -> None:

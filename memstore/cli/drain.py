@@ -31,11 +31,14 @@ def drain(
     """
     where = Where(config, address)
     check_host(where.status(), host)
-    if within_s <= 0:
+    if not 0 < within_s < float("inf"):
         raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")
     until_s = time.monotonic() + within_s
     where.ask("drain", {"host": host, "within_s": None if cancel else within_s})
     row = _wait(where, host, is_draining=not cancel, until_s=until_s)
+    if row["status"] == "dead":
+        say(f"host {host} died before all that it held was known to be elsewhere: `memstore status` says what is left")
+        ctx.exit(ExitCode.DEGRADED)
     body: dict[str, Any] = {"host": host, "drains_s": row["drains_s"], "left": row["drain_left"]}
     if as_json:
         print_json(body)
@@ -53,6 +56,6 @@ def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> dict
     while True:
         row = next(row for row in where.status()["hosts"] if row["host"] == host)
         is_known = (row["drains_s"] is not None) == is_draining
-        if (is_known and not row["drain_left"]) or time.monotonic() > until_s:
+        if row["status"] == "dead" or (is_known and not row["drain_left"]) or time.monotonic() > until_s:
             return dict(row)
         time.sleep(POLL_S)

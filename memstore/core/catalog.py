@@ -134,7 +134,7 @@ class Catalog:
         elif isinstance(event, Heard):
             self.changed(self.hosts.heard(now, event.host_id, event.stats))
         elif isinstance(event, HostUp):
-            self.drains.returned(event.info.host_id, has_memory=bool(event.copies))
+            self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
             self.takeover.host_up(event)
         elif isinstance(event, HostLost):
             self.changed(self.hosts.lost(now, event.host_id, event.why))

@@ -36,6 +36,8 @@ class ClusterView:
         hosts, now = self.catalog.hosts, self.catalog.now
         wanted = set(rank_hosts)
         leaving = [h for h in hosts.live_ids() if self.catalog.drains.is_draining(h)]
+        if leaving == hosts.live_ids():
+            leaving = []  # nobody stays: moving copies about gains nothing
         live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
         others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
@@ -96,13 +98,19 @@ class ClusterView:
             live = sorted(h for h in job.copies[step].get(rank, {}) if self.catalog.hosts.is_live(h))
             if live:
                 placed = job.placement.targets if job.placement is not None else {}
-                return next((h for h in live if h in placed), live[0])
+                # The only holder may be about to go too: what it holds then follows its heir.
+                return next((h for h in live if h in placed), None) or self._heir(job, live[0])
         return seat.host_id if seat is not None else ""
 
     def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """The hosts that are to hold a rank's shard: its owner and the owner's targets."""
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
         return [owner, *(placement.targets.get(owner, ()) if placement is not None else ())]
+
+    def guests(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
+        """The hosts that are to hold a rank's shard besides the rank's own."""
+        seat = attempt.seats.get(rank)
+        return [h for h in self.wanted(job, attempt, rank) if seat is None or h != seat.host_id]
 
     def _heir(self, job: Job, leaving: str) -> str:
         """A host that stays and takes the place of one that is to go; one that has its copies already, if there is."""
@@ -111,8 +119,9 @@ class ClusterView:
             return leaving  # there is no other
         if job.heirs.get(leaving) not in placement.targets:
             before = job.home.targets.get(leaving, ()) if job.home is not None else ()
-            load = list(job.heirs.values())
-            near = sorted(placement.targets, key=lambda h: (h not in before, load.count(h), h))
+            load = [*job.heirs.values(), *(t for targets in placement.targets.values() for t in targets)]
+            held = job.holders_for(leaving)
+            near = sorted(placement.targets, key=lambda h: (h not in held, h not in before, load.count(h), h))
             job.heirs[leaving] = near[0]
         return job.heirs[leaving]
 
@@ -124,7 +133,7 @@ class ClusterView:
         targets = {host: list(others) for host, others in placement.targets.items()}
         for rank, seat in attempt.seats.items():
             if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
-                targets[seat.host_id] = self.wanted(job, attempt, rank)
+                targets[seat.host_id] = self.guests(job, attempt, rank)
         for host, others in targets.items():
             if only_host in (None, host):
                 body = {"job": job.name, "attempt": attempt.ordinal, "targets": others}

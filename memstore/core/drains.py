@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
-RENEW_S = 1.0  # moments nearer than this are one
+SAME_S = 1.0  # moments nearer than this are one
+WITHIN_MAX_S = 30 * 86_400.0
 
 
 class Drains:
@@ -29,6 +30,7 @@ class Drains:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.until_s: dict[str, float] = {}
+        self.ended_s: dict[str, float] = {}  # moments of notices that have ended: whoever repeats one says nothing new
 
     def is_draining(self, host: str) -> bool:
         """True from the notice until the host is gone, spared, or back after its end."""
@@ -41,45 +43,61 @@ class Drains:
             live = ", ".join(self.catalog.hosts.live_ids()) or "none"
             self.catalog.refuse(call, "ConfigError", f"no live host {host!r} in the store: it has {live}")
             return
-        until_s = None if within_s is None else self.catalog.wall_s + float(within_s)
-        self.catalog.record(HostDraining(host, until_s))
+        if within_s is not None and not (isinstance(within_s, int | float) and 0 < within_s < WITHIN_MAX_S):
+            why = f"within_s={str(within_s)[:40]}: a notice is from 0 to {WITHIN_MAX_S:g} seconds long"
+            self.catalog.refuse(call, "ConfigError", why)
+            return
+        until_s = None if within_s is None else self.catalog.wall_s + within_s
+        self._record(host, until_s)
         self.catalog.answer(call, {"host": host, "until_s": until_s})
 
     def seen(self, until_s: Mapping[str, float]) -> None:
-        """What the cluster manager says now; a notice given by a person is not taken back by its silence."""
+        """What the cluster manager says now. The earliest word counts; its silence takes nothing back."""
         for host, moment_s in until_s.items():
-            known_s = self.until_s.get(host, 0.0)
-            is_to_come = moment_s + OVERDUE_S > self.catalog.wall_s
-            if is_to_come and self.catalog.hosts.is_live(host) and abs(known_s - moment_s) > RENEW_S:
-                self.catalog.record(HostDraining(host, moment_s))
+            is_news = moment_s < self.until_s.get(host, float("inf")) - SAME_S
+            is_repeated = abs(moment_s - self.ended_s.get(host, float("-inf"))) <= SAME_S
+            if is_news and not is_repeated and self.catalog.hosts.is_live(host) and not self._is_over(host, moment_s):
+                self._record(host, moment_s)
 
     def returned(self, host: str, *, has_memory: bool) -> None:
-        """A dead host's name is back: without memory it is another machine, and the notice was for the one before."""
-        state = self.catalog.hosts.states.get(host)
-        if self.is_draining(host) and not has_memory and state is not None and state.status == "dead":
-            self.catalog.record(HostDraining(host, None))
+        """A host joined. Without memory it is another machine of that name, and the notice was for the one before."""
+        if self.is_draining(host) and not has_memory:
+            self._record(host, None)
 
     def apply(self, fact: HostDraining, *, is_replay: bool) -> None:
         """The word has spread, or is of the past."""
         before = self.is_draining(fact.host_id)
-        if fact.until_s is None or fact.until_s + OVERDUE_S <= self.catalog.wall_s:
-            self.until_s.pop(fact.host_id, None)
-        else:
+        if fact.until_s is not None:
             self.until_s[fact.host_id] = fact.until_s
+        elif before:
+            self.ended_s[fact.host_id] = self.until_s.pop(fact.host_id)
         if before != self.is_draining(fact.host_id) and not is_replay:
             self._changed(fact.host_id)
 
     def tick(self) -> None:
         """A host that outlived its moment is one like the others again; what returns after it has no notice."""
-        for host, moment_s in list(self.until_s.items()):
-            spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
-            if moment_s + spare_s <= self.catalog.wall_s:
-                del self.until_s[host]
-                self._changed(host)
+        for host, moment_s in self.until_s.items():
+            if self._is_over(host, moment_s):
+                self._record(host, None)
+
+    def _is_over(self, host: str, moment_s: float) -> bool:
+        spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
+        return moment_s + spare_s <= self.catalog.wall_s
+
+    def _record(self, host: str, until_s: float | None) -> None:
+        """Record a notice, unless the same is under way already."""
+        for fact in self.catalog.log.undone():
+            if isinstance(fact, HostDraining) and fact.host_id == host:
+                same = fact.until_s == until_s or None not in (fact.until_s, until_s)
+                if same and abs((fact.until_s or 0.0) - (until_s or 0.0)) <= SAME_S:
+                    return
+        self.catalog.record(HostDraining(host, until_s))
 
     def _changed(self, host: str) -> None:
-        word = "is to go: its copies are made elsewhere" if self.is_draining(host) else "is not to go any more"
-        self.catalog.note(f"host {host} {word}", "warning")
+        if self.is_draining(host):
+            self.catalog.note(f"host {host} is to go: its copies are made elsewhere", "warning")
+        elif self.catalog.hosts.is_live(host):
+            self.catalog.note(f"host {host} is not to go any more")
         for job in list(self.catalog.jobs.values()):
             job.heirs.pop(host, None)
             self.catalog.view.membership_changed(job)
@@ -105,12 +123,12 @@ class Drains:
         enough = min(attempt.replicas, len(hosts.domains(staying)))
         for step in self.catalog.steps.kept(job, attempt):
             count += sum(
-                host in copies and not self._is_safe(job, step, rank, enough)
+                host in copies and not self._is_elsewhere(job, step, rank, enough)
                 for rank, copies in job.copies.get(step, {}).items()
             )
         return count
 
-    def _is_safe(self, job: Job, step: StepId, rank: int, enough: int) -> bool:
+    def _is_elsewhere(self, job: Job, step: StepId, rank: int, enough: int) -> bool:
         digest = job.commits[step].digests[rank]
         whole = [
             h for h, c in job.copies[step][rank].items()

@@ -117,6 +117,14 @@ class Job:
         strangers = any(step.attempt not in self.attempts for step, ranks in self.copies.items() if ranks)
         return bool(self.commits or self.markers or strangers)
 
+    def holders_for(self, host_id: str) -> set[str]:
+        """Hosts with a copy of the newest shard of some rank of that host."""
+        attempt = self.newest
+        if attempt is None or not self.copies:
+            return set()
+        ranks = self.copies[max(self.copies)]
+        return {h for rank, seat in attempt.seats.items() if seat.host_id == host_id for h in ranks.get(rank, ())}
+
     @property
     def newest_ordinal(self) -> int:
         """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""

@@ -83,8 +83,7 @@ class Room:
             slots = self.need(job, attempt, rank)
             seat_host = attempt.seats[rank].host_id
             local.setdefault(seat_host, {})[rank] = slots * keep
-            wanted = self.catalog.view.wanted(job, attempt, rank)
-            for target in wanted if self.catalog.drains.is_draining(seat_host) else wanted[1:]:
+            for target in self.catalog.view.guests(job, attempt, rank):
                 guests[target] = guests.get(target, 0) + slots * keep
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
         for host in sorted(hosts):

@@ -196,6 +196,8 @@ class Steps:
         if newest is None or placement is None or any(rank not in ranks for rank in range(world_size)):
             return None
         topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
+        # Who has no room for its share and refused a shard lately would refuse this one too, ten seconds later.
+        full = {h for _, h in job.refusals if (job.name, h) in self.catalog.room.unroomed}
         digests: list[str] = []
         hosts: list[tuple[str, ...]] = []
         reasons: list[str] = []
@@ -207,7 +209,7 @@ class Steps:
                 return None
             shard = ShardId(job.name, step.attempt, step.step, rank)
             wanted = self.catalog.view.wanted(job, newest, rank)
-            able = [h for h in wanted if h in copies or (shard, h) not in job.refusals]
+            able = [h for h in wanted if h in copies or ((shard, h) not in job.refusals and h not in full)]
             have = {topology.hosts[h].domain(placement.level) for h in copies}
             need = {topology.hosts[h].domain(placement.level) for h in able if h in topology.hosts}
             if len(have) < max(len(need), int(newest.config["min_copies"])):

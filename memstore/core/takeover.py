@@ -67,6 +67,8 @@ class Takeover:
         for copies in self.copies.values():
             for copy in copies:
                 catalog.steps.take_copy(copy)
+        for host in catalog.hosts.live_ids():
+            catalog.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
         self.journals, self.copies = {}, {}
         for job in catalog.jobs.values():
             catalog.steps.adopt(job)

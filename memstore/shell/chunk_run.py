@@ -88,7 +88,6 @@ def receive_run(
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
     came: list[tuple[int, int, int, bytes]] = []
-    bad: list[int] = []
     try:
         for (index, size), number in zip(wanted, numbers, strict=False):
             view = vault.arena.view(number, size)
@@ -107,7 +106,7 @@ def receive_run(
 
 def _sizes(channel: Channel, vault: Vault, frame: Frame, count: int) -> list[int]:
     """Return the sizes a frame names; ProtocolError unless they are 1 to `count` that fit slots and its bulk."""
-    if frame.kind is Kind.ERROR:
+    if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise error_from_body(frame.body)
     try:
         sizes = [checked_count(size, "chunk size") for size in checked_list(frame.body.get("sizes"), None, "sizes")]

@@ -208,9 +208,9 @@ class Peer:
             lack = [int(i) for i in answer.body["lack"]]
             for part in runs([shipment.sizes[i] for i in lack]):
                 views = [shipment.view(i) for i in lack[part]]
-                nbytes = sum(view.nbytes for view in views if view is not None)
                 if None in views:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
+                nbytes = sum(shipment.sizes[i] for i in lack[part])
                 throttle(nbytes)
                 send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S)
                 self.sent_bytes += nbytes
