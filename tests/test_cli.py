@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import socket
@@ -369,7 +370,9 @@ def test_leftovers_spares_arenas_of_running_holders(store: ProcessCluster) -> No
 def test_watch_shows_it_anew_until_interrupted(store: ProcessCluster) -> None:
     """--watch --json writes one document after the other; Ctrl-C ends it without an error."""
     command = [sys.executable, "-m", "memstore.cli", "status", "--watch", "--json", "--store", store.config.store]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         lines = [process.stdout.readline() for _ in range(2)]

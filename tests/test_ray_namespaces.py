@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.timeout(180),
     pytest.mark.skipif(available() is not None, reason=str(available())),
+    pytest.mark.long,
 ]
 HOSTS = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}}
 
