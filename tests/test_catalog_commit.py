@@ -196,3 +196,17 @@ def test_copies_of_other_bytes_do_not_count() -> None:
     world.put(impostor, 1)
     world.run(3.0)
     assert StepId(1, 1) not in world.job().commits
+
+
+def test_neighbouring_steps_are_told_apart_however_large() -> None:
+    """Above 2**24 a float32 takes two steps for one, above 2**53 a float64: steps are whole numbers all the way."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    for step in (1 << 24, (1 << 24) + 1, 1 << 53, (1 << 53) + 1):
+        assert world.put_all(ranks, step)
+        assert world.job().newest_commit(1) == step
+    world.kill_rank(ranks[0])
+    world.kill_rank(ranks[1])
+    again = world.launch(2, "again")
+    assert [answer["step"] for answer in world.get(again)] == [(1 << 53) + 1] * 2
