@@ -155,16 +155,6 @@ class TestPreemption:
 
 
 @on_ray
-@pytest.mark.long
-def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
-    """On a cluster of its own: nothing of the Ray it began with is left (R5, R24)."""
-    with EmbeddedCluster(HOSTS) as cluster:
-        site = EmbeddedSite(cluster)
-        check_kept(site, "restart-ray")
-        site.close()
-
-
-@on_ray
 class TestLosingTwoHosts:
     """Both hosts with a copy, beyond the tolerance."""
 
