@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("ray")
 
-from memstore.config import MIB  # noqa: E402
-from memstore.drills.options import Options  # noqa: E402
-from memstore.drills.report import PASS  # noqa: E402
-from memstore.drills.runner import run_drill  # noqa: E402
-from memstore.drills.site import EmbeddedSite  # noqa: E402
-from memstore.testing.embedded import EmbeddedCluster  # noqa: E402
+from memstore.config import MIB
+from memstore.drills.options import Options
+from memstore.drills.report import PASS
+from memstore.drills.runner import run_drill
+from memstore.drills.site import EmbeddedSite
+from memstore.testing.embedded import EmbeddedCluster
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
 
