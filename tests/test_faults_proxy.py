@@ -97,7 +97,7 @@ def test_a_bit_that_flips_on_the_way_is_never_stored(cluster: ProcessCluster, fl
 def test_a_restore_over_a_broken_connection_is_whole(tmp_path: Path, nursery: RankNursery, fault: str) -> None:
     """The host that lost its memory fetches through faults: every byte is right, damage is counted, no step is lost."""
     # Repair would bring the bytes before the restore asks for them; at this rate it takes seconds.
-    with ProcessCluster(tmp_path, TWO_RACKS, proxied=["h1"], repair_bytes_per_s=1 << 20) as cluster:
+    with ProcessCluster(tmp_path, TWO_RACKS, proxied=["h1"], repair_bytes_per_s=8 << 20) as cluster:
         fleet = Fleet(cluster, nursery, kib=8192)
         fleet.kill(fleet.begin(["h0", "h1"], last_step=2))
         cluster.lose_host("h0")
