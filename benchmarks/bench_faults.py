@@ -83,7 +83,8 @@ class Faults:
             started_s = time.monotonic()
             kill_actors([r for r in self.job.ranks if r.host == self.host])
             self.site.cluster.lose_host(self.host)
-            results = self.job.restart()
+            self.job.restart()
+            results = self.job.restore()
             took_s = time.monotonic() - started_s
             require(all(not r.error and r.bytes_equal == r.nbytes > 0 for r in results), f"kill-host: {results[0]}")
             found_s = self.found(watch)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from benchmarks.harness import MIB, Options
 from memstore.api import connect, reader
+from memstore.checkpoint import Checkpoint
 from memstore.config import Config
 from memstore.errors import MemstoreError
-from memstore.store import Checkpoint, Store
+from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
 JOB = "bench"

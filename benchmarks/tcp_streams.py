@@ -9,6 +9,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from types import TracebackType
 
 import numpy as np
@@ -66,7 +67,7 @@ class TcpStreams:
         return took_s, bool(_answer(self._control))
 
 
-def _answer(control: Connection) -> object:
+def _answer(control: Connection) -> Any:
     if not control.poll(TIMEOUT_S):
         raise TimeoutError(f"the sink did not answer within {TIMEOUT_S:g} s")
     return control.recv()
@@ -78,7 +79,7 @@ def _shares(nbytes: int, count: int) -> list[tuple[int, int]]:
 
 
 def _send(connection: socket.socket, share: np.ndarray) -> None:
-    connection.sendall(memoryview(share))
+    connection.sendall(share.data)
     if connection.recv(1) != b"k":
         raise ConnectionError("the sink closed a stream")
 
@@ -90,7 +91,7 @@ def _sink(control: Connection, path: str, streams: int) -> None:
         control.send(server.getsockname()[1])
         sockets = [server.accept()[0] for _ in range(streams)]
     for connection, (start, end) in zip(sockets, _shares(source.size, streams), strict=True):
-        threading.Thread(target=_receive, args=(connection, memoryview(buffer)[start:end]), daemon=True).start()
+        threading.Thread(target=_receive, args=(connection, buffer.data[start:end]), daemon=True).start()
     try:
         while control.recv():
             control.send(bool(np.array_equal(buffer, source)))
