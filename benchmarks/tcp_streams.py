@@ -9,8 +9,8 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
