@@ -1,8 +1,8 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
 It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
-attempts (connect, fencing), room (reservations), steps (commit rule), rounds and staging (get), repair, durable_orders
-and queries; each decides one thing. The controller actor and the simulator are two shells around it (R16, R17).
+attempts (connect, fencing), room (reservations), steps (commit rule), retention, rounds and staging (get), repair,
+durable_orders and queries; each decides one thing. The controller actor and the simulator are two shells around it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from memstore.core import facts as f
 from memstore.core.attempts import Attempts
 from memstore.core.cluster_view import ClusterView
+from memstore.core.compaction import compact
 from memstore.core.drains import Drains
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
@@ -42,6 +43,7 @@ from memstore.core.job import Call, Job
 from memstore.core.names import check_job_name
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
+from memstore.core.retention import Retention
 from memstore.core.room import Room
 from memstore.core.rounds import Rounds
 from memstore.core.staging import Staging
@@ -50,8 +52,6 @@ from memstore.core.takeover import Takeover
 from memstore.errors import ConfigError
 from placement.groups import Placement
 from recovery.inventory import StepId
-
-FACTS_COMPACT_MIN = 256  # journals shorter than this are not worth rewriting
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Catalog:
         self.attempts = Attempts(self)
         self.room = Room(self)
         self.steps = Steps(self)
+        self.retention = Retention(self)
         self.rounds = Rounds(self)
         self.staging = Staging(self)
         self.repair = Repair(self)
@@ -331,25 +332,7 @@ class Catalog:
 
     def compact(self) -> None:
         """Forget facts of steps that are gone, when the journals have grown."""
-        if len(self.log.entries) < FACTS_COMPACT_MIN:
-            return
-        size = len(self.log.entries)
-        if self.log.compact(self._is_needed) and len(self.log.entries) <= size // 2:
-            for host in self.hosts.live_ids():
-                self.send_journal(host)
-
-    def _is_needed(self, fact: f.Fact) -> bool:
-        job = self.jobs.get(getattr(fact, "job", ""))
-        if isinstance(fact, f.StepCommitted):
-            return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
-        if isinstance(fact, f.StepAbandoned):
-            newest = max(job.commits, default=None) if job is not None else None
-            return newest is None or StepId(fact.attempt, fact.step) > newest
-        if isinstance(fact, f.HostJoined | f.JobRemoved):
-            return True
-        if isinstance(fact, f.HostDraining):
-            return fact.until_s is not None and self.drains.until_s.get(fact.host_id) == fact.until_s
-        return job is not None
+        compact(self)
 
     # -- for the parts ------------------------------------------------------------------------
 
@@ -358,7 +341,7 @@ class Catalog:
         """Wall-clock seconds, for facts that outlive this controller."""
         return self.now + self.wall_offset_s
 
-    def pinned_steps(self, job: Job) -> set[StepId]:
+    def steps_in_use(self, job: Job) -> set[StepId]:
         """Steps in use by a restore or a durable write: not dropped now."""
         active, write = self.rounds.active.get(job.name), self.durable.state(job.name).active
         steps = {active.plan.step} if active is not None and active.plan is not None else set()

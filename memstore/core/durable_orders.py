@@ -153,7 +153,7 @@ class DurableOrders:
         for old in retire([s for s in job.markers if in_lineage(spans, s)], int(attempt.config["durable_keep"])):
             del job.markers[old]
             self._tell(job, attempt, host_id, "remove", old, {})
-        self.catalog.steps.retain(job)
+        self.catalog.retention.retain(job)
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write

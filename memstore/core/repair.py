@@ -45,7 +45,7 @@ class Repair:
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
-        kept = self.catalog.steps.kept(job, attempt)
+        kept = self.catalog.retention.kept(job, attempt)
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
             if is_open or (step in kept and not is_waiting):

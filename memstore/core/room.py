@@ -63,7 +63,7 @@ class Room:
         if not self._missing(job, attempt) and not active.is_ordered:
             active.is_ordered = True
             if not attempt.has_put:
-                self.catalog.steps.shed(job)
+                self.catalog.retention.shed(job)
             active.waits = self.order(job, attempt)
             self._finish(job, active)
 

@@ -1,22 +1,19 @@
-"""Seals, the commit rule, skips and what a commit does to older steps. Pure (R12, R15, R18, R19)."""
+"""Seals, the commit rule and skips; `retention.py` has what a commit does to older steps. Pure (R12, R15, R18)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body, shard_to_wire
-from memstore.core.facts import RestoreDecided, StepAbandoned, StepCommitted
+from memstore.core.facts import StepAbandoned, StepCommitted
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.retention import kept_steps
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
-from recovery.lineage import in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 SKIPPED = "another rank had no room for this step"
-STEPS_REMEMBERED = 1000  # phases of older steps say nothing that the newest commit does not say
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
 
 
@@ -43,7 +40,7 @@ class Steps:
             catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
             return False
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
-        is_staged = step in catalog.pinned_steps(job)
+        is_staged = step in catalog.steps_in_use(job)
         if step not in job.commits and not is_staged and self._is_given_up(job, step):
             level = "skipped" if job.is_abandoned(step) else "superseded"
             catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
@@ -247,7 +244,7 @@ class Steps:
             for number in [n for n, phase in attempt.steps.items() if n < fact.step and phase == "open"]:
                 attempt.steps[number] = "superseded"
                 self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
-        self.retain(job)
+        self.catalog.retention.retain(job)
         self.catalog.durable.consider(now, job)
 
     def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
@@ -314,82 +311,5 @@ class Steps:
             for number in [n for n, p in attempt.steps.items() if p == "open" and n >= step.step]:
                 attempt.steps[number] = "abandoned"
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
-        self.retain(job)  # an order to drop may have died with a controller: then its room is still taken
+        self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})
-
-    # -- retention ----------------------------------------------------------------------------
-
-    def retain(self, job: Job) -> None:
-        """Drop copies of steps that are no longer kept: only after a newer commit, never a restorable need (R19)."""
-        attempt = job.newest
-        if attempt is None:
-            return
-        has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
-        kept = self.kept(job, attempt)
-        busy = self._busy(job, attempt)
-        for step in list(job.copies):
-            if step in kept or step in busy:
-                continue
-            is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if is_open or not has_commit or not kept or (step.attempt == attempt.ordinal and step > max(kept)):
-                continue
-            self._drop_step(job, step)
-        # A commit is forgotten only beside a newer one: the last one is history even when its bytes are lost (R23).
-        for step in [s for s in job.commits if kept and s < max(kept) and s not in {*job.copies, *kept, *busy}]:
-            del job.commits[step]
-        newest = job.newest_commit(attempt.ordinal)
-        for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
-            del attempt.steps[number]
-        attempt.holes = [h for h in attempt.holes if h[1] > newest]  # older ones are below the newest commit anyway
-        self.catalog.compact()
-
-    def shed(self, job: Job) -> None:
-        """At an attempt's first put, older steps that no lineage can restore any more make room for it (R10, R22).
-
-        An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
-        otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
-        beyond the restored one stay until then: a rewind may be taken back.
-        """
-        attempt = job.newest
-        if attempt is None:
-            return
-        attempt.has_shed = True
-        spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt)
-        kept = self.kept(job, attempt)
-        for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
-            commit = job.commits.get(step)
-            is_whole = commit is not None and len(job.copies[step]) == commit.world_size
-            is_old = in_lineage(spans, step) and step not in kept  # a restore adopted a newer one by a fact
-            if commit is None or is_old or (not in_lineage(spans, step) and not is_whole):
-                self._drop_step(job, step)
-                if is_old:
-                    job.commits.pop(step, None)  # so that a copy that comes late goes too
-
-    def _busy(self, job: Job, attempt: Attempt) -> set[StepId]:
-        """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""
-        busy = self.catalog.pinned_steps(job)
-        gathering = self.catalog.attempts.gatherings.get(job.name)
-        if gathering is not None and gathering.rewind_to is not None:
-            busy.add(gathering.rewind_to)
-        decided = [p for p in self.catalog.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
-        busy |= {StepId(p.from_attempt, p.step) for p in decided if p.from_attempt and p.step is not None}
-        if attempt.has_restored and not attempt.has_put and attempt.parent and attempt.parent_step is not None:
-            busy.add(StepId(attempt.parent, attempt.parent_step))
-        return busy
-
-    def kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
-        """The committed steps of the lineage that retention keeps."""
-        spans = job.spans(attempt.ordinal)
-        committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
-        return kept_steps(committed, keep=int(attempt.config["keep_steps"]))
-
-    def _drop_step(self, job: Job, step: StepId) -> None:
-        """Free every copy of a step in RAM."""
-        by_host: dict[str, list[object]] = {}
-        for rank, hosts in job.copies[step].items():
-            for host in hosts:
-                shard = ShardId(job.name, step.attempt, step.step, rank)
-                by_host.setdefault(host, []).append(shard_to_wire(shard))
-        for host, shards in sorted(by_host.items()):
-            self.catalog.tell(host, "drop", {"shards": shards})
-        del job.copies[step]

@@ -16,6 +16,7 @@ from memstore.core.events import Tell, shard_to_wire, spec_to_wire
 from memstore.core.fact_log import FactLog
 from memstore.core.job import Job
 from memstore.core.repair import Repair
+from memstore.core.retention import Retention
 from memstore.core.staging import Staging
 from memstore.core.steps import Steps
 from memstore.testing.simulator.planted import BETWEEN_STEPS, planted
@@ -180,7 +181,7 @@ def evicted_early() -> Iterator[None]:
         sealed(self, now, copy)
         job = self.catalog.jobs[copy.shard.job]
         for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
-            self._drop_step(job, step)
+            self.catalog.retention._drop_step(job, step)
 
     with patch.object(Steps, "sealed", then_drop):
         yield
@@ -190,11 +191,11 @@ def evicted_early() -> Iterator[None]:
 def shed_all() -> Any:
     """A new attempt's first put frees everything of older attempts, the restored step too."""
 
-    def shed(self: Steps, job: Job) -> None:
+    def shed(self: Retention, job: Job) -> None:
         for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.ordinal]:
             self._drop_step(job, step)
 
-    return patch.object(Steps, "shed", shed)
+    return patch.object(Retention, "shed", shed)
 
 
 @planted("skip-without-a-word", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)

@@ -1,0 +1,38 @@
+"""Which facts of the past nothing needs any more, so that journals stay short. Pure (R16)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memstore.core import facts as f
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.catalog import Catalog
+
+FACTS_COMPACT_MIN = 256  # journals shorter than this are not worth rewriting
+
+
+def compact(catalog: Catalog) -> None:
+    """Forget facts that are not needed, and rewrite the journals once they are half as long."""
+    size = len(catalog.log.entries)
+    if size < FACTS_COMPACT_MIN:
+        return
+    if catalog.log.compact(lambda fact: is_needed(catalog, fact)) and len(catalog.log.entries) <= size // 2:
+        for host in catalog.hosts.live_ids():
+            catalog.send_journal(host)
+
+
+def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
+    """Return whether a successor would know less without this fact."""
+    job = catalog.jobs.get(getattr(fact, "job", ""))
+    if isinstance(fact, f.StepCommitted):
+        return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
+    if isinstance(fact, f.StepAbandoned):
+        newest = max(job.commits, default=None) if job is not None else None
+        return newest is None or StepId(fact.attempt, fact.step) > newest
+    if isinstance(fact, f.HostJoined | f.JobRemoved):
+        return True
+    if isinstance(fact, f.HostDraining):
+        return fact.until_s is not None and catalog.drains.until_s.get(fact.host_id) == fact.until_s
+    return job is not None
