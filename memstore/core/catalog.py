@@ -2,7 +2,8 @@
 
 It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
 attempts (connect, fencing), room (reservations), steps (commit rule), retention, rounds and staging (get), repair,
-durable_orders and queries; each decides one thing. The controller actor and the simulator are two shells around it.
+durable_orders and queries; each decides one thing, and observer tells what came of it. The controller actor and the
+simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from memstore.core.fact_log import FactLog
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
 from memstore.core.names import check_job_name
+from memstore.core.observer import Observer
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
 from memstore.core.retention import Retention
@@ -99,6 +101,7 @@ class Catalog:
         self.repair = Repair(self)
         self.durable = DurableOrders(self)
         self.queries = Queries(self)
+        self.observer = Observer(self)
 
     # -- the one entry ------------------------------------------------------------------------
 
@@ -130,10 +133,12 @@ class Catalog:
             for part in (self.attempts, self.room, self.rounds, self.repair):
                 part.tick(now)
             self.queries.tick()
+            self.observer.watch.tick(now)
             for job in self.jobs.values():
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):
             self.changed(self.hosts.heard(now, event.host_id, event.stats))
+            self.observer.heard(event.host_id, event.stats)
         elif isinstance(event, HostUp):
             self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
             self.takeover.host_up(event)
@@ -159,6 +164,7 @@ class Catalog:
         for change in changes:
             level = "info" if change.status == "live" else "warning"
             self.note(f"host {change.host_id} is {change.status}: {change.why}", level)
+            self.observer.host_changed(change)
             if change.status == "dead":
                 self.log.forget(change.host_id)
                 self.repair.host_died(change.host_id)
@@ -198,6 +204,7 @@ class Catalog:
         elif verb == "reserve":
             self.room.reserve(call)
         elif verb == "skip":
+            self.observer.skipped(event.host_id, event.body)
             self.steps.skip(call)
         elif verb == "rewind":
             self.attempts.rewind(call)
@@ -213,6 +220,7 @@ class Catalog:
         if kind == "sealed":
             for item in body["copies"]:
                 copy = copy_from_wire(item, host)
+                self.observer.sealed(copy, host, body.get("put"))
                 self.repair.pushed(copy.shard, host)
                 self.steps.sealed(self.now, copy)
         elif kind == "lost":
@@ -299,6 +307,8 @@ class Catalog:
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """A fact takes effect: it has spread, or it is of the past."""
         now = self.now
+        if not is_replay:
+            self.observer.fact(fact)
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.RoomClaimed):

@@ -117,6 +117,7 @@ class DurableOrders:
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
         if state.active is not None and job.newest is not None:
+            self.catalog.observer.durable(job.name, state.active.step, "abandoned", state.active.since_s, why)
             for host in sorted(set(state.active.waits.values())):
                 self._tell(job, job.newest, host, "stop", state.active.step, {})
         state.active = None
@@ -135,6 +136,7 @@ class DurableOrders:
             return
         if not body["ok"]:
             state.active, state.problem = None, str(body["why"])
+            self.catalog.observer.durable(job.name, step, "failed", write.since_s, state.problem)
             state.failures_count += 1
             self.catalog.note(f"job {job.name!r}: durable write of step {step.step} failed: {body['why']}", "warning")
             return
@@ -148,6 +150,7 @@ class DurableOrders:
             return
         job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs))
         state.active, state.abandoned_in_a_row, state.problem, state.last_done_s = None, 0, "", now
+        self.catalog.observer.durable(job.name, step, "", write.since_s)
         self.catalog.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
         for old in retire([s for s in job.markers if in_lineage(spans, s)], int(attempt.config["durable_keep"])):

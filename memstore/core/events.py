@@ -22,7 +22,7 @@ Orders to a holder (`Tell.kind`):
     markers        job, durable, call           list durable markers
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
-checked, persisted, markers, verified.
+checked, persisted, markers, verified. A rank's own seal carries `put`: {stall_s, age_s}, for people only (observer.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from memstore.core.facts import StepCommitted
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
-from recovery.lineage import AttemptFact, Span, lineage
+from recovery.lineage import AttemptFact, Span, in_lineage, lineage
 
 StepPhase = Literal["open", "committing", "committed", "abandoned", "superseded"]
 
@@ -107,6 +107,12 @@ class Job:
     def newest(self) -> Attempt | None:
         """The newest attempt opened, or None."""
         return self.attempts[max(self.attempts)] if self.attempts else None
+
+    @property
+    def newest_committed(self) -> StepId | None:
+        """The newest committed step of the lineage, or None."""
+        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        return max((step for step in self.commits if in_lineage(spans, step)), default=None)
 
     @property
     def has_history(self) -> bool:

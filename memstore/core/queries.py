@@ -52,6 +52,7 @@ class Queries:
             "verify": self._verify,
             "rm": self._remove,
             "retire": self._retire,
+            "events": self._events,
             "drop": lambda call: drop_copy(self.catalog, self._job(call), call),
         }
         if verb in handlers:
@@ -84,6 +85,11 @@ class Queries:
         if job is not None:
             newest = job.newest.ordinal if job.newest is not None else None
             self.catalog.answer(call, {"steps": self.report.step_rows(job), "attempt": newest})
+
+    def _events(self, call: Call) -> None:
+        """What happened since a number, of one job or of all; things of the store itself come with either."""
+        job, since = call.body.get("job"), int(call.body.get("since") or 0)
+        self.catalog.answer(call, self.catalog.observer.chronicle.page(since, None if job is None else str(job)))
 
     # -- dry runs and single shards -------------------------------------------------------------
 

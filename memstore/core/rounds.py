@@ -246,6 +246,7 @@ class Rounds:
     def fail(self, active: Round, name: str, message: str) -> None:
         """End a round with the same error on all ranks."""
         self.active.pop(active.job, None)
+        self.catalog.observer.restore_failed(active, name, message)
         for call in active.calls.values():
             self.catalog.refuse(call, name, message)
 

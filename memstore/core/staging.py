@@ -212,6 +212,7 @@ class Staging:
             },
             "notes": active.notes[:10],
         }  # fmt: skip
+        self.catalog.observer.restored(active, shared)
         for rank, call in active.calls.items():
             staged = active.staged[rank]
             self.catalog.answer(call, {**shared, "shard": staged["shard"], "digest": staged["digest"]})

@@ -47,16 +47,11 @@ class StatusReport:
             "jobs": [self._job(job) for _, job in sorted(self.catalog.jobs.items())],
         }
 
-    def _newest_commit(self, job: Job) -> StepId | None:
-        """The newest committed step of the lineage."""
-        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
-        return max((s for s in job.commits if in_lineage(spans, s)), default=None)
-
     def _holds(self) -> dict[str, list[str]]:
         """Host -> hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
         table: dict[str, dict[str, None]] = {}
         for job in self.catalog.jobs.values():
-            newest, attempt = self._newest_commit(job), job.newest
+            newest, attempt = job.newest_committed, job.newest
             if newest is not None and attempt is not None:
                 rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
                 for host, owners in held_for(rank_hosts, job.copies.get(newest, {}), self.catalog.hosts.states).items():
@@ -82,10 +77,11 @@ class StatusReport:
         if attempt is None:
             return body
         spans = job.spans(attempt.ordinal)
-        newest = self._newest_commit(job)
+        newest = job.newest_committed
         placement = self.catalog.placement(job)
         durable = self.catalog.durable.state(job.name)
         copies = self._fewest_copies(job, newest) if newest is not None else 0
+        short = self.catalog.observer.watch.short_shards(job)
         body.update(
             attempt=attempt.ordinal,
             phase=attempt.phase,
@@ -98,7 +94,9 @@ class StatusReport:
             committed_s=self.catalog.wall_s - job.commits[newest].wall_s if newest is not None else None,
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
             copies=copies,
-            missing_copies=self._missing_copies(job, newest, attempt.replicas) if newest is not None else 0,
+            missing_copies=sum(short.values()),
+            short_shards=len(short),
+            short_s=self.catalog.observer.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             survives=self._survives(job, newest) if newest is not None else [],
             refusals=sorted({f"{host}: {why}" for (_, host), why in job.refusals.items()})[:5],
@@ -134,7 +132,7 @@ class StatusReport:
 
     def odds_table(self, job: Job, replicas: int) -> list[list[float]]:
         """Rows [hosts lost at once, chance that every shard of the newest committed step keeps a copy]."""
-        step, hosts = self._newest_commit(job), self.catalog.hosts.live_ids()
+        step, hosts = job.newest_committed, self.catalog.hosts.live_ids()
         if step is None:
             return []
         ranks = job.copies.get(step, {})
@@ -152,12 +150,6 @@ class StatusReport:
             return 0
         whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
         return min(len(self.catalog.hosts.domains(hosts)) for hosts in whole)
-
-    def _missing_copies(self, job: Job, step: StepId, replicas: int) -> int:
-        """Whole copies that all shards of the step together are short of."""
-        ranks = job.copies.get(step, {})
-        whole = (sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size))
-        return sum(max(0, replicas - count) for count in whole)
 
     def step_rows(self, job: Job) -> list[Body]:
         """Every step that has a commit, a copy or a durable marker, newest first."""

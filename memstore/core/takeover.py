@@ -56,6 +56,7 @@ class Takeover:
             return []
         self.is_settled = True
         self._rebuild()
+        catalog.observer.settled()
         early, self.early = self.early, []
         return early
 

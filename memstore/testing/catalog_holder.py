@@ -44,6 +44,7 @@ class FakeRank:
     key: str | None
     attempt: int = 0
     is_dead: bool = False
+    stall_s: float = 0.0  # what each of its puts blocks
     has_room: bool = False  # its reservation was granted
     answers: dict[str, list[Body]] = field(default_factory=dict)
     errors: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -157,15 +158,15 @@ class FakeHolder:
         if rank.attempt < self.fences.get(rank.job, 0):
             rank.rise(step, "failed", "fenced")
             return
-        self.keep(Copy(shard, spec, self.host_id))
+        self.keep(Copy(shard, spec, self.host_id), {"put": {"stall_s": rank.stall_s, "age_s": rank.stall_s}})
         rank.rise(step, "sealed")
         for target in self.targets.get(rank.job, ()):
             self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
 
-    def keep(self, copy: Copy) -> None:
+    def keep(self, copy: Copy, more: Body | None = None) -> None:
         """Store a copy and report it."""
         self.copies[copy.shard] = copy
-        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.report("sealed", {"copies": [copy_to_wire(copy)], **(more or {})})
 
     def report(self, kind: str, body: Body) -> None:
         """Tell the controller."""

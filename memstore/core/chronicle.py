@@ -1,0 +1,94 @@
+"""What happened to a store, in the order it happened, for people and metrics: a bounded memory, no decisions. Pure.
+
+`memstore events` prints it, `metrics.py` counts it. "Event" there is not `events.py`'s word: that names what reaches
+the catalog. Nothing in the store depends on a happening, so one that is lost costs a line, never a decision.
+
+Kinds: put, commit, durable (routine: one or two for every step), and redundant, superseded, skip, degraded, whole,
+restore, restore_failed, attempt, closed, removed, retired, host_joined, host_live, host_suspect, host_dead, drain,
+drain_over, repair, repaired, durable_failed, durable_abandoned, scrub, term.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 2048  # of the routine kinds, and as many of all others: a week of commits pushes no death of a host out
+PAGE = 500  # in one answer
+TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
+ROUTINE = frozenset({"put", "commit", "durable"})
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One thing that happened; `seconds` by phase and everything else that only its kind has are in `fields`."""
+
+    seq: int  # grows by one within a controller's term, and from term to term
+    kind: str
+    wall_s: float
+    job: str = ""
+    attempt: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    host: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-able; what a happening of its kind does not have is left out."""
+        own = {"job": self.job, "attempt": self.attempt, "step": self.step, "rank": self.rank, "host": self.host}
+        named = {key: value for key, value in own.items() if value not in (None, "")}
+        return {"seq": self.seq, "event": self.kind, "wall_s": round(self.wall_s, 3), **named, **self.fields}
+
+
+class Chronicle:
+    """The newest happenings of one controller's term."""
+
+    def __init__(self, term: int) -> None:
+        self.last_seq = term * TERM_SEQ
+        self.unwritten_count = 0  # happenings the shell could not log in time; it says so here
+        self._first_seq = self.last_seq + 1
+        self._routine: deque[Happening] = deque(maxlen=KEPT)
+        self._rare: deque[Happening] = deque(maxlen=KEPT)
+        self._forgotten_seq = 0  # the newest that was pushed out
+
+    def add(
+        self, kind: str, wall_s: float, *, job: str = "", attempt: int | None = None, step: int | None = None,
+        rank: int | None = None, host: str = "", **fields: Any,
+    ) -> None:  # fmt: skip
+        """Note one thing that happened."""
+        self.last_seq += 1
+        ring = self._routine if kind in ROUTINE else self._rare
+        if len(ring) == KEPT:
+            self._forgotten_seq = max(self._forgotten_seq, ring[0].seq)
+        ring.append(Happening(self.last_seq, kind, wall_s, job, attempt, step, rank, host, fields))
+
+    def since(self, seq: int) -> list[Happening]:
+        """Return what is remembered of what came after `seq`, oldest first."""
+        if seq >= self.last_seq:
+            return []
+        found: list[Happening] = []
+        for ring in (self._routine, self._rare):
+            newer = []
+            for happening in reversed(ring):
+                if happening.seq <= seq:
+                    break
+                newer.append(happening)
+            found += newer
+        return sorted(found, key=lambda happening: happening.seq)
+
+    def page(self, since: int, job: str | None) -> dict[str, Any]:
+        """Answer `memstore events`: at most PAGE of them; `next` is the `since` of the page after it.
+
+        `is_gap`: something after `since` was pushed out before it was asked for, or an earlier controller had it.
+        """
+        newer = self.since(since)
+        mine = [happening for happening in newer if job is None or happening.job in ("", job)]
+        shown = mine[:PAGE]
+        return {
+            "events": [happening.to_dict() for happening in shown],
+            "next": shown[-1].seq if len(mine) > PAGE else max(since, self.last_seq),
+            "has_more": len(mine) > PAGE,
+            "is_gap": since > 0 and (since < self._forgotten_seq or since < self._first_seq - 1),
+            "unwritten": self.unwritten_count,
+        }
