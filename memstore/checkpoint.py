@@ -30,7 +30,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a get returned on this rank; `bytes_by_tier` and `seconds_by_phase` are of the whole job."""
+    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job."""
 
     step: int
     attempt: int
@@ -39,7 +39,8 @@ class Checkpoint:
     verdict: str
     reason: str
     steps_lost: int
-    ranks_moved: tuple[int, ...] = ()
+    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.mesh_order
+    moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
         reason=str(answer["why"]),
         steps_lost=int(answer.get("steps_lost", 0)),
         ranks_moved=tuple(answer.get("ranks_moved", ())),
+        moved_bytes=int(answer.get("moved_bytes", 0)),
         bytes_by_tier=dict(answer.get("bytes", {})),
         seconds_by_phase=seconds,
     )
@@ -113,8 +115,10 @@ def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
     lost = f"{got.steps_lost} steps lost" if got.steps_lost else "0 steps lost"
+    count = len(got.ranks_moved)
+    moved = f" · {count} {'rank' if count == 1 else 'ranks'} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
     unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
     return (
-        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers} · {seconds} s · "
-        f"every digest ok{' · not used: ' + unused if unused else ''}"
+        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers}{moved} · "
+        f"{seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"
     )

@@ -40,7 +40,7 @@ class Store:
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
     def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
-        self.job, self.rank, self.world_size = job, launch.rank, launch.world_size
+        self.job, self.world_size = job, launch.world_size
         self.config = config
         self._link = link
         self._launch = launch
@@ -54,8 +54,8 @@ class Store:
         link.on_event = self.on_event
 
     def _take_attempt(self, joined: dict[str, Any]) -> None:
-        self.attempt = int(joined["attempt"])
-        self._link.attempt = self.attempt
+        self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
+        self._link.attempt, self._link.rank = self.attempt, self.rank
         self._resume_step = int(joined["resume_step"])
         restored = joined.get("restored_step")
         self._last_step = int(restored) if restored is not None else -1
@@ -74,6 +74,34 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
+
+    def mesh_order(self, *, together: int = 1) -> tuple[int, ...]:
+        """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
+
+        Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard: say
+        `DeviceMesh(device, torch.tensor(order).reshape(...))`, or start torch.distributed with rank=store.rank.
+        Called again, or after a get or put, it returns the order that stands and changes nothing.
+
+        Args:
+            together: So many neighbouring ranks (one tensor-parallel group) are put on one host, moved bytes or not.
+
+        Returns:
+            By logical rank, the rank that the launcher gave the process that has it; equal on all ranks. The identity
+            where nothing is stored, or where no other order moves fewer bytes.
+
+        Raises:
+            GatherTimeout: Not every rank called within `connect_timeout_s`.
+            ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
+        """
+        self._check_open()
+        body = {
+            "job": self.job, "attempt": self.attempt, "rank": self._launch.rank, "nonce": self._link.nonce,
+            "together": together,
+        }  # fmt: skip
+        limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
+        joined = self._link.call("mesh_order", body, limit_s)
+        self.rank = self._link.rank = int(joined["rank"])
+        return tuple(joined["order"]) or tuple(range(self.world_size))
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -226,16 +254,8 @@ class Store:
             error = [type(exc).__name__, str(exc)]
         except Exception as exc:
             error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
-        self._link.notify(
-            {
-                "k": "checked",
-                "job": self.job,
-                "round": body["round"],
-                "rank": self.rank,
-                "ok": error is None,
-                "error": error,
-            }
-        )
+        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
+        self._link.notify({"k": "checked", **told})
 
     # -- get ----------------------------------------------------------------------------------
 

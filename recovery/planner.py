@@ -38,6 +38,7 @@ class RecoveryPlan:
     bytes_local: int = 0
     bytes_peer: int = 0
     bytes_durable: int = 0
+    moved_bytes: int = 0  # of those, what ranks that moved get from elsewhere than their own host
     wait_for: frozenset[str] = frozenset()
 
 
@@ -129,11 +130,14 @@ def _chosen(
 ) -> RecoveryPlan:
     transfers: tuple[Transfer, ...] = ()
     moved: tuple[int, ...] = ()
+    moved_bytes = 0
     nbytes = {LOCAL: 0, PEER: 0, DURABLE: 0}
     if whole.world_size == world_size:
         transfers, moved = transfers_for(whole, rank_hosts)
         for transfer in transfers:
             nbytes[transfer.tier] += transfer.nbytes
+        movers = frozenset(moved)
+        moved_bytes = sum(t.nbytes for t in transfers if t.tier != LOCAL and t.rank in movers)
         tiers = {transfer.tier for transfer in transfers}
         note = f"{nbytes[LOCAL]} bytes local, {nbytes[PEER]} from peers, {nbytes[DURABLE]} durable"
     else:
@@ -161,6 +165,7 @@ def _chosen(
         bytes_local=nbytes[LOCAL],
         bytes_peer=nbytes[PEER],
         bytes_durable=nbytes[DURABLE],
+        moved_bytes=moved_bytes,
     )
 
 

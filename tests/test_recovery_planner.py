@@ -173,7 +173,7 @@ def test_copies_with_other_digests_than_the_commit_do_not_count() -> None:
     copies = [copy(5, 0, "a", "evil"), copy(5, 0, "c"), copy(5, 1, "b")]
     found = restore(copies, [commit(5)])
     assert found.digests[0] == "d5-0"
-    assert found.ranks_moved == (0,)
+    assert (found.ranks_moved, found.moved_bytes) == ((0,), 35)
     assert restore([copies[0], copies[2]], [commit(5)]).step is None
     assert restore([copies[0], copies[2]], [commit(5)], [marker(5, prefix="x")]).step is None
     assert restore([copies[0], copies[2]], [commit(5)], [marker(5)]).digests[0] == "d5-0"
@@ -248,7 +248,7 @@ def test_another_world_size_is_chosen_for_the_caller_to_refuse() -> None:
 def test_a_rank_that_moved_is_served_from_where_its_copy_lies() -> None:
     """Ownership moves, copies stay: both ranks swapped hosts and fetch from each other (R27)."""
     found = restore(whole_step(5), [commit(5)], hosts={0: "b", 1: "a"})
-    assert found.ranks_moved == (0, 1)
+    assert (found.ranks_moved, found.moved_bytes) == ((0, 1), 70)
     assert [(t.source, t.target_host) for t in found.transfers] == [("a", "b"), ("b", "a")]
     assert found.verdict == "peer"
 

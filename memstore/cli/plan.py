@@ -122,12 +122,18 @@ def verdict_line(row: dict[str, Any]) -> str:
     )
 
 
+def moved_text(row: dict[str, Any]) -> str:
+    """Return how many ranks would start on a host without a copy of theirs, and what they fetch (R27)."""
+    ranks = plural(len(row["ranks_moved"]), "rank")
+    return f"{ranks} moved, {size_text(row['moved_bytes'])} for them" if row["ranks_moved"] else f"{ranks} moved"
+
+
 def _show(row: dict[str, Any]) -> None:
     console = data_console()
     console.print(verdict_line(row))
     if row["step"] is not None:
         sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items())
-        console.print(f"  {sizes} · {plural(len(row['ranks_moved']), 'rank')} on other hosts")
+        console.print(f"  {sizes} · {moved_text(row)}")
     for attempt, step, reason in row["rejected"][:3]:
         console.print(f"  not used: step {step:,} of attempt {attempt}: {reason}")
     routes: dict[tuple[str, str, str], tuple[int, set[int]]] = {}

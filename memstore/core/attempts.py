@@ -6,11 +6,12 @@ fencing --every live host answered--> open --all ranks closed--> closed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.job import Attempt, Call, Job, Seat
+from memstore.core.names import listed
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Gathering:
     world_size: int
     joins: dict[int, Call] = field(default_factory=dict)
     rewind_to: StepId | None = None
+    order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
     listing_since_s: float = 0.0
 
@@ -51,16 +53,13 @@ class Attempts:
         body, name = call.body, str(call.body["job"])
         job = self.catalog.jobs.get(name)
         newest = job.newest if job is not None else None
-        waiting = self.opening.get(name, [])
-        asked_before = next((n for n, c in enumerate(waiting) if c.body["nonce"] == body["nonce"]), None)
-        if asked_before is not None:
-            waiting[asked_before] = call
+        if self.is_repeated(name, call):
             return
         if newest is not None and self._is_member(newest, body):
             if newest.phase == "fencing":
                 self.opening.setdefault(name, []).append(call)
             else:
-                self.catalog.answer(call, self._joined_body(newest))
+                self.answer_member(name, newest, call)
             return
         refusal = self._refusal(now, job, newest, body)
         if refusal is not None:
@@ -71,8 +70,17 @@ class Attempts:
             return
         self._gather(now, name, call)
 
+    def is_repeated(self, name: str, call: Call) -> bool:
+        """True if the same question waits for its attempt to open already: this call is answered in its place."""
+        waiting, key = self.opening.get(name, []), (call.body["nonce"], "together" in call.body)
+        for number, other in enumerate(waiting):
+            if (other.body["nonce"], "together" in other.body) == key:
+                waiting[number] = call
+                return True
+        return False
+
     def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
-        seat = attempt.seats.get(int(body["rank"]))
+        seat = attempt.seats.get(attempt.rank_of(int(body["rank"])))
         is_leaving = seat is not None and seat.rank in self.closes.get(body["job"], ())  # it said close: a new life
         return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
 
@@ -85,18 +93,15 @@ class Attempts:
 
     def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
         """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
-        nonces, hosts = [], []
-        for rank, seat in sorted(attempt.seats.items()):
-            if rank == int(call.body["rank"]):
-                seat.nonce, seat.host_id, seat.pid, seat.is_gone = call.body["nonce"], call.host_id, 0, False
-            nonces.append(seat.nonce)
-            hosts.append(seat.host_id)
+        undone = [x for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
+        undone = [x for x in undone if x.attempt == attempt.ordinal]  # its ranks may have been renumbered just now
+        fact = undone[-1] if undone else attempt.written_again(name, self.catalog.wall_s)
+        seat = attempt.seats[attempt.rank_of(int(call.body["rank"]))]
+        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
+        nonces[rank], hosts[rank] = str(call.body["nonce"]), call.host_id
+        seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], call.host_id, 0, False
         self.opening.setdefault(name, []).append(call)
-        fact = AttemptOpened(
-            name, attempt.ordinal, attempt.world_size, attempt.parent, attempt.key, attempt.is_fresh,
-            attempt.level_asked, attempt.config, tuple(nonces), tuple(hosts), attempt.launcher, self.catalog.wall_s,
-        )  # fmt: skip
-        self.catalog.record(fact)
+        self.catalog.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
 
     def _refusal(
         self, now: float, job: Job | None, newest: Attempt | None, body: dict[str, Any]
@@ -110,10 +115,8 @@ class Attempts:
             spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == body["key"]]
             # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.
             if newest is not None and spent and (max(spent) != newest.ordinal or newest.phase == "closed"):
-                return "FencedError", (
-                    f"job {name!r}: the launch key {body['key']!r} belongs to attempt {max(spent)}, which is closed: "
-                    "every launch needs a new key"
-                )
+                why = f"the launch key {body['key']!r} belongs to attempt {max(spent)}, which is closed"
+                return "FencedError", f"job {name!r}: {why}: every launch needs a new key"
         if newest is not None and newest.phase != "closed" and not body.get("takeover"):
             busy = self._busy_seat(now, newest, body)
             if busy is not None:
@@ -194,20 +197,13 @@ class Attempts:
         self.opening.setdefault(name, []).extend(joins)
         self.catalog.record(
             AttemptOpened(
-                job=name,
-                attempt=ordinal,
-                world_size=gathering.world_size,
-                parent=parent,
-                key=gathering.key,
-                is_fresh=bool(first.get("fresh")),
-                level_asked=level,
-                config=first["config"],
-                nonces=tuple(str(call.body["nonce"]) for call in joins),
-                hosts=hosts,
+                job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
+                is_fresh=bool(first.get("fresh")), level_asked=level, config=first["config"],
+                nonces=tuple(str(call.body["nonce"]) for call in joins), hosts=hosts,
                 launcher=" ".join(sorted({str(call.body["launcher"]) for call in joins})),
-                wall_s=self.catalog.wall_s,
+                wall_s=self.catalog.wall_s, order=gathering.order,
             )
-        )
+        )  # fmt: skip
         if gathering.rewind_to is not None:
             to = gathering.rewind_to
             self.catalog.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.catalog.wall_s))
@@ -217,7 +213,7 @@ class Attempts:
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
         """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
         job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
-        pids = {c.body["nonce"]: int(c.body["pid"]) for c in self.opening.get(fact.job, ())}
+        pids = {c.body["nonce"]: int(c.body.get("pid", 0)) for c in self.opening.get(fact.job, ())}
         old = job.attempts.get(fact.attempt)
         seats = {
             rank: Seat(rank, host, nonce, pids.get(nonce, 0), last_active_s=now)
@@ -226,13 +222,16 @@ class Attempts:
         if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
+            old.order = fact.order
+            for rank, seat in old.seats.items():
+                seat.rank = rank
             job.placement = None
             if not is_replay:
                 self.fence_all(now, fact.job)
             return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), seats,
+            dict(fact.config), seats, order=fact.order,
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}
@@ -280,21 +279,26 @@ class Attempts:
         later = {x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
         waiting = self.opening.pop(name, [])
         for call in waiting:
-            if self._is_member(attempt, call.body):
-                self.catalog.answer(call, self._joined_body(attempt))
-            elif later:
+            if later and not self._is_member(attempt, call.body):
                 self.opening.setdefault(name, []).append(call)  # its own attempt is about to open
             else:
-                self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+                self.answer_member(name, attempt, call)
         self.catalog.rounds.attempt_open(now, name)
 
-    def _joined_body(self, attempt: Attempt) -> dict[str, Any]:
-        return {
+    def answer_member(self, name: str, attempt: Attempt, call: Call) -> None:
+        """Tell a process of the attempt its place in it; FencedError for one whose place another has taken."""
+        if not self._is_member(attempt, call.body):
+            self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+            return
+        body = {
             "attempt": attempt.ordinal,
             "world_size": attempt.world_size,
             "restored_step": attempt.parent_step if attempt.has_restored else None,
             "resume_step": attempt.resume_step,
+            "rank": attempt.rank_of(int(call.body["rank"])),
+            "order": list(attempt.order),
         }
+        self.catalog.answer(call, body)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -311,6 +315,7 @@ class Attempts:
                 if seat.nonce == nonce:
                     seat.is_gone = True
                     self.catalog.rounds.rank_gone(job, seat.rank)
+                    self.catalog.mesh_orders.rank_gone(job, seat.rank)
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for it any more."""
@@ -374,11 +379,15 @@ class Attempts:
         if gathering is None or gathering.rewind_to != to:
             why = f"job {job.name!r}: another rank rewinds to step {to.step} meanwhile"
             self._dismiss(job.name, "FencedError", why)
-            gathering = self.gatherings[job.name] = Gathering(attempt.key, attempt.world_size, rewind_to=to)
+            gathering = self.gatherings[job.name] = Gathering(
+                attempt.key, attempt.world_size, rewind_to=to, order=attempt.order
+            )
         body.setdefault("config", dict(attempt.config))
         body.setdefault("launcher", attempt.launcher)
-        body.setdefault("pid", attempt.seats[int(body["rank"])].pid)
-        gathering.joins[int(body["rank"])] = call
+        rank = int(body["rank"])
+        body.setdefault("pid", attempt.seats[rank].pid)
+        body["rank"] = attempt.launched(rank)  # what a join says
+        gathering.joins[rank] = call
         if len(gathering.joins) == attempt.world_size:
             self._open(job.name, gathering)
 
@@ -388,9 +397,3 @@ def _unreadable(name: str, why: str) -> str:
         f"job {name!r}: no host knows it and its durable storage cannot be read: {why}. Make it readable, or connect "
         "with durable=None if it holds nothing of this job"
     )
-
-
-def listed(values: list[int], limit: int = 10) -> str:
-    """Return at most `limit` values as text, with the count of the rest."""
-    head = ", ".join(str(v) for v in values[:limit])
-    return head if len(values) <= limit else f"{head} and {len(values) - limit} more"

@@ -1,9 +1,9 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
 It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
-attempts (connect, fencing), room (reservations), steps (commit rule), retention, rounds and staging (get), repair,
-durable_orders and queries; each decides one thing, and observer tells what came of it. The controller actor and the
-simulator are two shells around it (R16, R17).
+attempts (connect, fencing), mesh_orders (who is which rank), room (reservations), steps (commit rule), retention,
+rounds and staging (get), repair, durable_orders and queries; each decides one thing, and observer tells what came of
+it. The controller actor and the simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from memstore.core.events import (
 from memstore.core.fact_log import FactLog
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
+from memstore.core.mesh_orders import MeshOrders
 from memstore.core.names import check_job_name
 from memstore.core.observer import Observer
 from memstore.core.queries import Queries
@@ -93,6 +94,7 @@ class Catalog:
         self.drains = Drains(self)
         self.view = ClusterView(self)
         self.attempts = Attempts(self)
+        self.mesh_orders = MeshOrders(self)
         self.room = Room(self)
         self.steps = Steps(self)
         self.retention = Retention(self)
@@ -130,7 +132,7 @@ class Catalog:
             self.changed(self.hosts.tick(now))
             self._flush_waiting()
             self.drains.tick()
-            for part in (self.attempts, self.room, self.rounds, self.repair):
+            for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair):
                 part.tick(now)
             self.queries.tick()
             self.observer.watch.tick(now)
@@ -195,8 +197,10 @@ class Catalog:
                 self.refuse(call, "ConfigError", str(error))
                 return
             self.attempts.join(self.now, call)
-        elif verb in ("get", "withdraw", "rewind", "reserve", "skip", "close") and not known:
+        elif verb in ("mesh_order", "get", "withdraw", "rewind", "reserve", "skip", "close") and not known:
             self.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
+        elif verb == "mesh_order":
+            self.mesh_orders.ask(self.now, call)
         elif verb == "get":
             self.rounds.get(self.now, call)
         elif verb == "withdraw":
@@ -337,7 +341,7 @@ class Catalog:
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        for part in (self.attempts, self.room, self.rounds):
+        for part in (self.attempts, self.mesh_orders, self.room, self.rounds):
             part.forget(fact.job)
 
     def compact(self) -> None:

@@ -46,6 +46,7 @@ class AttemptOpened:
     hosts: tuple[str, ...]  # by rank
     launcher: str
     wall_s: float
+    order: tuple[int, ...] = ()  # by rank: what the launcher calls it; empty: the same (R27)
 
 
 @dataclass(frozen=True, slots=True)

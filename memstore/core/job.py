@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memstore.core.facts import StepCommitted
+from memstore.core.facts import AttemptOpened, StepCommitted
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -60,11 +60,29 @@ class Attempt:
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
+    order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
 
     @property
     def replicas(self) -> int:
         """Copies asked for, the owner's own included."""
         return int(self.config["replicas"])
+
+    def rank_of(self, launched: int) -> int:
+        """The rank of the process that its launcher calls `launched`."""
+        return self.order.index(launched) if 0 <= launched < len(self.order) else launched
+
+    def launched(self, rank: int) -> int:
+        """What its launcher calls the process that has this rank."""
+        return self.order[rank] if self.order else rank
+
+    def written_again(self, job: str, wall_s: float, order: tuple[int, ...] | None = None) -> AttemptOpened:
+        """The fact of this attempt with its present seats, renumbered by `order` if one is given."""
+        launched = order or self.order
+        seats = [self.seats[self.rank_of(process)] for process in launched or range(self.world_size)]
+        return AttemptOpened(
+            job, self.ordinal, self.world_size, self.parent, self.key, self.is_fresh, self.level_asked, self.config,
+            tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher, wall_s, launched,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

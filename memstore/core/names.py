@@ -1,4 +1,4 @@
-"""What jobs, stores and hosts may be called: one rule each, checked wherever a name enters.
+"""What jobs, stores and hosts may be called, one rule each, checked wherever a name enters; how ranks are listed.
 
 Pure. Names become folder names and parts of messages, so they are plain ASCII, start with a
 letter or digit and never hold a slash.
@@ -41,3 +41,9 @@ def _check(what: str, name: object, rule: re.Pattern[str], chars_max: int) -> No
             field=what,
             value=shown,
         )
+
+
+def listed(values: list[int], limit: int = 10) -> str:
+    """Return at most `limit` values as text, with the count of the rest."""
+    head = ", ".join(str(v) for v in values[:limit])
+    return head if len(values) <= limit else f"{head} and {len(values) - limit} more"

@@ -120,6 +120,7 @@ class Queries:
                 "step": result.step.step if result.step is not None else None,
                 "attempt": result.step.attempt if result.step is not None else None,
                 "committed_step": committed, "ranks_moved": list(result.ranks_moved),
+                "moved_bytes": result.moved_bytes,
                 "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
                 "transfers": [
                     [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memstore.core.attempts import listed
 from memstore.core.events import Body
 from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
+from memstore.core.names import listed
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog

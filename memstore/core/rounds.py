@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memstore.core.attempts import listed
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
+from memstore.core.names import listed
 from memstore.core.staging import Phase, Round
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage

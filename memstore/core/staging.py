@@ -203,6 +203,7 @@ class Staging:
         shared = {
             "step": result.step.step, "attempt": result.step.attempt, "verdict": result.verdict, "why": result.why,
             "round": active.number, "ranks_moved": list(result.ranks_moved),
+            "moved_bytes": result.moved_bytes,
             "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
             "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
             "steps_lost": max(0, newest_seen - result.step.step), "newest_seen": newest_seen,

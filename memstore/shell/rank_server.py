@@ -172,8 +172,8 @@ class RankServer:
             link = self.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if call.verb in ("join", "rewind") and error is None:
-            link.attempt = int(body["attempt"])
+        if call.verb in ("join", "rewind", "mesh_order") and error is None:
+            link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         if "shard" in body and error is None:
             body, error = self._with_place(link, body)
         link.send({"k": "answer", "id": call.rank_id, "body": body, "error": error})

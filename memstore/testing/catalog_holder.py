@@ -146,8 +146,8 @@ class FakeHolder:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])))
             return
         rank.answers.setdefault(verb, []).append(body)
-        if verb in ("join", "rewind"):
-            rank.attempt = int(body["attempt"])
+        if verb in ("join", "rewind", "mesh_order"):
+            rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
             rank.resume_step = max(rank.resume_step, int(body["resume_step"]))
         elif verb == "skip":
             rank.resume_step = max(rank.resume_step, int(body["resume"]))
