@@ -78,8 +78,9 @@ class Store:
     def mesh_order(self, *, together: int = 1) -> tuple[int, ...]:
         """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
 
-        Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard: say
-        `DeviceMesh(device, torch.tensor(order).reshape(...))`, or start torch.distributed with rank=store.rank.
+        Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard. torch.distributed
+        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.renumber` start it again;
+        then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their ranks.)
         Called again, or after a get or put, it returns the order that stands and changes nothing.
 
         Args:

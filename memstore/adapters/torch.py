@@ -1,4 +1,4 @@
-"""A model and its optimizers as one Stateful object, with torch's own state-dict rules.
+"""A model and its optimizers as one Stateful object, with torch's own state-dict rules; ranks that follow their bytes.
 
 `get_state_dict` names optimizer state by parameter name and creates it if the optimizer has not
 stepped, so that a fresh process has a place for every byte; it understands DDP and FSDP.
@@ -6,11 +6,16 @@ stepped, so that a fresh process has a place for every byte; it understands DDP 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.distributed_c10d import PrefixStore
+
+from memstore.store import Store
 
 
 class AppState:
@@ -47,3 +52,30 @@ class AppState:
             optim_state_dict=state["optim"],
             options=self._options,
         )
+
+
+def renumber(store: Store, *, together: int = 1) -> tuple[int, ...]:
+    """Give every process the rank whose bytes its host holds, in the store and in torch.distributed; collective (R27).
+
+    Call it right after connect, before anything is built on the process group: the default group ends and starts again
+    with the new ranks, over the same key-value store, so a mesh made afterwards is in the right order. RANK follows;
+    LOCAL_RANK and the device stay. Where no other order moves fewer bytes nothing happens.
+
+    Args:
+        store: Connected, without a get or put yet.
+        together: As in `Store.mesh_order`, whose result and errors this has.
+    """
+    order = store.mesh_order(together=together)
+    if order == tuple(range(store.world_size)) or not dist.is_initialized():
+        return order
+    backend, keys = dist.distributed_c10d.get_backend_config(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"memstore/{store.job}/{store.attempt}", keys),
+        rank=store.rank,
+        world_size=store.world_size,
+    )
+    if "RANK" in os.environ:
+        os.environ["RANK"] = str(store.rank)
+    return order
