@@ -80,7 +80,7 @@ def connect(
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
         config: Job fields for this job, store fields to find or start the store.
-        fresh: Start over: the job's older steps are not restored, and dropped after the first commit.
+        fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
 
     Raises:
@@ -155,6 +155,14 @@ class Reader:
         """Return one rank's shard; it is pinned while it is read (R7, R27)."""
         answer = self._tool.ask("read", {"job": self.job, "step": step, "rank": rank}, timeout_s)
         return open_shard(self._tool.link, answer, into)
+
+    def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
+        """Keep a committed step in RAM under a name; as `Store.pin`."""
+        self._tool.ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
+
+    def unpin(self, name: str) -> None:
+        """Take a pin's name back; as `Store.unpin`."""
+        self._tool.ask("unpin", {"job": self.job, "name": check_name("pin", name)})
 
     def close(self) -> None:
         """End the reader's link."""

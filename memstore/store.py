@@ -9,21 +9,20 @@ import contextlib
 import logging
 import threading
 import time
-from concurrent.futures import wait
 from types import TracebackType
 from typing import Any
 
 from memstore.checkpoint import Checkpoint, StepInfo, open_shard, restore_line, step_infos
-from memstore.config import Config
+from memstore.config import Config, check_name
 from memstore.core.manifest import decode_manifest
 from memstore.errors import (
     ClosedError,
     FencedError,
     MemstoreError,
-    PeerTimeout,
     RecoveryError,
     StepConflict,
 )
+from memstore.shell.collective import CALL_SLACK_S, collective
 from memstore.shell.launch import Launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_decode import check_into
@@ -32,8 +31,6 @@ from memstore.ticket import Ticket
 
 log = logging.getLogger("memstore")
 TICKETS_KEPT = 64
-GATHER_NOTICE_S = 30.0  # a collective call that waits longer says so in the log (R23)
-CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
 class Store:
@@ -283,17 +280,17 @@ class Store:
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
             answer = self._link.call("read", {**body, "rank": rank, "step": step}, timeout_s)
-            return self._open_shard(answer, into)
+            return open_shard(self._link, answer, into)
         self._into = into
         try:
-            answer = self._collective("get", {**body, "step": step}, timeout_s)
+            answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
         finally:
             self._into = None
         if answer["step"] is None:
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = self._open_shard(answer, into)
+        got = open_shard(self._link, answer, into)
         if step is None:
             self._last_step = self._floor = got.step
         if self.rank == 0:
@@ -307,38 +304,12 @@ class Store:
         """
         self._check_open()
         body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None}
-        answer = self._collective("get", body, timeout_s)
+        answer = collective(self._link, "get", body, timeout_s)
         if answer["step"] is None:
             return None
         self._link.notify({"k": "unpin", "pin": answer["pin"]})
         self._last_step = self._floor = int(answer["step"])
         return self._last_step
-
-    def _collective(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Ask, withdraw when the deadline passes, and take the result if it is already decided (R23)."""
-        future = self._link.call_soon(verb, body)
-        notice_s = min(GATHER_NOTICE_S, timeout_s)
-        if wait([future], notice_s).not_done and timeout_s > notice_s:
-            log.warning("memstore %s: %s() still waits after %g s: every rank must call it", self.job, verb, notice_s)
-            wait([future], timeout_s - notice_s)
-        if not future.done():
-            try:
-                self._link.call("withdraw", body, CALL_SLACK_S)
-            except PeerTimeout:
-                self._link.forget_call(future)
-                raise
-            wait([future], CALL_SLACK_S + timeout_s)
-        if not future.done():
-            self._link.forget_call(future)
-            raise PeerTimeout(
-                f"{verb}() of job {self.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
-                "`memstore status`, or raise timeout_s",
-                operation=verb, limit_s=timeout_s,
-            )  # fmt: skip
-        return future.result()
-
-    def _open_shard(self, answer: dict[str, Any], into: Any) -> Checkpoint:
-        return open_shard(self._link, answer, into)
 
     # -- the rest -----------------------------------------------------------------------------
 
@@ -351,12 +322,22 @@ class Store:
         self._check_open()
         return step_infos(self._link.call("steps", {"job": self.job}, self.config.connect_timeout_s))
 
-    def rewind(self, step: int) -> None:
-        """Go on from an older step: collective, opens a new attempt whose parent step is `step` (R22)."""
+    def rewind(self, step: int, *, attempt: int | None = None) -> None:
+        """Go on from an older step: collective, opens a new attempt whose parent step is `step` (R22).
+
+        Args:
+            step: A committed step, in RAM or on durable storage; call `get()` for its bytes.
+            attempt: The attempt that put it, where several lineages have a step of that number (`memstore ls`).
+
+        Raises:
+            RecoveryError: There is no such step, it is not committed, not whole or retired; nothing changed.
+            WorldSizeError: It was put by another number of ranks.
+            FencedError: A newer attempt runs, or another rank rewinds elsewhere.
+        """
         self._check_open()
         body = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "nonce": self._link.nonce,
-            "key": self._launch.key, "world_size": self.world_size,
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
+            "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
         }  # fmt: skip
         self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
         self._reserved_slots = 0
@@ -364,6 +345,26 @@ class Store:
             tickets, self._tickets = list(self._tickets.values()), {}
         for ticket in tickets:
             ticket.rise("failed", f"the job was rewound to step {step} in attempt {self.attempt}")
+
+    def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
+        """Keep a committed step in RAM under a name, beside what `keep_steps` keeps, until `unpin` (R19).
+
+        Any rank may call it, once for all. It survives restarts and `connect(fresh=True)`.
+
+        Raises:
+            RecoveryError: The step is not committed, or not whole in RAM.
+            CapacityError: A pin takes room of its own, and there is none; nothing changed.
+            ConfigError: The name is not allowed, or another step has it.
+        """
+        self._ask_pin("pin", {"step": step, "name": check_name("pin", name), "of_attempt": attempt})
+
+    def unpin(self, name: str) -> None:
+        """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""
+        self._ask_pin("unpin", {"name": check_name("pin", name)})
+
+    def _ask_pin(self, verb: str, body: dict[str, Any]) -> None:
+        self._check_open()
+        self._link.call(verb, {"job": self.job, **body}, self.config.connect_timeout_s + CALL_SLACK_S)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""

@@ -30,7 +30,8 @@ class Gathering:
     key: str | None
     world_size: int
     joins: dict[int, Call] = field(default_factory=dict)
-    rewind_to: StepId | None = None
+    rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
+    rewind_to: StepId | None = None  # that step, once it is found
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
     listing_since_s: float = 0.0
@@ -147,7 +148,7 @@ class Attempts:
         key, world_size, rank = body["key"], int(body["world_size"]), int(body["rank"])
         gathering = self.gatherings.get(name)
         if gathering is None or gathering.key != key or gathering.world_size != world_size:
-            self._dismiss(name, "FencedError", f"job {name!r}: a newer launch began to connect")
+            self.dismiss(name, "FencedError", f"job {name!r}: a newer launch began to connect")
             gathering = self.gatherings[name] = Gathering(key, world_size)
         replaced = gathering.joins.get(rank)
         if replaced is not None and replaced.body["nonce"] != body["nonce"]:
@@ -156,8 +157,8 @@ class Attempts:
         if len(gathering.joins) == world_size:
             self._complete(now, name, gathering)
 
-    def _dismiss(self, name: str, error: str, message: str) -> None:
-        """Send everybody away who gathers for the job."""
+    def dismiss(self, name: str, error: str, message: str) -> None:
+        """Send everybody away who gathers for the job, or rewinds it."""
         gathering = self.gatherings.pop(name, None)
         for call in gathering.joins.values() if gathering is not None else ():
             self.catalog.refuse(call, error, message)
@@ -167,7 +168,7 @@ class Attempts:
         job = self.catalog.jobs.get(name)
         durable = gathering.joins[0].body["config"].get("durable")
         if not durable or (job is not None and job.attempts):
-            self._open(name, gathering)
+            self.open(name, gathering)
             return
         gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), now
         body = {"job": name, "durable": durable, "call": gathering.markers_call}
@@ -178,12 +179,15 @@ class Attempts:
         gathering = self.gatherings.get(name)
         if gathering is None or gathering.markers_call != call or len(gathering.joins) < gathering.world_size:
             return
-        if why:
-            self._dismiss(name, "RecoveryError", _unreadable(name, why))
+        if gathering.rewind is not None:
+            self.catalog.rewinds.markers_listed(name, gathering, why)
+        elif why:
+            self.dismiss(name, "RecoveryError", _unreadable(name, why))
         else:
-            self._open(name, gathering)
+            self.open(name, gathering)
 
-    def _open(self, name: str, gathering: Gathering) -> None:
+    def open(self, name: str, gathering: Gathering) -> None:
+        """All is known: the next ordinal begins as a fact."""
         del self.gatherings[name]
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0].body, self.catalog.jobs.get(name)
@@ -231,7 +235,7 @@ class Attempts:
             return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), seats, order=fact.order,
+            dict(fact.config), seats, order=fact.order, opened_s=fact.wall_s,
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}
@@ -319,7 +323,7 @@ class Attempts:
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for it any more."""
-        self._dismiss(name, "FencedError", f"job {name!r} was removed")
+        self.dismiss(name, "FencedError", f"job {name!r} was removed")
         for call in self.opening.pop(name, ()):
             self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
         self.fence_waits.pop(name, None)
@@ -346,50 +350,18 @@ class Attempts:
             if gathering.markers_call:
                 if now - gathering.listing_since_s > MARKERS_DEADLINE_S:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
-                    self._dismiss(name, "RecoveryError", _unreadable(name, why))
+                    self.markers_listed(name, gathering.markers_call, why)
                 continue
             limits = [(c.since_s, float(c.body["config"]["connect_timeout_s"])) for c in gathering.joins.values()]
             limit_s = next((limit_s for since_s, limit_s in limits if now - since_s > limit_s), None)
             if limit_s is not None:  # one deadline for all, so that each of them is told the same ranks
                 missing = [r for r in range(gathering.world_size) if r not in gathering.joins]
-                what = "connected" if gathering.rewind_to is None else "called rewind()"
-                self._dismiss(
+                what = "connected" if gathering.rewind is None else "called rewind()"
+                self.dismiss(
                     name, "GatherTimeout",
                     f"connect to job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {gathering.world_size} "
                     f"have not {what}. Every rank must call it; raise connect_timeout_s if they are merely slow",
                 )  # fmt: skip
-
-    def rewind(self, call: Call) -> None:
-        """Collective: open a new attempt whose parent step is the one named (R22)."""
-        body = call.body
-        job = self.catalog.jobs[str(body["job"])]
-        attempt = job.newest
-        if attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
-            return
-        to = next(
-            (s for s in sorted({*job.commits, *job.markers}, reverse=True) if s.step == int(body["step"])), None
-        )  # newest attempt that has the step
-        if to is None:
-            have = sorted({s.step for s in (*job.commits, *job.markers)})
-            why = f"job {job.name!r} has no step {body['step']} to rewind to: it has {listed(have)}"
-            self.catalog.refuse(call, "RecoveryError", why)
-            return
-        gathering = self.gatherings.get(job.name)
-        if gathering is None or gathering.rewind_to != to:
-            why = f"job {job.name!r}: another rank rewinds to step {to.step} meanwhile"
-            self._dismiss(job.name, "FencedError", why)
-            gathering = self.gatherings[job.name] = Gathering(
-                attempt.key, attempt.world_size, rewind_to=to, order=attempt.order
-            )
-        body.setdefault("config", dict(attempt.config))
-        body.setdefault("launcher", attempt.launcher)
-        rank = int(body["rank"])
-        body.setdefault("pid", attempt.seats[rank].pid)
-        body["rank"] = attempt.launched(rank)  # what a join says
-        gathering.joins[rank] = call
-        if len(gathering.joins) == attempt.world_size:
-            self._open(job.name, gathering)
 
 
 def _unreadable(name: str, why: str) -> str:

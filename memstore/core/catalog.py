@@ -1,9 +1,9 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
 It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
-attempts (connect, fencing), mesh_orders (who is which rank), room (reservations), steps (commit rule), retention,
-rounds and staging (get), repair, durable_orders and queries; each decides one thing, and observer tells what came of
-it. The controller actor and the simulator are two shells around it (R16, R17).
+attempts and rewinds (connect, fencing), mesh_orders (who is which rank), room (reservations), steps (commit rule),
+retention, pins, rounds and staging (get), repair, durable_orders and queries; each decides one thing, and observer says
+what came of it. The controller actor and the simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from memstore.core.job import Call, Job
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.names import check_job_name
 from memstore.core.observer import Observer
+from memstore.core.pins import Pins
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
 from memstore.core.retention import Retention
+from memstore.core.rewinds import Rewinds
 from memstore.core.room import Room
 from memstore.core.rounds import Rounds
 from memstore.core.staging import Staging
@@ -95,9 +97,11 @@ class Catalog:
         self.view = ClusterView(self)
         self.attempts = Attempts(self)
         self.mesh_orders = MeshOrders(self)
+        self.rewinds = Rewinds(self)
         self.room = Room(self)
         self.steps = Steps(self)
         self.retention = Retention(self)
+        self.pins = Pins(self)
         self.rounds = Rounds(self)
         self.staging = Staging(self)
         self.repair = Repair(self)
@@ -211,7 +215,7 @@ class Catalog:
             self.observer.skipped(event.host_id, event.body)
             self.steps.skip(call)
         elif verb == "rewind":
-            self.attempts.rewind(call)
+            self.rewinds.ask(call)
         elif verb == "close":
             self.attempts.close(call)
         elif verb == "drain":
@@ -331,6 +335,10 @@ class Catalog:
             job = self.jobs.get(fact.job)
             if job is not None and fact.attempt in job.attempts:
                 job.attempts[fact.attempt].phase = "closed"
+        elif isinstance(fact, f.StepPinned):
+            self.pins.apply_pinned(fact, is_replay=is_replay)
+        elif isinstance(fact, f.StepUnpinned):
+            self.pins.apply_unpinned(fact, is_replay=is_replay)
         elif isinstance(fact, f.JobRemoved):
             self._forget_job(fact)
         elif isinstance(fact, f.HostJoined):
@@ -341,7 +349,7 @@ class Catalog:
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        for part in (self.attempts, self.mesh_orders, self.room, self.rounds):
+        for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.pins):
             part.forget(fact.job)
 
     def compact(self) -> None:

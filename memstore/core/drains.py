@@ -121,7 +121,7 @@ class Drains:
         hosts, count = self.catalog.hosts, 0
         staying = [h for h in hosts.live_ids() if not self.is_draining(h)]
         enough = min(attempt.replicas, len(hosts.domains(staying)))
-        for step in self.catalog.retention.kept(job, attempt):
+        for step in self.catalog.retention.held(job, attempt):
             count += sum(
                 host in copies and not self._is_elsewhere(job, step, rank, enough)
                 for rank, copies in job.copies.get(step, {}).items()

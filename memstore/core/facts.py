@@ -123,6 +123,48 @@ class AttemptClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPinned:
+    """A person named a committed step: it stays in RAM, in room of its own, until the name is taken back (R19)."""
+
+    job: str
+    name: str
+    attempt: int
+    step: int
+    needs: tuple[int, ...]  # slots, by rank
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnpinned:
+    """The name was taken back: retention decides about the step again."""
+
+    job: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobForked:
+    """A job begins with a committed step of another one, over the same chunks (R32)."""
+
+    job: str
+    attempt: int  # what stands for an attempt of it: closed, and the parent of the first one that connects
+    step: int
+    world_size: int
+    from_job: str
+    from_attempt: int
+    digests: tuple[str, ...]  # by rank: of its own manifests
+    hosts: tuple[tuple[str, ...], ...]  # by rank: who has the chunks
+    seats: tuple[str, ...]  # by rank: the host that counts as its own
+    needs: tuple[int, ...]  # slots, by rank
+    level: str
+    is_degraded: bool
+    reason: str
+    config: Mapping[str, Any]
+    nonce: str  # of the call, which may be asked again
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobRemoved:
     """The job was removed by name: nothing of it is history any more."""
 
@@ -141,6 +183,9 @@ Fact = (
     | StepRetired
     | StepAbandoned
     | AttemptClosed
+    | StepPinned
+    | StepUnpinned
+    | JobForked
     | JobRemoved
 )
 _TYPES: dict[str, type[Any]] = {
@@ -156,6 +201,9 @@ _TYPES: dict[str, type[Any]] = {
         StepRetired,
         StepAbandoned,
         AttemptClosed,
+        StepPinned,
+        StepUnpinned,
+        JobForked,
         JobRemoved,
     )
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memstore.core.facts import AttemptOpened, StepCommitted
+from memstore.core.facts import AttemptOpened, JobForked, StepCommitted, StepPinned
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -61,6 +61,7 @@ class Attempt:
     resume_gap: int = 1
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
+    opened_s: float | None = None  # wall clock
 
     @property
     def replicas(self) -> int:
@@ -116,6 +117,8 @@ class Job:
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
+    pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
+    origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
     heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
@@ -149,6 +152,10 @@ class Job:
         ranks = self.copies[max(self.copies)]
         return {h for rank, seat in attempt.seats.items() if seat.host_id == host_id for h in ranks.get(rank, ())}
 
+    def pinned_steps(self) -> set[StepId]:
+        """Steps that some name keeps."""
+        return {StepId(pin.attempt, pin.step) for pin in self.pins.values()}
+
     @property
     def newest_ordinal(self) -> int:
         """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""
@@ -167,6 +174,11 @@ class Job:
         """Return the lineage seen from attempt `ordinal`, newest first (R22)."""
         own = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
         return lineage({**self.past, **own}, ordinal)
+
+    def spans_to_read(self, ordinal: int, only: StepId | None) -> tuple[Span, ...]:
+        """The lineage, and the one step that a reader names, of whatever lineage: reading adopts nothing (R22)."""
+        spans = self.spans(ordinal)
+        return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
 
     def parent_for_next(self) -> int | None:
         """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22)."""

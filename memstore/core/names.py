@@ -1,4 +1,4 @@
-"""What jobs, stores and hosts may be called, one rule each, checked wherever a name enters; how ranks are listed.
+"""What jobs, pins, stores and hosts may be called, one rule each, checked wherever a name enters; lists of ranks.
 
 Pure. Names become folder names and parts of messages, so they are plain ASCII, start with a
 letter or digit and never hold a slash.
@@ -20,6 +20,12 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def check_job_name(name: object) -> None:
     """Raise ConfigError unless `name` may name a job."""
     _check("job", name, _NAME, NAME_CHARS_MAX)
+
+
+def check_pin_name(name: object) -> str:
+    """Return `name` if it may name a pin; ConfigError otherwise (R19)."""
+    _check("pin", name, _NAME, NAME_CHARS_MAX)
+    return str(name)
 
 
 def check_store_name(name: str) -> None:

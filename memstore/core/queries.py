@@ -10,6 +10,7 @@ from memstore.core.drops import drop_copy
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Attempt, Call, Job
+from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
 from recovery.inventory import ShardId
@@ -53,6 +54,8 @@ class Queries:
             "rm": self._remove,
             "retire": self._retire,
             "events": self._events,
+            "pin": lambda call: self._with_job(call, self.catalog.pins.pin),
+            "unpin": lambda call: self._with_job(call, self.catalog.pins.unpin),
             "drop": lambda call: drop_copy(self.catalog, self._job(call), call),
         }
         if verb in handlers:
@@ -67,6 +70,11 @@ class Queries:
             have = ", ".join(sorted(self.catalog.jobs)) or "none"
             self.catalog.refuse(call, "RecoveryError", f"the store holds no job {name!r}: it has {have}")
         return job
+
+    def _with_job(self, call: Call, work: Callable[[Job, Call], None]) -> None:
+        job = self._job(call)
+        if job is not None:
+            work(job, call)
 
     def _attempt(self, call: Call, job: Job | None) -> Attempt | None:
         if job is not None and job.newest is None:
@@ -146,7 +154,7 @@ class Queries:
             return
         size = job.commits[only].world_size if only in job.commits and only is not None else attempt.world_size
         result = plan(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans(attempt.ordinal),
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
             world_size=size, rank_hosts=dict.fromkeys(range(size), call.host_id), only_step=only,
         )  # fmt: skip
         if result.step is None or rank not in result.specs:
@@ -234,11 +242,19 @@ class Queries:
                 "alive. Stop it first, or pass --force",
             )  # fmt: skip
             return
+        if job.pins and not call.body.get("force"):
+            self.catalog.refuse(
+                call, "JobBusyError",
+                f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
+                f"`memstore unpin {job.name} NAME`, or pass --force",
+            )  # fmt: skip
+            return
         shards = [[job.name, s.attempt, s.step, rank] for s, ranks in job.copies.items() for rank in ranks]
         for host in self.catalog.hosts.live_ids():
             self.catalog.tell(host, "drop", {"shards": shards, "removed": [job.name, job.newest_ordinal]})
         self.catalog.record(JobRemoved(job.name, job.newest_ordinal))
-        self.catalog.answer(call, {"job": job.name, "shards": len(shards)})
+        pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
+        self.catalog.answer(call, {"job": job.name, "shards": len(shards), "pins": pins})
 
     def _retire(self, call: Call) -> None:
         """A person says that a step must not be offered again (R25)."""

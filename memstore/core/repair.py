@@ -45,11 +45,11 @@ class Repair:
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
-        kept = self.catalog.retention.kept(job, attempt)
+        held = self.catalog.retention.held(job, attempt)
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if is_open or (step in kept and not is_waiting):
-                self._consider_step(now, job, attempt, step, may_drop=step in kept)
+            if is_open or (step in held and not is_waiting):
+                self._consider_step(now, job, attempt, step, may_drop=step in held)
             if is_open and attempt.steps[step.step] == "open":
                 self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
 

@@ -1,4 +1,4 @@
-"""Which steps stay in RAM, and what is dropped when: never but after a newer commit. Pure (R10, R19, R22)."""
+"""Which steps stay in RAM, and what is dropped when: only after a newer commit, never pinned. Pure (R10, R19, R22)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Retention:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
         kept = self.kept(job, attempt)
-        busy = self._busy(job, attempt)
+        busy = self._busy(job, attempt) | self.catalog.pins.steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
                 continue
@@ -70,7 +70,7 @@ class Retention:
         if attempt is None:
             return
         attempt.has_shed = True
-        spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt)
+        spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt) | self.catalog.pins.steps(job)
         kept = self.kept(job, attempt)
         for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
             commit = job.commits.get(step)
@@ -98,6 +98,10 @@ class Retention:
         spans = job.spans(attempt.ordinal)
         committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
         return kept_steps(committed, keep=int(attempt.config["keep_steps"]))
+
+    def held(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
+        """The committed steps that keep all their copies: kept ones, and pinned ones of whatever lineage (R29)."""
+        return self.kept(job, attempt) | (job.pinned_steps() & job.commits.keys())
 
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""

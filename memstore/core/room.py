@@ -1,7 +1,11 @@
-"""Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19)."""
+"""Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
+
+Pins and forks claim room as well, with an order that carries a call's number, so that its answers are told apart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +13,7 @@ from memstore.core.events import Body
 from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.names import listed
+from memstore.core.pins import listed_pins
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -29,11 +34,23 @@ class Reservation:
     is_claimed: bool = False  # every host has the room; the fact is spreading
 
 
+@dataclass(slots=True)
+class Claim:
+    """Room for a pin or a fork: `done(host, why)` hears of the first refusal, or of none ("", "")."""
+
+    job: str
+    waits: set[str]
+    done: Callable[[str, str], None]
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
 class Room:
     """Reservations of all jobs, for the catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
+        self.claims: dict[int, Claim] = {}  # by call
+        self.calls_count = 0
         self.active: dict[str, Reservation] = {}
         self.unroomed: dict[tuple[str, str], tuple[int, float]] = {}  # (job, late host) -> (attempt, when to ask again)
 
@@ -72,26 +89,37 @@ class Room:
         silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
         return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
 
-    def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None) -> set[str]:
+    def claim(self, job: Job, attempt: Attempt, done: Callable[[str, str], None]) -> set[str]:
+        """Ask every live host of the job for the room it needs now; `done` hears the end. Return the hosts asked."""
+        self.calls_count += 1
+        number = self.calls_count
+        hosts = self.order(job, attempt, call=number)
+        self.claims[number] = Claim(job.name, set(hosts), done)
+        self._finish_claims()
+        return hosts
+
+    def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None, call: int = 0) -> set[str]:
         """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
         if self.catalog.view.placement(job) is None:
             return set()
-        keep = int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+        keep = self.versions(job, attempt)
         local: dict[str, dict[int, int]] = {}
         guests: dict[str, int] = {}
-        for rank in range(attempt.world_size):
-            slots = self.need(job, attempt, rank)
-            seat_host = attempt.seats[rank].host_id
-            local.setdefault(seat_host, {})[rank] = slots * keep
+        pinned = self._pinned_slots(job)
+        for rank in range(max(attempt.world_size, max(pinned, default=-1) + 1)):
+            slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + pinned.get(rank, 0)
+            if rank < attempt.world_size:
+                local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
             for target in self.catalog.view.guests(job, attempt, rank):
-                guests[target] = guests.get(target, 0) + slots * keep
+                guests[target] = guests.get(target, 0) + slots
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
-            repair = sum(ranks.values()) // keep
+            repair = sum(self.need(job, attempt, rank) for rank in ranks)
             body = {
                 "job": job.name,
                 "attempt": attempt.ordinal,
+                "call": call,
                 "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
                 "guest_slots": guests.get(host, 0) + repair,
                 "replicas": attempt.replicas,
@@ -99,6 +127,20 @@ class Room:
             }
             self.catalog.tell(host, "reserve", body)
         return hosts
+
+    def versions(self, job: Job, attempt: Attempt) -> int:
+        """How many versions of every shard have room, pins apart; one for a fork that nobody has connected to (R32)."""
+        if job.origin is not None and attempt.ordinal == job.origin.attempt:
+            return 1
+        return int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+
+    def _pinned_slots(self, job: Job) -> dict[int, int]:
+        """Slots by rank of all pinned steps: room of their own (R10)."""
+        total: dict[int, int] = {}
+        for pin in self.catalog.pins.facts(job):
+            for rank, slots in enumerate(pin.needs):
+                total[rank] = total.get(rank, 0) + slots
+        return total
 
     def need(self, job: Job, attempt: Attempt, rank: int) -> int:
         """Slots of one version of a rank's shard: as it said, else as its newest copy shows."""
@@ -111,6 +153,13 @@ class Room:
 
     def reserved(self, host_id: str, body: Body) -> None:
         """A host claimed the room, or says with numbers why it cannot."""
+        claim = self.claims.get(int(body.get("call", 0)))
+        if claim is not None:
+            claim.waits.discard(host_id)
+            if not body["ok"]:
+                claim.refusals[host_id] = str(body["why"])
+            self._finish_claims()
+            return
         active = self.active.get(str(body["job"]))
         if active is None or active.attempt != body["attempt"] or not active.is_ordered or active.is_claimed:
             self._reserved_late(host_id, str(body["job"]), int(body["attempt"]), "" if body["ok"] else str(body["why"]))
@@ -126,6 +175,13 @@ class Room:
         if why:
             self.unroomed[name, host_id] = (attempt, self.catalog.now + RETRY_S)
             self.catalog.note(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
+
+    def _finish_claims(self) -> None:
+        for number, claim in list(self.claims.items()):
+            claim.waits = {h for h in claim.waits if self.catalog.hosts.is_live(h)}
+            if not claim.waits:
+                del self.claims[number]
+                claim.done(*min(claim.refusals.items(), default=("", "")))
 
     def _ask_again(self, now: float) -> None:
         for (name, host), (ordinal, due_s) in list(self.unroomed.items()):
@@ -149,6 +205,8 @@ class Room:
             return
         del self.active[job.name]
         host, why = sorted(active.refusals.items())[0]
+        if job.pins:
+            why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
         for call in active.calls.values():
             if not attempt.has_put:
                 attempt.needs.pop(int(call.body["rank"]), None)
@@ -170,6 +228,7 @@ class Room:
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for room any more."""
+        self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
         active = self.active.pop(name, None)
         for call in active.calls.values() if active is not None else ():
             self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
@@ -177,6 +236,7 @@ class Room:
     def tick(self, now: float) -> None:
         """Ranks that never made their first put; hosts that died while claiming."""
         self._ask_again(now)
+        self._finish_claims()
         for name, active in list(self.active.items()):
             job = self.catalog.jobs[name]
             attempt = job.attempts[active.attempt]

@@ -132,7 +132,7 @@ class Rounds:
                 return
         result = plan(
             inventory,
-            spans,
+            job.spans_to_read(attempt.ordinal, only),
             world_size=attempt.world_size,
             rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
             only_step=only,

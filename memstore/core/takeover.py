@@ -138,14 +138,20 @@ class Takeover:
         job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
         if isinstance(fact, f.HostJoined):
             return fact.host_id not in self.catalog.hosts.joined
+        if isinstance(fact, f.StepUnpinned):
+            return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
             return False  # who gave notice gave it to a controller; a late host's word may be long past
         if isinstance(fact, f.JobRemoved) or getattr(fact, "attempt", 0) <= self.catalog.removed.get(fact.job, 0):
             return False
+        if isinstance(fact, f.JobForked):
+            return fact.job not in self.catalog.jobs
         if isinstance(fact, f.AttemptOpened):
             return fact.attempt not in job.attempts
         if isinstance(fact, f.StepCommitted):
             return not job.is_abandoned(StepId(fact.attempt, fact.step))
+        if isinstance(fact, f.StepPinned):
+            return fact.name not in job.pins and StepId(fact.attempt, fact.step) in job.commits
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
         # The rest speaks of the course of an attempt: for ours it is decided here, for older ones it is their past.

@@ -342,7 +342,7 @@ class Holder:
         """Claim the room, or say with numbers why not (R9, R10)."""
         job = str(body["job"])
         share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
-        reply = {"job": job, "attempt": body["attempt"], "ok": True, "why": ""}
+        reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         try:
             self.vault.claim(job, share)
         except CapacityError as exc:

@@ -200,7 +200,7 @@ class FakeHolder:
 
     def _on_reserve(self, body: Body) -> None:
         why = self.refuses_room
-        self.report("reserved", {"job": body["job"], "attempt": body["attempt"], "ok": not why, "why": why})
+        self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})
 
     def _on_push(self, body: Body) -> None:
         shard = shard_from_wire(body["shard"])

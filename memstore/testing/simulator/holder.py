@@ -307,7 +307,7 @@ class SimHolder:
     def _on_reserve(self, body: Body) -> None:
         job = str(body["job"])
         share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
-        reply = {"job": job, "attempt": body["attempt"], "ok": True, "why": ""}
+        reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
         try:
             self.vault.claim(job, share)
         except CapacityError as exc:

@@ -1,0 +1,43 @@
+"""A call that every rank makes and the controller answers for all alike: it says when it waits, and withdraws (R23)."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import wait
+from typing import Any
+
+from memstore.errors import PeerTimeout
+from memstore.shell.rank_link import RankLink
+
+log = logging.getLogger("memstore")
+GATHER_NOTICE_S = 30.0  # a collective call that waits longer says so in the log (R23)
+CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Ask, withdraw when the deadline passes, and take the result if it is already decided.
+
+    Raises:
+        PeerTimeout: It was decided, and not carried out within the deadline again.
+        MemstoreError: What the controller refused it with.
+    """
+    future = link.call_soon(verb, body)
+    notice_s = min(GATHER_NOTICE_S, timeout_s)
+    if wait([future], notice_s).not_done and timeout_s > notice_s:
+        log.warning("memstore %s: %s() still waits after %g s: every rank must call it", body["job"], verb, notice_s)
+        wait([future], timeout_s - notice_s)
+    if not future.done():
+        try:
+            link.call("withdraw", body, CALL_SLACK_S)
+        except PeerTimeout:
+            link.forget_call(future)
+            raise
+        wait([future], CALL_SLACK_S + timeout_s)
+    if not future.done():
+        link.forget_call(future)
+        raise PeerTimeout(
+            f"{verb}() of job {body['job']!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+            "`memstore status`, or raise timeout_s",
+            operation=verb, limit_s=timeout_s,
+        )  # fmt: skip
+    return future.result()
