@@ -119,13 +119,13 @@ class Store:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
-        started_s = time.perf_counter()
+        began_s = time.monotonic()
         self._check_open()
         ticket = self._same_step(step)
         if ticket is not None:
             return ticket
         plan = plan_state(state)
-        ticket = self._new_ticket(step, plan.nbytes)
+        ticket = self._new_ticket(step, plan.nbytes, began_s)
         try:
             self._put(ticket, plan, timeout_s)
         except BaseException:
@@ -134,7 +134,7 @@ class Store:
             self._last_step = max((s for s in self._tickets if s < step), default=self._floor)
             raise
         finally:
-            ticket.stall_s = time.perf_counter() - started_s
+            ticket.stall_s = time.monotonic() - began_s
         return ticket
 
     def _same_step(self, step: int) -> Ticket | None:
@@ -150,8 +150,8 @@ class Store:
             )  # fmt: skip
         return known
 
-    def _new_ticket(self, step: int, nbytes: int) -> Ticket:
-        ticket = Ticket(step, nbytes)
+    def _new_ticket(self, step: int, nbytes: int, began_s: float) -> Ticket:
+        ticket = Ticket(step, nbytes, began_s)
         with self._tickets_lock:
             self._tickets[step] = ticket
             for old in sorted(self._tickets)[:-TICKETS_KEPT]:
@@ -181,7 +181,10 @@ class Store:
             self._link.put_back(slots)
             self._skip(ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        body = {"attempt": self.attempt, "world_size": self.world_size, "layout": plan.layout, "nbytes": plan.nbytes}
+        body = {
+            "attempt": self.attempt, "world_size": self.world_size, "layout": plan.layout, "nbytes": plan.nbytes,
+            "began_s": ticket.began_s, "stall_s": time.monotonic() - ticket.began_s,  # for people
+        }  # fmt: skip
         if not self._link.hand_over(ticket.step, slots, body):
             self._skip(ticket, "this host's holder restarted while the state was copied")
 
@@ -208,7 +211,10 @@ class Store:
     def _skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Skipping is collective: the controller abandons the step everywhere (R12)."""
         ticket.rise(level, why)
-        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "step": ticket.step}
+        body = {
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": ticket.step,
+            "why": why, "stall_s": time.monotonic() - ticket.began_s,
+        }  # fmt: skip
 
         def resume(future: Any) -> None:
             if future.exception() is None:

@@ -17,8 +17,9 @@ class Ticket:
     Attributes: step, nbytes, stall_s (seconds put blocked), level, degraded, reason.
     """
 
-    def __init__(self, step: int, nbytes: int = 0) -> None:
+    def __init__(self, step: int, nbytes: int = 0, began_s: float = 0.0) -> None:
         self.step, self.nbytes = step, nbytes
+        self.began_s = began_s  # when its put began, monotonic
         self.stall_s = 0.0
         self.level = "pending"
         self.degraded = False

@@ -121,12 +121,12 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert verbs == ["up", "down", "status", "ls", "rm", "plan", "verify", "drain", "demo", "drill"]
+    assert verbs == ["up", "down", "status", "events", "ls", "rm", "plan", "verify", "drain", "demo", "drill"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["status"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]],
+    [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]],
     ids=lambda a: a[0],
 )
 def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from memstore.cli.drain import drain
+from memstore.cli.events import events
 from memstore.cli.jobs import ls, rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.options import is_debug
@@ -96,7 +97,7 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, ls, rm, plan, verify, drain):
+for _verb in (up, down, status, events, ls, rm, plan, verify, drain):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

@@ -139,7 +139,7 @@ class Catalog:
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair):
                 part.tick(now)
             self.queries.tick()
-            self.observer.watch.tick(now)
+            self.observer.tick()
             for job in self.jobs.values():
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):

@@ -2,10 +2,6 @@
 
 `memstore events` prints it, `metrics.py` counts it. "Event" there is not `events.py`'s word: that names what reaches
 the catalog. Nothing in the store depends on a happening, so one that is lost costs a line, never a decision.
-
-Kinds: put, commit, durable (routine: one or two for every step), and redundant, superseded, skip, degraded, whole,
-restore, restore_failed, attempt, closed, removed, retired, host_joined, host_live, host_suspect, host_dead, drain,
-drain_over, repair, repaired, durable_failed, durable_abandoned, scrub, term.
 """
 
 from __future__ import annotations
@@ -17,7 +13,12 @@ from typing import Any
 KEPT = 2048  # of the routine kinds, and as many of all others: a week of commits pushes no death of a host out
 PAGE = 500  # in one answer
 TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
-ROUTINE = frozenset({"put", "commit", "durable"})
+ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
+KINDS = ROUTINE | {
+    "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "closed", "removed",
+    "retired", "host_joined", "host_live", "host_suspect", "host_dead", "drain", "drain_over", "repair", "repaired",
+    "durable_failed", "durable_abandoned", "scrub", "term",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ class Chronicle:
         self, kind: str, wall_s: float, *, job: str = "", attempt: int | None = None, step: int | None = None,
         rank: int | None = None, host: str = "", **fields: Any,
     ) -> None:  # fmt: skip
-        """Note one thing that happened."""
+        """Note one thing that happened; ValueError if its kind has no name here."""
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is not one of the kinds of happenings: {sorted(KINDS)}")
         self.last_seq += 1
         ring = self._routine if kind in ROUTINE else self._rare
         if len(ring) == KEPT:

@@ -6,9 +6,11 @@ the seal's report carries (R11: nothing travels for this alone).
 
 from __future__ import annotations
 
+import functools
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from memstore.core import facts as f
 from memstore.core.chronicle import Chronicle
@@ -25,6 +27,23 @@ if TYPE_CHECKING:
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
 SKIPS_MAX = 64
 NAMED_MAX = 32  # hosts named in one happening
+P = ParamSpec("P")
+
+
+def aside(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
+    """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
+
+    @functools.wraps(method)
+    def wrapped(self: Observer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as exc:
+            problem = f"{method.__name__}: {exc!r}"
+            if problem != self.problem:
+                self.catalog.note(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
+            self.problem = problem
+
+    return wrapped
 
 
 @dataclass(slots=True)
@@ -48,6 +67,7 @@ class Observer:
         self.watch = Watch(catalog, self)
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
+        self.problem = ""  # the last mistake in telling; tests look at it
         self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
 
     def add(self, kind: str, **fields: Any) -> None:
@@ -56,6 +76,7 @@ class Observer:
 
     # -- puts -----------------------------------------------------------------------------------
 
+    @aside
     def sealed(self, copy: Copy, host: str, put: Any) -> None:
         """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own.
 
@@ -93,6 +114,7 @@ class Observer:
             seconds={"sealed": rounded(self.catalog.now - putting.began_s)},
         )  # fmt: skip
 
+    @aside
     def skipped(self, host: str, body: Body) -> None:
         """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
         self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
@@ -101,6 +123,7 @@ class Observer:
 
     # -- facts (R16) ----------------------------------------------------------------------------
 
+    @aside
     def fact(self, fact: f.Fact) -> None:
         """A decision has spread and is about to take effect."""
         job = self.catalog.jobs.get(getattr(fact, "job", ""))
@@ -179,6 +202,7 @@ class Observer:
 
     # -- restores -------------------------------------------------------------------------------
 
+    @aside
     def restored(self, active: Round, shared: Body) -> None:
         """A round was released: every rank has the step (R23)."""
         self.add(
@@ -190,6 +214,7 @@ class Observer:
             notes=list(shared["notes"]),
         )  # fmt: skip
 
+    @aside
     def restore_failed(self, active: Round, name: str, message: str) -> None:
         """A round ended with the same error on all ranks."""
         waited_s = rounded(self.catalog.now - active.since_s)
@@ -198,8 +223,14 @@ class Observer:
             phase=active.phase, seconds={"waited": waited_s},
         )  # fmt: skip
 
+    @aside
+    def tick(self) -> None:
+        """After everybody's turn: what began or ended meanwhile."""
+        self.watch.tick(self.catalog.now)
+
     # -- hosts, storage -------------------------------------------------------------------------
 
+    @aside
     def settled(self) -> None:
         """A controller begins to serve (R17)."""
         catalog = self.catalog
@@ -208,12 +239,14 @@ class Observer:
             seconds={"settling": rounded(catalog.now - catalog.started_s)},
         )  # fmt: skip
 
+    @aside
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
         held = sum(change.host_id in hosts for job in self.catalog.jobs.values() for hosts in newest_hosts(job))
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
+    @aside
     def heard(self, host: str, stats: Any) -> None:
         """A heartbeat's counts: what the scrub of that host found since the last one (R30)."""
         state = self.catalog.hosts.states.get(host)
@@ -227,6 +260,7 @@ class Observer:
             self.add("scrub", host=host, found=found - self.scrubbed[key])
         self.scrubbed[key] = found
 
+    @aside
     def durable(self, job: str, step: StepId, outcome: str, since_s: float, why: str = "") -> None:
         """A durable write ended: "" as asked, "failed" or "abandoned" (R31)."""
         took_s = rounded(self.catalog.now - since_s)

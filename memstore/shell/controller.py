@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from memstore.config import Config
@@ -38,6 +39,7 @@ from memstore.core.events import (
 from memstore.core.wire import Kind
 from memstore.errors import MemstoreError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.event_log import EventLog
 from memstore.shell.listener import connect_tcp
 from memstore.shell.membership import Membership
 from memstore.shell.tls import Tls
@@ -117,6 +119,7 @@ class Controller:
         self.lock = threading.Lock()
         self._stale_term = 0  # a term some holder obeys that is above ours
         self._is_stale = threading.Event()
+        self.event_log = EventLog()
         self._new_catalog(membership.claim_term(0), membership.hosts())
         self._threads = [
             threading.Thread(target=self._run, name="memstore-catalog", daemon=True),
@@ -153,6 +156,7 @@ class Controller:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
+        self.event_log.close()
 
     def connected(self) -> list[str]:
         """Hosts with a session now."""
@@ -166,6 +170,13 @@ class Controller:
     def drains_seen(self, until_s: dict[str, float]) -> None:
         """The cluster manager will take these hosts away, each at its moment (wall clock)."""
         self.events.put((None, {"k": "drains", "until_s": until_s}))
+
+    def status_soon(self) -> Future[dict[str, Any]]:
+        """What `memstore status` shows, made on the catalog's thread; for metrics."""
+        future: Future[dict[str, Any]] = Future()
+        look = lambda catalog: future.set_result(catalog.queries.report.body())  # noqa: E731
+        self.events.put((None, {"k": "look", "look": look}))
+        return future
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -227,6 +238,8 @@ class Controller:
         if session is None:
             if body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
+            elif body["k"] == "look":
+                body["look"](self.catalog)
             elif body["k"] == "drains":
                 self._handle(DrainsSeen(body["until_s"]))
             elif body["k"] == "term":
@@ -262,6 +275,7 @@ class Controller:
                 actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
         for action in actions:
             self._execute(action)
+        self.event_log.take(self.catalog.observer.chronicle)
         self._close_dead()
 
     def _execute(self, action: Action) -> None:

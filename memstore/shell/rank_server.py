@@ -153,9 +153,9 @@ class RankServer:
             self.calls[call_id] = call
         self.holder.relay(call_id, call.verb, call.body)
 
-    def skip(self, shard: ShardId) -> None:
+    def skip(self, shard: ShardId, why: str) -> None:
         """A put failed on this host: the step is given up on all ranks alike, or nothing commits any more (R12)."""
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step}
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": why}
         self._ask(Call(None, "", 0, "skip", body))
 
     def resend_calls(self) -> None:

@@ -18,6 +18,7 @@ from memstore.core.slots import Owner
 from memstore.core.wire import Kind
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.put_meter import PutMeter, measured
 from memstore.shell.shipment import Fresh
 from recovery.inventory import ShardId
 
@@ -61,6 +62,7 @@ class Sealer:
         self.changed = threading.Condition()
         self.pending: dict[tuple[str, int, Owner], int] = {}  # (job, attempt, process) -> hand-overs not finished
         self.sealing: set[ShardId] = set()
+        self.meter = PutMeter()
 
     def start(self, link: RankLink) -> None:
         """Serve a link until None is queued."""
@@ -125,7 +127,7 @@ class Sealer:
             try:
                 if why:
                     self.server.tell_level(link, shard.attempt, shard.step, "failed", why)
-                    self.server.skip(shard)
+                    self.server.skip(shard, why)
             finally:
                 self._done(link, body)
 
@@ -166,7 +168,7 @@ class Sealer:
                 self.sealing.discard(shard)
                 self.changed.notify_all()
         self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
-        self.holder.sealed(known)
+        self.holder.report("sealed", {"copies": [self.holder.copy_body(known)], "put": measured(body)})
         if not has_targets:
             self.server.replicated(shard)
         self.server.grant_current(link)
@@ -191,4 +193,5 @@ class Sealer:
         except BaseException as exc:
             fresh.fail(f"{type(exc).__name__}: {exc}")
             raise
+        self.meter.count(shard.job, body)
         return shelved, has_targets

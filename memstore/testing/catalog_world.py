@@ -168,7 +168,9 @@ class CatalogWorld:
     def _handle(self, event: Event) -> None:
         if self.catalog is None:
             return
-        for action in self.catalog.handle(self.now, event):
+        actions = self.catalog.handle(self.now, event)
+        assert not self.catalog.observer.problem, self.catalog.observer.problem
+        for action in actions:
             if isinstance(action, Note):
                 self.notes.append(f"{self.now:.2f} {action.text}")
                 continue

@@ -304,7 +304,7 @@ class Rank:
     def _ticket(self, ticket: Any) -> dict[str, Any]:
         return {
             "step": ticket.step, "level": ticket.level, "degraded": ticket.degraded, "reason": ticket.reason,
-            "stall_s": ticket.stall_s,
+            "stall_s": ticket.stall_s, "nbytes": ticket.nbytes,
         }  # fmt: skip
 
     def do_get(self, into: str = "", **options: Any) -> dict[str, Any]:

@@ -62,7 +62,9 @@ class Controller:
         """Feed the catalog and carry out its actions."""
         if not self.is_alive:
             return
-        for action in self.catalog.handle(self.world.now, event):
+        actions = self.catalog.handle(self.world.now, event)
+        assert not self.catalog.observer.problem, self.catalog.observer.problem
+        for action in actions:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")
                 continue

@@ -1,0 +1,179 @@
+"""`memstore events`: what happened, one line each, as a person on call wants to read it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.output import age_text, plural, print_json, say, size_text
+from memstore.config import Config
+from memstore.errors import MemstoreError
+
+POLL_S = 0.5
+Event = dict[str, Any]
+
+
+@click.command(short_help="What happened: puts, commits, restores, deaths, repairs, and why.")
+@click.argument("job", required=False)
+@click.option("--follow", is_flag=True, help="Go on with what happens next, until Ctrl-C.")
+@click.option("--since", default=0, metavar="SEQ", help="Only what came after this number.")
+@address_option
+@store_options
+def events(config: Config, address: str | None, job: str | None, follow: bool, since: int, as_json: bool) -> None:
+    """Print what happened to JOB, or to all jobs, oldest first; --json prints one document a line.
+
+    The controller remembers the newest 2,048 puts, commits and durable writes, and as many of everything else, since it
+    started. MEMSTORE_EVENTS=FILE in its environment makes it write all of them to a file.
+    """
+    where = Where(config, address)
+    if job is not None:
+        check_job(where.status(), job)
+    words = ""
+    while True:
+        try:
+            page = where.ask("events", {"job": job, "since": since})
+        except MemstoreError as error:
+            if not follow:
+                raise
+            words = _say_once(words, f"memstore: {error}")
+            time.sleep(POLL_S)
+            continue
+        words = _say_once(words, _caveat(page))
+        for row in page["events"]:
+            print_json(row) if as_json else click.echo(line(row))
+        since = page["next"]
+        if not page["has_more"]:
+            if not follow:
+                return
+            time.sleep(POLL_S)
+
+
+def _say_once(before: str, words: str) -> str:
+    if words and words != before:
+        say(words)
+    return words
+
+
+def _caveat(page: dict[str, Any]) -> str:
+    """Return what is not shown and why, or ""."""
+    gap = "memstore: some events after --since are not remembered any more" if page["is_gap"] else ""
+    lost = page["unwritten"]
+    dropped = f"memstore: {plural(lost, 'event')} could not be written to the log or counted" if lost else ""
+    return "; ".join(filter(None, (gap, dropped)))
+
+
+# -- one line -----------------------------------------------------------------------------------
+
+
+def line(event: Event) -> str:
+    """Return "12:03:09.120 llama3-8b  step 41 committed, ..."; an unknown kind shows its fields."""
+    wall_s = event["wall_s"]
+    clock = time.strftime("%H:%M:%S", time.localtime(wall_s)) + f".{int(wall_s % 1 * 1000):03d}"
+    about = event.get("job") or event.get("host") or "store"
+    text = LINES.get(event["event"], _unknown)(event)
+    return f"{clock}  {about:<12} {text}"
+
+
+def _unknown(e: Event) -> str:
+    rest = {k: v for k, v in e.items() if k not in ("seq", "event", "wall_s", "job")}
+    return f"{e['event']} {rest}"
+
+
+def _took(e: Event, phase: str) -> str:
+    """Return " in 0.21 s", or "" if nobody measured it."""
+    value = e["seconds"].get(phase)
+    return "" if value is None else f" in {fine(value)}"
+
+
+def fine(value_s: float) -> str:
+    """Return seconds as a person compares them: "0.0123 s", "0.21 s", "12 s", "3 min"."""
+    return f"{value_s:.4f} s" if value_s < 0.1 else f"{value_s:.2f} s" if value_s < 10 else age_text(value_s)
+
+
+def _put(e: Event) -> str:
+    slowest = f", longest rank {e['rank']} on {e['host']} {fine(e['stall_s']['max'])}" if e["ranks"] > 1 else ""
+    return (
+        f"step {e['step']} put by {plural(e['ranks'], 'rank')}: {size_text(e['nbytes'])}, blocked "
+        f"{fine(e['stall_s']['median'])}{slowest}; sealed{_took(e, 'sealed')}"
+    )
+
+
+def _commit(e: Event) -> str:
+    degraded = f"; DEGRADED: {e['degraded']}" if e["degraded"] else ""
+    return f"step {e['step']} committed{_took(e, 'committed')}: {plural(e['copies'], 'copy')}{degraded}"
+
+
+def _skip(e: Event) -> str:
+    who = f" by rank {e['rank']} on {e['host']}" if "rank" in e else ""
+    until = f"; all put again from step {e['resume']}" if e["resume"] else ""
+    return f"step {e['step']} SKIPPED{who}: {e['why']}{until}"
+
+
+def _restore(e: Event) -> str:
+    if e["verdict"] == "none":
+        return f"attempt {e['attempt']} restored nothing: {e['why']}"
+    tiers = ", ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in e["bytes"].items() if nbytes)
+    spent = ", ".join(f"{phase} {fine(value)}" for phase, value in e["seconds"].items())
+    lost = f"{plural(e['steps_lost'], 'step')} lost" if e["adopted"] else "only read"
+    unused = f"; not used: {'; '.join(e['not_used'])}" if e["not_used"] else ""
+    return f"step {e['step']} RESTORED by attempt {e['attempt']}: {e['verdict']}, {tiers}; {spent}; {lost}{unused}"
+
+
+def _attempt(e: Event) -> str:
+    after = f", continues attempt {e['parent']}" if e["parent"] is not None else ""
+    fresh = ", fresh" if e["fresh"] else ""
+    return f"attempt {e['attempt']} opened: {plural(e['ranks'], 'rank')} on {', '.join(e['hosts'])}{after}{fresh}"
+
+
+def _repaired(e: Event) -> str:
+    left = f"; {plural(e['missing'], 'copy')} still missing" if e["missing"] else ""
+    return f"repair ended: {plural(e['shards'], 'copy')}, {size_text(e['nbytes'])}{_took(e, 'repair')}{left}"
+
+
+def _degraded(e: Event) -> str:
+    short = f"{plural(e['shards'], 'shard')} below replicas, {plural(e['missing'], 'copy')} missing: "
+    return f"step {e['step']} DEGRADED: {short if e['missing'] else ''}{e['why']}"
+
+
+def _host(word: str) -> Callable[[Event], str]:
+    def text(e: Event) -> str:
+        held = (
+            f"; it held {plural(e['shards'], 'shard')} of the newest commits" if e["shards"] and word == "DEAD" else ""
+        )
+        return f"{word}: {e['why']}{held}"
+
+    return text
+
+
+LINES: dict[str, Callable[[Event], str]] = {
+    "put": _put,
+    "commit": _commit,
+    "redundant": lambda e: f"step {e['step']} has all {e['copies']} copies now{_took(e, 'redundant')}",
+    "superseded": lambda e: f"step {e['step']} superseded: {e['why']}",
+    "skip": _skip,
+    "degraded": _degraded,
+    "whole": lambda e: f"every shard has its copies again, after {fine(e['seconds']['degraded'])}",
+    "restore": _restore,
+    "restore_failed": lambda e: f"restore of attempt {e['attempt']} FAILED ({e['phase']}): {e['error']}: {e['why']}",
+    "attempt": _attempt,
+    "closed": lambda e: f"attempt {e['attempt']} closed by all its ranks",
+    "removed": lambda e: "removed with all its copies in RAM",
+    "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
+    "host_joined": _host("joined"),
+    "host_live": _host("live"),
+    "host_suspect": _host("suspect"),
+    "host_dead": _host("DEAD"),
+    "drain": lambda e: f"is to go in {e['due_s']:.0f} s: its copies are made elsewhere",
+    "drain_over": lambda e: "is not to go any more, or has gone",
+    "repair": lambda e: f"repair began: {plural(e['missing'], 'copy')} missing",
+    "repaired": _repaired,
+    "durable": lambda e: f"step {e['step']} durable{_took(e, 'write')}",
+    "durable_failed": lambda e: f"durable write of step {e['step']} FAILED: {e['why']}",
+    "durable_abandoned": lambda e: f"durable write of step {e['step']} abandoned: {e['why']}",
+    "scrub": lambda e: f"scrub found {plural(e['found'], 'damaged chunk')}: taken out, to be replaced from a copy",
+    "term": lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
+}
