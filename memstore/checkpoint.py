@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
-from memstore.errors import DigestMismatch, IntegrityError
+from memstore.errors import DigestMismatch, IntegrityError, ManifestMismatch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_decode import decode_state
+
+DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
             check_views(manifest, views, "nothing was copied: call get() again")
         try:
             state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
+            if isinstance(state, dict) and DCP_KEY in state:
+                raise ManifestMismatch(
+                    f"step {manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
+                    "dcp.load(state, storage_reader=store.dcp_reader())"
+                )
         finally:
             # Only now: a link that broke meanwhile has lost the pin, and others' bytes may lie in the slots.
             done = "the state given as into= holds wrong bytes: restart this process" if into is not None else ""

@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memstore.checkpoint import Checkpoint, StepInfo, open_shard, restore_line, step_infos
 from memstore.config import Config, check_name
 from memstore.core.manifest import decode_manifest
 from memstore.errors import (
     ClosedError,
-    FencedError,
     MemstoreError,
     RecoveryError,
-    StepConflict,
 )
+from memstore.puts import Puts
 from memstore.shell.collective import CALL_SLACK_S, collective
 from memstore.shell.launch import Launch
 from memstore.shell.rank_link import RankLink
+from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.state_decode import check_into
-from memstore.shell.state_encode import StatePlan, copy_into, plan_state
 from memstore.ticket import Ticket
 
+if TYPE_CHECKING:
+    from memstore.dcp.reader import DcpReader
+    from memstore.dcp.writer import DcpWriter
+
 log = logging.getLogger("memstore")
-TICKETS_KEPT = 64
 
 
 class Store:
@@ -41,11 +41,8 @@ class Store:
         self.config = config
         self._link = link
         self._launch = launch
+        self.puts = Puts(link, config, world_size=launch.world_size)
         self._take_attempt(joined)
-        self._chunk_bytes = int(link.welcome["chunk_bytes"])
-        self._tickets: dict[int, Ticket] = {}
-        self._tickets_lock = threading.Lock()
-        self._reserved_slots = 0
         self._into: Any = None
         self._is_closed = False
         link.on_event = self.on_event
@@ -53,10 +50,7 @@ class Store:
     def _take_attempt(self, joined: dict[str, Any]) -> None:
         self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
         self._link.attempt, self._link.rank = self.attempt, self.rank
-        self._resume_step = int(joined["resume_step"])
-        restored = joined.get("restored_step")
-        self._last_step = int(restored) if restored is not None else -1
-        self._floor = self._last_step
+        self.puts.begin_attempt(joined)
 
     def __enter__(self) -> Store:
         return self
@@ -119,135 +113,19 @@ class Store:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
-        began_s = time.monotonic()
         self._check_open()
-        ticket = self._same_step(step)
-        if ticket is not None:
-            return ticket
-        plan = plan_state(state)
-        ticket = self._new_ticket(step, plan.nbytes, began_s)
-        try:
-            self._put(ticket, plan, timeout_s)
-        except BaseException:
-            with self._tickets_lock:
-                self._tickets.pop(step, None)
-            self._last_step = max((s for s in self._tickets if s < step), default=self._floor)
-            raise
-        finally:
-            ticket.stall_s = time.monotonic() - began_s
-        return ticket
-
-    def _same_step(self, step: int) -> Ticket | None:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-            raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
-        with self._tickets_lock:
-            known = self._tickets.get(step)
-        if known is None and step <= self._last_step:
-            raise StepConflict(
-                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self._last_step}: steps must "
-                "strictly increase; to go back use store.rewind(step)",
-                step=step, last_step=self._last_step,
-            )  # fmt: skip
-        return known
-
-    def _new_ticket(self, step: int, nbytes: int, began_s: float) -> Ticket:
-        ticket = Ticket(step, nbytes, began_s)
-        with self._tickets_lock:
-            self._tickets[step] = ticket
-            for old in sorted(self._tickets)[:-TICKETS_KEPT]:
-                del self._tickets[old]
-        self._last_step = step
-        return ticket
-
-    def _put(self, ticket: Ticket, plan: StatePlan, timeout_s: float | None) -> None:
-        if ticket.step < self._resume_step:
-            ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
-            return
-        count = -(-plan.nbytes // self._chunk_bytes)
-        if count > self._reserved_slots or self._reserved_slots == 0:
-            self._reserve(ticket, count)
-            if ticket.is_over:
-                return
-        budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
-        slots = self._link.acquire(count, budget_s)
-        if self._link.fenced_by:
-            raise self._fenced()
-        if slots is None:
-            self._skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
-            return
-        try:
-            copy_into(plan, [self._link.view(slot) for slot in slots], self._chunk_bytes)
-        except BaseException as exc:
-            self._link.put_back(slots)
-            self._skip(ticket, f"its state could not be copied: {exc!r}", "failed")
-            raise
-        body = {
-            "attempt": self.attempt, "world_size": self.world_size, "layout": plan.layout, "nbytes": plan.nbytes,
-            "began_s": ticket.began_s, "stall_s": time.monotonic() - ticket.began_s,  # for people
-        }  # fmt: skip
-        if not self._link.hand_over(ticket.step, slots, body):
-            self._skip(ticket, "this host's holder restarted while the state was copied")
-
-    def _reserve(self, ticket: Ticket, count: int) -> None:
-        """Claim room: a collective round at the first put, in the background later (R10, R11)."""
-        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "slots": max(1, count)}
-        if self._reserved_slots == 0:
-            self._link.call("reserve", body, self.config.connect_timeout_s + CALL_SLACK_S)
-            self._reserved_slots = max(1, count)
-            # The grant follows the answer; this first put may wait for it beyond the stall budget.
-            slots = self._link.acquire(count, self.config.connect_timeout_s)
-            if slots is not None:
-                self._link.put_back(slots)
-            return
-        self._link.call_soon("reserve", body).add_done_callback(lambda f: self._grown(count, f.exception()))
-        self._skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
-
-    def _grown(self, count: int, error: BaseException | None) -> None:
-        if error is None:
-            self._reserved_slots = count
-        else:
-            log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
-
-    def _skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
-        """Skipping is collective: the controller abandons the step everywhere (R12)."""
-        ticket.rise(level, why)
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": ticket.step,
-            "why": why, "stall_s": time.monotonic() - ticket.began_s,
-        }  # fmt: skip
-
-        def resume(future: Any) -> None:
-            if future.exception() is None:
-                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
-
-        self._link.call_soon("skip", body).add_done_callback(resume)
+        return self.puts.put(step, state, timeout_s)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
     def on_event(self, body: dict[str, Any]) -> None:
         """Levels for tickets, checks for a get under way, fences."""
         if body["k"] == "level":
-            self._on_level(body)
+            self.puts.on_level(body)
         elif body["k"] == "check":
             self._on_check(body)
         elif body["k"] == "fenced":
-            with self._tickets_lock:
-                tickets = list(self._tickets.values())
-            for ticket in tickets:
-                ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
-
-    def _on_level(self, body: dict[str, Any]) -> None:
-        step, level = int(body["step"]), str(body["level"])
-        with self._tickets_lock:
-            ticket = self._tickets.get(step)
-            older = [t for s, t in self._tickets.items() if s < step]
-        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
-        if ticket is not None:
-            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
-        if level in ("committed", "durable"):
-            for old in older:
-                if old.level not in ("committed", "durable"):
-                    old.rise("superseded", f"step {step} was committed")
+            self.puts.fail_all(f"attempt {body['attempt']} of the job was opened")
 
     def _on_check(self, body: dict[str, Any]) -> None:
         error: list[str] | None = None
@@ -298,7 +176,7 @@ class Store:
             return None
         got = open_shard(self._link, answer, into)
         if step is None:
-            self._last_step = self._floor = got.step
+            self.puts.go_on_from(got.step)
         if self.rank == 0:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got
@@ -314,8 +192,28 @@ class Store:
         if answer["step"] is None:
             return None
         self._link.notify({"k": "unpin", "pin": answer["pin"]})
-        self._last_step = self._floor = int(answer["step"])
-        return self._last_step
+        self.puts.go_on_from(int(answer["step"]))
+        return int(answer["step"])
+
+    # -- torch.distributed.checkpoint ----------------------------------------------------------
+
+    def dcp_writer(self, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> DcpWriter:
+        """Return the StorageWriter, and AsyncStager, of one step: `dcp.save(state, storage_writer=...)`."""
+        from memstore.dcp.writer import DcpWriter
+
+        return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)
+
+    def dcp_reader(self, step: int | None = None, *, timeout_s: float = 600.0) -> DcpReader:
+        """Return a StorageReader: `dcp.load(state, storage_reader=...)`, with any world size (R27).
+
+        Args:
+            step: Read this step and adopt nothing; None: the step that get() would return is adopted.
+        """
+        from memstore.dcp.reader import DcpReader
+
+        return DcpReader(
+            ShardRanges(self._link, self.job, timeout_s), step, agree=lambda: self.agree(timeout_s=timeout_s)
+        )
 
     # -- the rest -----------------------------------------------------------------------------
 
@@ -346,11 +244,7 @@ class Store:
             "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
         }  # fmt: skip
         self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
-        self._reserved_slots = 0
-        with self._tickets_lock:
-            tickets, self._tickets = list(self._tickets.values()), {}
-        for ticket in tickets:
-            ticket.rise("failed", f"the job was rewound to step {step} in attempt {self.attempt}")
+        self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name, beside what `keep_steps` keeps, until `unpin` (R19).
@@ -374,9 +268,7 @@ class Store:
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
-        with self._tickets_lock:
-            tickets = [t for _, t in sorted(self._tickets.items(), reverse=True)]
-        for ticket in tickets:
+        for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
                 ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)
                 return
@@ -386,20 +278,15 @@ class Store:
         if self._is_closed:
             return
         self._is_closed = True
+        self.puts.close()
         if not self._link.fenced_by:
             body = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
             with contextlib.suppress(MemstoreError):
                 self._link.call("close", body, CALL_SLACK_S)
         self._link.close()
 
-    def _fenced(self) -> FencedError:
-        return FencedError(
-            f"job {self.job!r}: attempt {self._link.fenced_by} was opened; this process belongs to attempt "
-            f"{self.attempt} and may not put or get any more"
-        )
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
         if self._link.fenced_by:
-            raise self._fenced()
+            raise self._link.fenced_error()

@@ -29,6 +29,7 @@ from memstore.shell.tool import Tool, store_root
 from memstore.shell.vault import Vault
 from memstore.store import Store
 from memstore.testing.processes import wait_for
+from memstore.ticket import Ticket
 
 ARENA_BYTES = 16 << 20
 WAIT_S = 15.0
@@ -196,7 +197,7 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     monkeypatch.setattr(site.vault, "finish", stop)
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
-    store._skip(store._new_ticket(3, 0), "no room")
+    store.puts.skip(Ticket(3), "no room")
     store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
     wait_for(lambda: not site.vault.shelf.drafts, "the abandon")
     stop.go.set()

@@ -144,7 +144,7 @@ def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch
     """An order to check what is not staged any more ends the get with an error instead of its deadline."""
     a, _ = pair
     reports = reports_of(a, monkeypatch)
-    a._order({"k": "check", "job": "train", "round": 7, "rank": 0})
+    a.orders.obey({"k": "check", "job": "train", "round": 7, "rank": 0})
     assert [(kind, body["ok"], body["error"][0]) for kind, body in reports] == [("checked", False, "RecoveryError")]
 
 

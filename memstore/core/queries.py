@@ -152,7 +152,8 @@ class Queries:
         if wanted is not None and only is None:
             self.catalog.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}")
             return
-        size = job.commits[only].world_size if only in job.commits and only is not None else attempt.world_size
+        known_by = (job.commits.get(only), job.markers.get(only)) if only is not None else ()
+        size = next((fact.world_size for fact in known_by if fact is not None), attempt.world_size)
         result = plan(
             job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
             world_size=size, rank_hosts=dict.fromkeys(range(size), call.host_id), only_step=only,
@@ -165,13 +166,15 @@ class Queries:
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
         answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
+        if call.body.get("chunks") is not None:
+            answer["excerpt"] = -self.count
         self.reads[-self.count] = (call, shard, answer)
         self.catalog.tell(
             call.host_id, "stage",
             {
                 "job": job.name, "round": -self.count, "rank": rank, "shard": shard_to_wire(shard),
                 "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": attempt.config.get("durable"),
+                "durable": attempt.config.get("durable"), "chunks": call.body.get("chunks"),
                 "runs": [
                     [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
                 ],

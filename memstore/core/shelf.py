@@ -27,11 +27,19 @@ class Draft:
     digests: list[bytes]  # b"" where the sender has not named the chunk yet
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
+    excerpt: tuple[int, ...] | None = (
+        None  # the only chunks a reader asked for: never finished, aborted when it is done
+    )
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """Chunk indices that are to come."""
+        return range(len(self.slots)) if self.excerpt is None else self.excerpt
 
     @property
     def missing(self) -> list[int]:
         """Chunk indices that are not there yet."""
-        return [i for i, slot in enumerate(self.slots) if slot is None]
+        return [i for i in self.wanted if self.slots[i] is None]
 
 
 @dataclass(slots=True)
@@ -78,9 +86,12 @@ class Shelf:
 
     # -- drafts -------------------------------------------------------------------------------
 
-    def open_draft(self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int) -> Draft:
+    def open_draft(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int,
+        excerpt: tuple[int, ...] | None = None,
+    ) -> Draft:  # fmt: skip
         """Begin a shard; `name` tells drafts of one shard from several senders apart."""
-        draft = Draft(shard, list(digests), [None] * len(digests), attempt)
+        draft = Draft(shard, list(digests), [None] * len(digests), attempt, excerpt)
         self.abort_draft(name, shard)
         self.drafts[shard, name, "draft"] = draft
         return draft
@@ -120,7 +131,8 @@ class Shelf:
     def abort_older(self, job: str, attempt: int) -> list[ShardId]:
         """A fence: half-received shards of older attempts go; this host's own ones were handed over whole (R21)."""
         drafts = self.drafts.items()
-        old = [k for k, d in drafts if d.shard.job == job and d.attempt < attempt and k[1] != OWN_DRAFT]
+        half = [(k, d) for k, d in drafts if k[1] != OWN_DRAFT and d.excerpt is None]
+        old = [k for k, d in half if d.shard.job == job and d.attempt < attempt]
         for key in old:
             self.abort_draft(key[1], key[0])
         return [key[0] for key in old]
@@ -282,7 +294,7 @@ class Shelf:
     def _count(self, job: str, ranks: Iterable[int]) -> int:
         wanted = set(ranks)
         stored = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
-        drafts = sum(len(d.slots) for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
+        drafts = sum(len(d.wanted) for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
         return stored + drafts
 
     def leasable(self, job: str, rank: int, leased_count: int) -> int:
@@ -295,7 +307,7 @@ class Shelf:
     def guest_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
         """Say why an incoming copy does not fit the guest share, or None."""
         share = self.shares.get(shard.job)
-        expected = [len(draft.slots) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
+        expected = [len(draft.wanted) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
         if len(expected) >= GUEST_DRAFTS_MAX:
             return f"{len(expected)} shards of other hosts are unfinished here, the limit is {GUEST_DRAFTS_MAX}"
         if sum(expected) + chunks_count > len(self.table.slots):

@@ -101,6 +101,19 @@ class SlotTable:
             self._enter(number, SlotState.RECEIVING)
         return True
 
+    def transfer(self, owner: Owner, heir: Owner, numbers: Iterable[int]) -> bool:
+        """Move leases to another process; False, changing nothing, if a slot is not leased to the first (R8)."""
+        wanted = set(numbers)
+        mine = self.leases.get(owner, set())
+        if not mine.issuperset(wanted):
+            return False
+        mine.difference_update(wanted)
+        self.leases.setdefault(heir, set()).update(wanted)
+        for number in wanted:
+            self.slots[number].owner = heir
+            self.dirty.add(number)
+        return True
+
     def confirm(self, owner: Owner, held: Collection[int]) -> tuple[list[int], list[int]]:
         """A rank whose link broke says what it holds; return (still leased to it, not leased to it) (R8).
 

@@ -12,18 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from memstore.config import Config
-from memstore.core.events import HostInfo, copy_to_wire, shard_from_wire
+from memstore.core.events import HostInfo, copy_to_wire
 from memstore.core.facts import AttemptOpened, entry_from_wire
-from memstore.core.shelf import Share, Shelved
+from memstore.core.shelf import Shelved
 from memstore.core.wire import Kind
-from memstore.errors import CapacityError, MemstoreError, PeerUnreachable, TransportError
+from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena_folder import make_folder, write_secret
 from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.capacity import admission, measure
@@ -34,6 +33,7 @@ from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
 from memstore.shell.listener import Listener, connect_unix
+from memstore.shell.orders import Orders
 from memstore.shell.orphan import drop_orphan, touch
 from memstore.shell.peer_client import Peer
 from memstore.shell.peer_server import PeerServer
@@ -48,7 +48,6 @@ from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
-FENCE_DRAIN_S = 5.0
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
 LOCK_TIMEOUT_S = 10.0
 
@@ -91,9 +90,7 @@ class Holder:
         self._peers_lock = threading.Lock()
         self.session: ControllerSession | None = None
         self._session_lock = threading.Lock()
-        self.orders = ThreadPoolExecutor(4, thread_name_prefix="memstore-orders")
-        # One thread: an older share never replaces a newer one, and slow growth holds up no drop and no fence.
-        self.reserves = ThreadPoolExecutor(1, thread_name_prefix="memstore-reserve")
+        self.orders = Orders(self)
         self.stager = Stager(self)
         self.pusher = Pusher(self)
         self.persister = Persister(self)
@@ -131,10 +128,8 @@ class Holder:
         self.rank_listener.close()
         if self.session is not None:
             self.session.close()
-        for part in (self.stager, self.pusher, self.persister):
+        for part in (self.stager, self.pusher, self.persister, self.orders):
             part.close()
-        for pool in (self.orders, self.reserves):
-            pool.shutdown(wait=False, cancel_futures=True)
         with self._peers_lock:
             for peer in self.peers.values():
                 peer.close()
@@ -182,7 +177,7 @@ class Holder:
             raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
         return peer
 
-    def _set_view(self, rows: list[list[Any]]) -> None:
+    def set_view(self, rows: list[list[Any]]) -> None:
         """Addresses of all live hosts; a peer that moved or restarted gets new connections (R3)."""
         with self._peers_lock:
             seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self.info.host_id}
@@ -220,7 +215,7 @@ class Holder:
                 with self._session_lock:  # an order is over before a newer session begins, or is not obeyed
                     if self.session is not session:
                         break
-                    self._guarded(body)
+                    self.orders.obey(body)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.info.host_id)
         finally:
@@ -268,8 +263,10 @@ class Holder:
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
-            for work in (self.ranks.reap, self.vault.expire_pins, self.peer_server.give_up_idle, self._look_for_room):
-                self._logged(work)
+            expire = self.stager.excerpts.expire
+            for work in (self.ranks.reap, self.vault.expire_pins, expire, self.peer_server.give_up_idle):
+                self.logged(work)
+            self.logged(self._look_for_room)
 
     def _look_for_room(self) -> None:
         """Write the facts for which there was none (R16); say so no longer where there is some again."""
@@ -277,112 +274,14 @@ class Holder:
             self.facts.retry()
         self.vault.manifests.look_for_room()
 
-    # -- orders -------------------------------------------------------------------------------
+    # -- for the parts ------------------------------------------------------------------------
 
-    def _guarded(self, body: dict[str, Any]) -> None:
-        """One order that fails ends no session; but facts that broke in the writing are sent again to a new one."""
-        self._order(body) if body.get("k") == "journal" else self._logged(self._order, body)
-
-    def _order(self, body: dict[str, Any]) -> None:
-        """Carry out one order; whatever can block runs elsewhere."""
-        kind = body.pop("k", None)
-        if kind == "journal":
-            self.facts.take(body)
-        elif kind == "view":
-            self._set_view(body["hosts"])
-        elif kind == "fence":
-            job, attempt = str(body["job"]), int(body["attempt"])
-            self.fences[job] = max(self.fences.get(job, 0), attempt)
-            self.orders.submit(self._logged, self._fence, job, attempt, body.get("members", []))
-        elif kind == "targets":
-            self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
-        elif kind == "reserve":
-            self.reserves.submit(self._logged, self._reserve, body)
-        elif kind == "push":
-            self.pusher.order(body)
-        elif kind == "stage":
-            self.stager.order(body)
-        elif kind == "check":
-            self.stager.check(body)
-        elif kind == "level":
-            self.ranks.level(body)
-        elif kind == "abandon":
-            self.orders.submit(self._logged, self._abandon, body)
-        elif kind == "drop":
-            self.orders.submit(self._logged, self._drop, body)
-        elif kind == "persist":
-            self.persister.order(body)
-        elif kind == "markers":
-            self.persister.markers(body)
-        elif kind == "answer":
-            self.ranks.answer(int(body["id"]), body["body"], body["error"])
-        elif kind == "ask":
-            self.orders.submit(self._logged, self._ask, body)
-        elif kind == "exit":
-            self.on_fatal(str(body.get("why", "told to exit")))
-
-    def _logged(self, work: Callable[..., None], *args: Any) -> None:
+    def logged(self, work: Callable[..., None], *args: Any) -> None:
+        """Do some work; a failure is logged and ends nothing."""
         try:
             work(*args)
         except Exception:
             log.exception("host %s: order %s failed", self.info.host_id, work.__name__)
-
-    def _fence(self, job: str, attempt: int, members: list[str]) -> None:
-        """Older processes are refused from now on; answer with what is here (R21)."""
-        with self.vault.lock:
-            self.vault.shelf.abort_older(job, attempt)
-            self.vault.flush()
-        self.ranks.fence(job, attempt, FENCE_DRAIN_S, members)
-        with self.vault.lock:
-            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id, job)]
-            # Queued under the lock: a seal that comes after the inventory is reported after it.
-            self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
-
-    def _reserve(self, body: dict[str, Any]) -> None:
-        """Claim the room, or say with numbers why not (R9, R10)."""
-        job = str(body["job"])
-        share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
-        reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
-        try:
-            self.vault.claim(job, share)
-        except CapacityError as exc:
-            reply.update(ok=False, why=str(exc))
-        self.report("reserved", reply)
-        self.ranks.grant_job(job)
-
-    def _abandon(self, body: dict[str, Any]) -> None:
-        """Forget an uncommitted step and tell its tickets (R12)."""
-        job, attempt, step = str(body["job"]), int(body["attempt"]), int(body["step"])
-        with self.vault.lock:
-            keys = [*self.vault.shelf.shards, *((k[0], k[1]) for k in self.vault.shelf.drafts)]
-            shards = {k[0] for k in keys if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)}
-            for key in [k for k in self.vault.shelf.drafts if k[0] in shards]:
-                self.vault.shelf.abort_draft(key[1], key[0])
-        for shard in shards:
-            self.vault.drop(shard)
-        self.ranks.resume(body)
-        self.ranks.grant_job(job)
-
-    def _drop(self, body: dict[str, Any]) -> None:
-        shards = [shard_from_wire(item) for item in body["shards"]]
-        jobs = {shard.job for shard in shards}
-        for job in jobs:
-            self.stager.release(job)
-        self.vault.drop_all(shards, body.get("removed"))
-        for job in jobs:
-            self.ranks.grant_job(job)
-
-    def _ask(self, body: dict[str, Any]) -> None:
-        """Answer a question of the command line that needs this host's bytes."""
-        reply: dict[str, Any] = {"ask": body["ask"], "ok": True, "why": "", "value": None}
-        try:
-            if body["what"] == "verify":
-                reply["value"] = self.scrubber.verify_all(body.get("job"))
-        except MemstoreError as exc:
-            reply.update(ok=False, why=str(exc))
-        self.report("answer", reply)
-
-    # -- for the parts ------------------------------------------------------------------------
 
     def copy_body(self, shelved: Shelved) -> list[Any]:
         """Return a replica as the inventory entry that reports carry."""

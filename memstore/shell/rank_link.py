@@ -49,10 +49,11 @@ class RankLink:
     """One link. Its owner sets `on_event`, which gets level, check and fenced events in the reader thread."""
 
     def __init__(
-        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False,
+        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
+        attempt: int = 0,
     ) -> None:  # fmt: skip
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
-        self.attempt = 0
+        self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
         self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
         self.room = threading.Condition()
@@ -93,6 +94,7 @@ class RankLink:
                     "k": "hello", "nonce": self.nonce, "life": self.life, "pid": os.getpid(),
                     "start": process_start_time(os.getpid()) or 0,
                     "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": held, "is_tool": self.is_tool,
+                    "parent": self.parent,
                 },
                 deadline_s=CONNECT_S,
             )  # fmt: skip
@@ -224,12 +226,7 @@ class RankLink:
                 calls, self.calls = self.calls, {}
                 self.room.notify_all()
             for future, _ in calls.values():
-                future.set_exception(
-                    FencedError(
-                        f"job {self.job!r}: attempt {self.fenced_by} was opened; this process belongs to attempt "
-                        f"{self.attempt}"
-                    )
-                )
+                future.set_exception(self.fenced_error())
         elif kind == "check":
             self.on_event(body)
 
@@ -245,6 +242,13 @@ class RankLink:
             self.pool.extend(n for n in slots if n in self.granting)
             self.granting.difference_update(slots)
             self.room.notify_all()
+
+    def fenced_error(self) -> FencedError:
+        """Return what a process of an older attempt is told (R21)."""
+        return FencedError(
+            f"job {self.job!r}: attempt {self.fenced_by} was opened; this process belongs to attempt {self.attempt} "
+            "and may not put or get any more"
+        )
 
     # -- for the store ------------------------------------------------------------------------
 

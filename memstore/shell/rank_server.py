@@ -9,6 +9,7 @@ acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Collection
@@ -21,9 +22,10 @@ from memstore.core.events import shard_from_wire
 from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind, error_body
-from memstore.errors import ConfigError, PeerUnreachable, ProtocolError
+from memstore.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.channel import Channel
+from memstore.shell.lendings import Lendings, check_child
 from memstore.shell.sealer import SEND_S, RankLink, Sealer
 from recovery.inventory import ShardId
 
@@ -55,6 +57,7 @@ class RankServer:
         self.links: dict[str, RankLink] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
         self.sealer = Sealer(self)
+        self.lendings = Lendings(self.vault)
         self.calls: dict[int, Call] = {}  # by our own number
         self.calls_count = 0
         self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
@@ -85,14 +88,19 @@ class RankServer:
                 link.handovers.put(None)
                 if self.links.get(link.nonce) is link:
                     del self.links[link.nonce]
-            for pin, shelved in list(link.pins.items()):
-                self.vault.unpin(shelved, pin)
+            for release in list(link.pins.values()):
+                release()
 
     def _hello(self, channel: Channel, body: dict[str, Any], owner: Owner) -> RankLink:
         """Take the link; confirm which of the rank's slots are still its own (R8)."""
         link = RankLink(channel, owner, str(body["nonce"]), str(body.get("job", "")), int(body.get("rank", -1)))
-        link.attempt = int(body.get("attempt", 0))
+        link.attempt, link.parent = int(body.get("attempt", 0)), str(body.get("parent", ""))
         with self.lock:
+            if link.parent:
+                lender = self.owners.get(link.parent)
+                if lender is None:
+                    raise ConfigError(f"no process has joined as {link.parent!r}: connect the training process first")
+                check_child(owner.pid, lender.pid, link.parent)
             # In one step: no grant may go to the old link after this, nor overtake the welcome on the new one.
             old = self.links.get(link.nonce)
             if old is not None and old.owner == owner:
@@ -128,19 +136,39 @@ class RankServer:
         elif kind == "handover":
             self.sealer.add(link, body)
         elif kind == "unpin":
-            shelved = link.pins.pop(int(body["pin"]), None)
-            if shelved is not None:
-                self.vault.unpin(shelved, int(body["pin"]))
+            release = link.pins.pop(int(body["pin"]), None)
+            if release is not None:
+                release()
         elif kind == "bye":
             self._bye(link)
+        elif kind == "lend":
+            with self.lock:
+                self.lendings.lend(link.owner, int(body["step"]), [int(n) for n in body["slots"]])
         elif kind == "checked":
             self.holder.report("checked", {key: body[key] for key in ("job", "round", "rank", "ok", "error")})
 
     def _call(self, link: RankLink, body: dict[str, Any]) -> None:
         verb, inner = str(body["verb"]), dict(body["body"])
+        if verb in ("adopt", "unlend"):
+            self._lending(link, int(body["id"]), verb, inner)
+            return
         if verb == "join":
             link.job, link.rank = str(inner["job"]), int(inner["rank"])
         self._ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
+
+    def _lending(self, link: RankLink, call_id: int, verb: str, body: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {}
+        error: list[str] | None = None
+        with self.lock:
+            try:
+                if verb == "unlend":
+                    slots = [int(n) for n in body["slots"]]
+                    answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
+                else:
+                    answer = self.lendings.adopt(self.owners[link.parent], link.owner, int(body["step"]))
+            except LookupError as exc:
+                error = ["CommitError", str(exc)]
+        link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
     def _ask(self, call: Call) -> None:
         with self.lock:
@@ -184,11 +212,20 @@ class RankServer:
             self.calls = {n: call for n, call in self.calls.items() if call.owner != owner}
 
     def _with_place(self, link: RankLink, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
+        if "excerpt" in body:
+            number = int(body["excerpt"])
+            excerpts = self.holder.stager.excerpts
+            try:
+                excerpt = excerpts.take(number)
+            except IntegrityError as exc:
+                return {}, ["RecoveryError", str(exc)]
+            link.pins[number] = functools.partial(excerpts.release, number)
+            return {**body, "manifest": excerpt.manifest, "slots": list(excerpt.draft.slots), "pin": number}, None
         pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
         if pinned is None:
             return {}, ["RecoveryError", "the staged shard was dropped before it could be read: call get() again"]
         shelved, pin = pinned
-        link.pins[pin] = shelved
+        link.pins[pin] = functools.partial(self.vault.unpin, shelved, pin)
         return {**body, "manifest": self.vault.manifest(shelved), "slots": list(shelved.slots), "pin": pin}, None
 
     # -- puts ---------------------------------------------------------------------------------
@@ -202,7 +239,11 @@ class RankServer:
     def tell_level(self, link: RankLink, attempt: int, step: int, level: str, reason: str) -> None:
         """Tell one store's ticket; on its newest link."""
         message = {"k": "level", "attempt": attempt, "step": step, "level": level, "reason": reason, "degraded": False}
-        self._current(link).send(message)
+        with self.lock:
+            parent = self.links.get(link.parent)
+        for each in (self._current(link), parent):
+            if each is not None:
+                each.send(message)
 
     def replicated(self, shard: ShardId) -> None:
         """Every target of a shard has sealed it (R15)."""
@@ -219,7 +260,7 @@ class RankServer:
         with self.lock:
             if self.links.get(link.nonce) is not link or link.channel.is_closed:
                 return
-            if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0):
+            if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0) or link.parent:
                 return
             slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt)
         if slots:
@@ -233,9 +274,12 @@ class RankServer:
             if self.links.get(link.nonce) is link:  # else the process has connected again, as another owner
                 del self.links[link.nonce]
                 self.owners.pop(link.nonce, None)
-        with self.vault.lock:
+        with self.lock, self.vault.lock:
+            self.lendings.forget(link.owner)
             self.vault.table.reclaim(link.owner)
             self.vault.flush()
+        if link.parent:
+            self.grant_job(link.job)
 
     # -- orders of the controller -----------------------------------------------------------------
 
@@ -297,7 +341,8 @@ class RankServer:
             gone = [nonce for nonce, owner in self.owners.items() if not is_alive(owner.pid, owner.start)]
             dead = {nonce: self.owners.pop(nonce) for nonce in gone}
         for nonce, owner in dead.items():
-            with self.vault.lock:
+            with self.lock, self.vault.lock:
+                self.lendings.forget(owner)
                 self.vault.table.reclaim(owner)
                 self.vault.flush()
             self._forget_calls(owner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ class RankLink:
     job: str = ""
     rank: int = -1
     attempt: int = 0
-    pins: dict[int, Shelved] = field(default_factory=dict)
+    parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
+    pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
     handovers: queue.Queue[Handover | None] = field(default_factory=queue.Queue)
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 

@@ -128,6 +128,11 @@ def tensor_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
+def byte_array(data: bytes) -> np.ndarray:
+    """Return bytes as an array over the same memory."""
+    return np.frombuffer(data, np.uint8)
+
+
 def address_of(array: np.ndarray) -> int:
     """Return the address of an array's first element."""
     address: int = array.__array_interface__["data"][0]

@@ -20,6 +20,7 @@ from memstore.core.manifest import chunk_digest, decode_manifest
 from memstore.core.shelf import Draft, Shelved
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_directory import tier_from_url
+from memstore.shell.excerpts import Excerpts
 from recovery.inventory import Copy, ShardId
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Stager:
         self.lock = threading.Lock()
         self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
+        self.excerpts = Excerpts(self)
 
     def order(self, body: dict[str, Any]) -> None:
         """Stage in the background; the end is reported."""
@@ -66,7 +68,7 @@ class Stager:
         }  # fmt: skip
         started_s = time.monotonic()
         try:
-            bad = self._stage(body, shard)
+            bad = self.excerpts.stage(body) if body.get("chunks") is not None else self._stage(body, shard)
             report["bad"] = bad
             report["ok"] = not bad
             if bad:
@@ -98,8 +100,8 @@ class Stager:
                 bad[me] = sorted(planned & set(lacking))  # evidence for the next plan
             self.holder.sealed(pinned[0])
             self.vault.unpin(*pinned)
-        deadline_s = time.monotonic() + max(RETRY_LIMIT_S, 2 * self.holder.config.repair_after_s)
-        data, lack_all = self._manifest(body, shard, spec.digest, deadline_s)
+        deadline_s = self.deadline_s()
+        data, lack_all = self.manifest(body, shard, spec.digest, deadline_s)
         if data is None:
             return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {me}}}
         sizes = [c.nbytes for c in decode_manifest(data).chunks]
@@ -108,7 +110,7 @@ class Stager:
         draft = self.vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
         try:
             self.vault.ensure_free(len(draft.missing))
-            lost, problems = self._fetch(body, draft, spec.digest, sizes, deadline_s)
+            lost, problems = self.fetch(body, draft, spec.digest, sizes, deadline_s)
             for source, chunks in lost.items():
                 bad.setdefault(source, []).extend(chunks)
             if draft.missing and problems and not bad:
@@ -160,7 +162,11 @@ class Stager:
         is_newest = number < 0 or self.newest.get((str(body["job"]), int(body["rank"]))) == number
         return is_newest and time.monotonic() < deadline_s and not self.holder.stopping.wait(RETRY_S)
 
-    def _manifest(
+    def deadline_s(self) -> float:
+        """When a fetch that begins now fails, on the monotonic clock."""
+        return time.monotonic() + max(RETRY_LIMIT_S, 2 * self.holder.config.repair_after_s)
+
+    def manifest(
         self, body: dict[str, Any], shard: ShardId, digest: str, deadline_s: float
     ) -> tuple[bytes | None, set[str]]:
         """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
@@ -191,14 +197,15 @@ class Stager:
             if not self._may_wait(body, deadline_s):
                 raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
 
-    def _fetch(
+    def fetch(
         self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int], deadline_s: float
     ) -> tuple[dict[str, list[int]], list[str]]:
         """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
         wanted: dict[str, list[int]] = {}
+        missing = set(draft.missing)
         for tier, source, first, count in body["runs"]:
             if tier != "local":
-                lacking = [i for i in range(first, first + count) if draft.slots[i] is None]
+                lacking = [i for i in range(first, first + count) if i in missing]
                 wanted.setdefault(source or DURABLE, []).extend(lacking)
         futures = {
             source: self.sources.submit(self._fetch_planned, body, source, draft, digest, chunks, sizes, deadline_s)

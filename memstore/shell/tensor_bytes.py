@@ -222,6 +222,21 @@ def _raw(leaf: Leaf, low: int, high: int) -> Source:
     return Source(high - low, None, flat)
 
 
+def flat_source(tensor: torch.Tensor) -> Source:
+    """Return a tensor's elements in row-major order, as they lie if they lie so, else gathered.
+
+    Raises:
+        ValueError: it cannot be stored; the message says why.
+    """
+    leaf = leaf_of_tensor(tensor.detach())
+    if leaf.high == leaf.low:
+        return Source(0, None, tensor)
+    if leaf.strides is None and not leaf.flags & Flag.VIEWS:
+        return _raw(leaf, leaf.low, leaf.high)
+    flat = dense_bytes(tensor.detach())
+    return Source(flat.numel(), flat.data_ptr() if flat.is_cpu else None, flat)
+
+
 def dense_bytes(owner: Any) -> torch.Tensor:
     """Return a gathered copy of a tensor or array, or a device's flat bytes, as one-dimensional uint8."""
     if isinstance(owner, np.ndarray):

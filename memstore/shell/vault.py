@@ -200,12 +200,13 @@ class Vault:
     # -- receiving from a peer or from durable storage ------------------------------------------
 
     def open_draft(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int
-    ) -> Draft:
-        """Begin a shard whose manifest is known; content that is here already is held at once (R13)."""
+        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        excerpt: tuple[int, ...] | None = None,
+    ) -> Draft:  # fmt: skip
+        """Begin a shard, or an excerpt of it, whose manifest is known; content that is here is held at once (R13)."""
         with self.lock:
-            draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt)
-        self.expect(draft, range(len(digests)), digests, sizes)
+            draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
+        self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
         return draft
 
     def expect(self, draft: Draft, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]) -> list[int]:

@@ -247,9 +247,9 @@ class Rank:
 
     def do_put(self, step: int, hold: bool = False, extra: str = "", kib: int = 0, **options: Any) -> dict[str, Any]:
         """Put; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
-        import memstore.store
+        import memstore.puts
 
-        module: Any = memstore.store
+        module: Any = memstore.puts
         self.kib = kib or self.kib
         state = self.state(step)
         if extra == "unsupported":

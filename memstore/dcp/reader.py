@@ -1,0 +1,244 @@
+"""DCP loads from memory, with any world size: `dcp.load(state, storage_reader=store.dcp_reader())`.
+
+DCP's planner says which part of which saved item goes where; here the parts become byte ranges of the shards of the
+ranks that saved, in batches, so that one batch is copied while the next is on its way. Nothing is committed to the
+planner before the chunks it came from have been digested again.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future as Asked
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from memstore.core.layout import byte_span, row_major
+from memstore.dcp.metadata import Place, SavedLayout, decode_metadata
+from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
+from memstore.shell.shard_ranges import OpenRanges, ShardRanges
+
+BATCH_BYTES = 256 << 20  # on its way while another is copied: bounds what a load takes of the arena
+COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one saved item: its bytes, from first to last element, and how the box lies in them."""
+
+    item: ReadItem
+    place: Place
+    offset: int  # first byte wanted, in the rank's stream
+    nbytes: int
+    dtype: torch.dtype | None  # None: an object
+    strides: tuple[int, ...] = ()  # of the saved item, in elements
+    is_whole: bool = False
+
+
+class DcpReader(StorageReader):
+    """A StorageReader of one step.
+
+    Args:
+        ranges: Reads of the job.
+        step: The step; None: what `agree` returns, on all ranks alike.
+        agree: Adopts a step; None where nothing is adopted (a Reader): the newest committed one is read.
+    """
+
+    def __init__(self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None) -> None:
+        self.step, self._ranges, self._agree = step, ranges, agree
+        self._metadata: Metadata | None = None
+        self._chunk_bytes = 1
+        self._rank: int | None = None  # whose own metadata is read, where every rank saved for itself
+
+    # -- StorageReader ------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP's name for the load; the step says it here."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never found by name: a reader comes from `store.dcp_reader`."""
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the step's coordinator wrote; with `rank=`, what that rank wrote for itself.
+
+        Raises:
+            RecoveryError: the job has no step to read. ManifestMismatch: the step was not saved through DCP.
+        """
+        rank = kwargs.get("rank")
+        if self.step is None and self._agree is not None:
+            self.step = self._agree()
+            if self.step is None:
+                raise RecoveryError(
+                    f"job {self._ranges.job!r} has no history: load only if `store.agree()` is not None"
+                )
+        self._metadata = self._metadata_of(rank) if rank is not None else self._global_metadata()
+        self._rank = rank
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the metadata as DCP's planner has it."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Bring every planned part here, copy it to where the planner says, verify.
+
+        Raises:
+            RecoveryError: some chunk has no good copy. DigestMismatch: bytes changed under the copy; the state holds
+                wrong bytes then. PeerTimeout: a batch took too long.
+        """
+        parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
+        batches = list(_batches(parts))
+        asked: list[Asked[dict[str, Any]]] = [self._ask(batch) for batch in batches[:1]]
+        for number, batch in enumerate(batches):
+            ranges = self._ranges.open(asked[number])
+            try:
+                asked += [self._ask(later) for later in batches[number + 1 : number + 2]]
+                self._load(batch, ranges, planner)
+            finally:
+                ranges.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # -- metadata -----------------------------------------------------------------------------
+
+    def _global_metadata(self) -> Metadata:
+        first = self._saved(0)
+        world_size = first[0].manifest.world_size
+        for rank in range(min(world_size, COORDINATORS_TRIED)):
+            saved = first[1] if rank == 0 else self._saved(rank)[1]
+            if saved.metadata is not None and saved.is_global:
+                return self._decode(rank, saved.metadata)
+            if saved.metadata is not None:
+                break
+        raise RecoveryError(
+            f"step {self.step} of job {self._ranges.job!r} has no metadata of all ranks: each saved for itself "
+            "(use_collectives=False), or it was put by another group"
+        )
+
+    def _metadata_of(self, rank: int) -> Metadata:
+        _, saved = self._saved(rank)
+        if saved.metadata is None:
+            raise RecoveryError(f"rank {rank} wrote no metadata of its own in step {self.step}")
+        return self._decode(rank, saved.metadata)
+
+    def _saved(self, rank: int) -> tuple[OpenRanges, SavedLayout]:
+        ranges = self._ranges.open(self._ranges.ask(self.step, rank))
+        ranges.close()
+        self.step, self._chunk_bytes = ranges.step, ranges.manifest.chunk_bytes
+        saved = SavedLayout.decode(ranges.manifest.layout)
+        if saved is None:
+            raise ManifestMismatch(
+                f"step {self.step} of job {self._ranges.job!r} was put by store.put(): get it with store.get()"
+            )
+        return ranges, saved
+
+    def _decode(self, rank: int, place: tuple[int, int]) -> Metadata:
+        ranges = self._ranges.open(self._ranges.ask(self.step, rank, [place], self._chunk_bytes))
+        try:
+            data = bytes(ranges.read(*place))
+            ranges.verify()
+        finally:
+            ranges.close()
+        metadata = decode_metadata(data)
+        metadata.storage_meta = StorageMeta(checkpoint_id=f"memstore:{self._ranges.job}/{self.step}")
+        return metadata
+
+    # -- bytes --------------------------------------------------------------------------------
+
+    def _part(self, item: ReadItem) -> Part:
+        assert self._metadata is not None
+        place = (self._metadata.storage_data or {}).get(item.storage_index)
+        if not isinstance(place, Place):
+            raise IntegrityError(
+                f"{item.storage_index.fqn!r} is in the metadata of step {self.step} and was not written"
+            )
+        if item.type is LoadItemType.BYTE_IO:
+            return Part(item, place, place.offset, place.nbytes, None)
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = item.storage_index.offset
+        saved = next(chunk.sizes for chunk in entry.chunks if offsets is None or chunk.offsets == offsets)
+        itemsize = entry.properties.dtype.itemsize
+        strides = row_major(saved, itemsize)
+        elements = tuple(step // itemsize for step in strides)
+        if 0 in item.lengths:
+            return Part(item, place, place.offset, 0, entry.properties.dtype, elements)
+        first = sum(at * step for at, step in zip(item.storage_offsets, strides, strict=True))
+        nbytes = byte_span(item.lengths, strides, itemsize)[1]
+        is_whole = tuple(item.lengths) == tuple(saved)
+        return Part(item, place, place.offset + first, nbytes, entry.properties.dtype, elements, is_whole)
+
+    def _ask(self, batch: Sequence[Part]) -> Asked[dict[str, Any]]:
+        ranges = [(part.offset, part.nbytes) for part in batch]
+        return self._ranges.ask(self.step, batch[0].place.rank, ranges, self._chunk_bytes)
+
+    def _load(self, batch: Sequence[Part], ranges: OpenRanges, planner: LoadPlanner) -> None:
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        objects: list[tuple[ReadItem, bytes]] = []
+        for part in batch:
+            if part.dtype is None:
+                objects.append((part.item, bytes(ranges.read(part.offset, part.nbytes))))
+            else:
+                target = planner.resolve_tensor(part.item)
+                _fill(target.detach(), part, ranges)
+                filled.append((part.item, target))
+        ranges.verify()
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        for item, data in objects:
+            planner.load_bytes(item, io.BytesIO(data))
+
+
+def _fill(target: torch.Tensor, part: Part, ranges: OpenRanges) -> None:
+    """Copy a part into a tensor of its shape; straight into its memory where it lies there as it was saved."""
+    if tuple(target.shape) != tuple(part.item.lengths):
+        raise ManifestMismatch(
+            f"{part.item.dest_index.fqn!r}: the planner gave a tensor of shape {list(target.shape)} for "
+            f"{list(part.item.lengths)}"
+        )
+    if not part.nbytes:
+        return
+    is_plain = target.is_cpu and target.is_contiguous() and target.dtype is part.dtype
+    is_plain = is_plain and not target.is_conj() and not target.is_neg()
+    if is_plain and part.nbytes == target.nbytes:  # a box without gaps: rows of the first dimension, or all of it
+        ranges.copy(part.offset, target.data_ptr(), part.nbytes)
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)  # written behind autograd's back
+        return
+    data = ranges.read(part.offset, part.nbytes)
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    source = torch.empty(0, dtype=part.dtype).set_(flat.untyped_storage(), 0, tuple(part.item.lengths), part.strides)
+    target.copy_(source)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Cut parts, sorted by rank, into batches of one rank and at most BATCH_BYTES, or of one part."""
+    for _, mine in itertools.groupby(parts, key=lambda part: part.place.rank):
+        batch: list[Part] = []
+        size = 0
+        for part in mine:
+            if batch and size + part.nbytes > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(part)
+            size += part.nbytes
+        yield batch

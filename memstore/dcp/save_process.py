@@ -1,0 +1,99 @@
+"""The save process's place in its rank's attempt: it takes over what the training process staged, and hands it over.
+
+DCP's process mode pickles the writer; what crosses is the address of the holder and the step. The child has a link
+of its own, so it needs nothing of its parent from then on (R20).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memstore.config import Config
+from memstore.open_put import OpenPut
+from memstore.puts import Puts
+from memstore.shell.rank_link import RankLink
+from memstore.ticket import Ticket
+
+ADOPT_S = 30.0
+
+
+@dataclass(frozen=True)
+class StagedShard:
+    """Everything a child needs to save what its parent staged. Picklable."""
+
+    folder: Path
+    parent: str  # nonce
+    job: str
+    rank: int
+    world_size: int
+    attempt: int
+    chunk_bytes: int
+    config: Config
+    nbytes: int
+    began_s: float  # when the put began, monotonic: the clock of this machine
+    stall_s: float
+
+
+def staged_shard(puts: Puts, ticket: Ticket) -> StagedShard:
+    """Return what a child of this process needs to hand over what was staged here."""
+    link = puts.link
+    return StagedShard(
+        link.folder, link.nonce, link.job, link.rank, puts.world_size, link.attempt, puts.chunk_bytes, puts.config,
+        ticket.nbytes, ticket.began_s, ticket.stall_s,
+    )  # fmt: skip
+
+
+class SaveProcess:
+    """A rank's Puts as far as a writer in the save process needs it."""
+
+    def __init__(self, staged: StagedShard) -> None:
+        self.staged = staged
+        self.job, self.rank, self.world_size = staged.job, staged.rank, staged.world_size
+        self.chunk_bytes, self.config = staged.chunk_bytes, staged.config
+        self._link: RankLink | None = None
+
+    def new_ticket(self, step: int) -> Ticket:
+        """Return a ticket that tells of the put as the training process began it."""
+        ticket = Ticket(step, self.staged.nbytes, self.staged.began_s)
+        ticket.stall_s = self.staged.stall_s
+        return ticket
+
+    def adopt(self, step: int) -> tuple[Ticket, OpenPut]:
+        """Take over the lease of what was staged for a step.
+
+        Raises:
+            CommitError: The training process gave it up. TransportError: the holder does not answer.
+        """
+        staged = self.staged
+        nonce = f"{staged.parent}/{os.getpid()}/{step}"
+        ticket = self.new_ticket(step)
+        link = RankLink(staged.folder, nonce=nonce, job=staged.job, rank=staged.rank, parent=staged.parent,
+                        attempt=staged.attempt)  # fmt: skip
+        self._link = link
+
+        def on_event(body: dict[str, Any]) -> None:
+            if body["k"] == "level" and int(body["step"]) == step:
+                ticket.rise(str(body["level"]), str(body["reason"]), degraded=bool(body["degraded"]))
+            elif body["k"] == "fenced":
+                ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
+
+        link.on_event = on_event
+        slots = [int(n) for n in link.call("adopt", {"step": step}, ADOPT_S)["slots"]]
+        with link.room:
+            link.in_copy.update(slots)
+        return ticket, OpenPut(link, ticket, slots, staged.chunk_bytes, staged.attempt, staged.world_size)
+
+    def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
+        """Give the step up on all ranks (R12)."""
+        ticket.rise(level, why)
+        body = {"job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step}
+        if self._link is not None:
+            self._link.call("skip", body, ADOPT_S)
+
+    def close(self) -> None:
+        """Give back what was not handed over, and end the link."""
+        if self._link is not None:
+            self._link.close()

@@ -1,0 +1,296 @@
+"""DCP saves into memory: `dcp.save(state, storage_writer=store.dcp_writer(step))`.
+
+    dcp.save          write_data: planned items -> slots; finish: metadata behind them on the coordinator
+    dcp.async_save    stage: all tensors -> slots, on the training thread; write_data keeps the slots of planned items
+      process mode    the writer crosses to the save process, which takes over the lease of what was staged (R20)
+
+The coordinator hands its shard over in `finish`, after every rank has written, so a step without metadata is never
+committed. The state is copied once. DCP's planner decides which rank writes what.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
+from memstore.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
+from memstore.dcp.save_process import SaveProcess, staged_shard
+from memstore.errors import CommitError, ConfigError, UnsupportedState
+from memstore.open_put import OpenPut
+from memstore.puts import Puts
+from memstore.shell.slot_stream import SlotStream, address_of, byte_array
+from memstore.shell.tensor_bytes import Source, flat_source
+from memstore.ticket import LEVELS, Ticket
+
+
+class DcpWriter(StorageWriter, AsyncStager):
+    """One step's StorageWriter and AsyncStager.
+
+    Args:
+        puts: Of the rank's store.
+        step: As for `store.put`.
+        wait: Level the step reaches before DCP's save ends, or its future is done; None: it does not wait. A step
+            that cannot reach it raises CommitError there, on all ranks.
+        wait_s: Longest wait for it.
+
+    Attributes:
+        ticket: Of the put, once it has begun; None before.
+    """
+
+    _synchronize_after_execute = True
+
+    def __init__(self, puts: Puts, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> None:
+        if wait is not None and wait not in LEVELS:
+            raise ConfigError(f"wait={wait!r} is no level: use one of {', '.join(LEVELS)}, or None", field="wait")
+        self.puts: Puts | SaveProcess = puts
+        self.step, self.wait, self.wait_s = step, wait, wait_s
+        self.ticket: Ticket | None = None
+        self._room: OpenPut | None = None
+        self._end = 0  # of what is in the stream
+        self._tail: list[bytes] = []  # objects and metadata, which stand behind the tensors
+        self._is_coordinator = False
+        self._is_global = True
+        self._skipped = ""  # why the training process had no room
+        self._names: dict[str, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Cross to the save process: what was staged is lent to it, and taken over there."""
+        if not isinstance(self.puts, Puts) or self.ticket is None:
+            raise ConfigError(
+                "a DCP writer crosses to another process only after it has staged: pass it to dcp.async_save as "
+                "storage_writer=, without another async_stager", field="storage_writer",
+            )  # fmt: skip
+        if self._room is not None:
+            self._room.lend()
+        state = {**self.__dict__, "puts": staged_shard(self.puts, self.ticket), "_room": None, "ticket": None}
+        return {**state, "_skipped": "" if self._room is not None else f"{self.ticket.level}: {self.ticket.reason}"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.puts = SaveProcess(state["puts"])
+
+    # -- AsyncStager --------------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy every tensor into slots; return the state with hollow tensors.
+
+        Raises:
+            What `store.put` raises; UnsupportedState for a tensor that cannot be staged. Nothing was copied then.
+        """
+        began_s = time.monotonic()
+        hollow = hollow_out(state_dict)
+        self._names = hollow.dims
+        self._begin(hollow.nbytes, estimate_bytes(hollow.dims, self.puts.world_size), began_s)
+        if self._room is not None:
+            self._copy(lambda stream: copy_sources(hollow.placed, stream, hollow.nbytes), hollow.nbytes)
+        self._end = hollow.nbytes
+        if self.ticket is not None:
+            self.ticket.stall_s = time.monotonic() - began_s
+        staged: dict[str, Any] = hollow.state
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` has copied."""
+
+    def close(self) -> None:
+        """Give up what was staged and never saved."""
+        if self._room is not None and not self._room.is_over:
+            self._give_up("it was staged and not saved")
+
+    # -- StorageWriter ------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP's name for the save; the step says it here."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never found by name: a writer comes from `store.dcp_writer`."""
+        return False
+
+    def storage_meta(self) -> StorageMeta:
+        """Name the step."""
+        return StorageMeta(checkpoint_id=f"memstore:{self.puts.job}/{self.step}")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Hear who writes the metadata, and whether for all ranks."""
+        self._is_coordinator = is_coordinator
+        self._is_global = bool(kwargs.get("use_collectives", True))
+        if not self._is_global:
+            self._is_coordinator = True
+        if isinstance(self.puts, SaveProcess):
+            self._adopt(self.puts)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are; the coordinator learns how much there is to describe."""
+        items = [item for plan in plans for item in plan.items]
+        self._names |= {i.index.fqn: len(i.tensor_data.size) if i.tensor_data else 0 for i in items}
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Bring the planned items into the stream; hand it over, unless the metadata is still to come."""
+        future: Future[list[WriteResult]] = Future()
+        items = [(item, planner.resolve_data(item)) for item in plan.items]
+        tensors = [(item, value.detach()) for item, value in items if isinstance(value, torch.Tensor)]
+        objects = [(item, value.getvalue()) for item, value in items if isinstance(value, io.BytesIO)]
+        if self.ticket is not None and all(tensor.is_meta for _, tensor in tensors):
+            starts = self._keep_staged([tensor for _, tensor in tensors])
+        else:
+            starts = self._copy_items(tensors, sum(len(data) for _, data in objects))
+        sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors]
+        places = [(item, start, size) for (item, _), start, size in zip(tensors, starts, sizes, strict=True)]
+        places += [(item, self._append(data), len(data)) for item, data in objects]
+        if not self._is_coordinator:
+            self._hand_over(None)
+            self._end_save(None)
+        future.set_result([WriteResult(item.index, size, Place(self.puts.rank, start, size))
+                           for item, start, size in places])  # fmt: skip
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Put the metadata behind the coordinator's items, hand over, wait for the level asked for.
+
+        Raises:
+            CommitError, TimeoutError: the step did not reach it.
+        """
+        places: dict[MetadataIndex, Place] = {r.index: r.storage_data for rank in results for r in rank}
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        data = encode_metadata(metadata)
+        self._hand_over((self._append(data), len(data)))
+        self._end_save(self.wait)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def _begin(self, nbytes: int, tail_bytes: int, began_s: float) -> None:
+        if self.ticket is not None or not isinstance(self.puts, Puts):
+            raise ConfigError(f"this writer has saved step {self.step}: make one for every step", field="step")
+        extra = 1 + tail_bytes // self.puts.chunk_bytes
+        self.ticket, self._room = self.puts.begin(self.step, nbytes, began_s=began_s, extra_slots=extra)
+
+    def _adopt(self, puts: SaveProcess) -> None:
+        """In the save process: what was staged is ours from now on."""
+        if self._skipped:
+            self.ticket = puts.new_ticket(self.step)
+            self.ticket.rise("skipped", self._skipped)
+            return
+        self.ticket, self._room = puts.adopt(self.step)
+
+    def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
+        assert self._room is not None
+        try:
+            copy(SlotStream(self._room.views(), self._room.chunk_bytes, nbytes))
+        except BaseException as error:
+            self._give_up(f"its state could not be copied: {error!r}")
+            raise
+
+    def _copy_items(self, tensors: Sequence[tuple[WriteItem, torch.Tensor]], tail_bytes: int) -> list[int]:
+        """Copy items of a save that was not staged; return where each starts."""
+        began_s = time.monotonic()
+        sources = []
+        for item, tensor in tensors:
+            try:
+                sources.append(flat_source(tensor))
+            except ValueError as error:
+                raise UnsupportedState(f"{item.index.fqn}: {error}. Nothing was copied.") from None
+        starts = [0] * len(sources)
+        end = 0
+        placed: list[tuple[int, Source]] = []
+        for number in sorted(range(len(sources)), key=lambda i: sources[i].nbytes < LARGE_BYTES):
+            starts[number] = end
+            if sources[number].nbytes:
+                placed.append((end, sources[number]))
+            end = _aligned(end + sources[number].nbytes)
+        if self._is_coordinator:
+            tail_bytes += estimate_bytes(self._names, self.puts.world_size if self._is_global else 1)
+        self._begin(end, tail_bytes, began_s)
+        if self._room is not None:
+            self._copy(lambda stream: copy_sources(placed, stream, end), end)
+        self._end = end
+        return starts
+
+    def _keep_staged(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Drop the slots in which nothing lies that the planner gave this rank; return where each item starts now."""
+        chunk_bytes = self.puts.chunk_bytes
+        spans = [(int(t.storage_offset()), t.numel() * t.element_size()) for t in tensors]
+        kept = sorted(
+            {
+                i
+                for start, size in spans
+                if size
+                for i in range(start // chunk_bytes, _last(start, size, chunk_bytes) + 1)
+            }
+        )
+        moved = {old: new for new, old in enumerate(kept)}
+        if self._room is not None:
+            staged = -(-self._end // chunk_bytes)
+            self._room.keep([*kept, *range(staged, len(self._room.slots))])
+        self._end = len(kept) * chunk_bytes
+        return [moved[start // chunk_bytes] * chunk_bytes + start % chunk_bytes if size else 0 for start, size in spans]
+
+    def _append(self, data: bytes) -> int:
+        """Queue bytes for the end of the stream; return where they will start."""
+        start = self._end
+        self._tail.append(data)
+        self._end += len(data)
+        return start
+
+    def _hand_over(self, metadata: tuple[int, int] | None) -> None:
+        room, ticket = self._room, self.ticket
+        if room is None or ticket is None or ticket.is_over:
+            return
+        tail = b"".join(self._tail)
+        short = -(-self._end // room.chunk_bytes) - len(room.slots)
+        if short > 0 and not room.extend(short, self.puts.config.stall_budget_s):
+            self._give_up(f"no room for {len(tail)} bytes of objects and metadata")
+            return
+        with room.lock:
+            if tail and not room.is_over:
+                stream = SlotStream(room.views(), room.chunk_bytes, self._end)
+                source = byte_array(tail)
+                stream.write(self._end - len(tail), address_of(source), len(tail))
+            is_ours = room.hand_over(SavedLayout(metadata, self._is_global).encode(self._end), self._end)
+        if not is_ours:
+            self.puts.skip(ticket, "its slots were taken back before it was handed over", "failed")
+
+    def _give_up(self, why: str) -> None:
+        if self._room is not None:
+            self._room.abandon()
+        if self.ticket is not None:
+            self.puts.skip(self.ticket, why, "failed")
+
+    def _end_save(self, level: str | None) -> None:
+        """Wait for a level; a save that waits for one says so on every rank as soon as it cannot be reached."""
+        ticket = self.ticket
+        try:
+            if level is not None and ticket is not None:
+                ticket.wait(level, self.wait_s)
+            elif isinstance(self.puts, SaveProcess) and ticket is not None and not ticket.is_over:
+                ticket.wait("sealed", self.wait_s)  # the link ends here, and the hand-over must not be lost with it
+            if self.wait is not None and ticket is not None and ticket.is_over and ticket.level != "durable":
+                raise CommitError(f"step {self.step} was {ticket.level}: {ticket.reason}", step=self.step)
+        finally:
+            if isinstance(self.puts, SaveProcess):
+                self.puts.close()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _last(start: int, nbytes: int, chunk_bytes: int) -> int:
+    return (start + nbytes - 1) // chunk_bytes

@@ -1,0 +1,92 @@
+"""The room of one put between the moment it is taken and the hand-over (R8, R11).
+
+    taken --hand_over--> the holder's
+      |--lend--> lent: a child process may adopt it, and nothing is written here any more
+      '--abandon, or the holder says that some slots are no longer ours--> given back
+
+The stream that is handed over need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from memstore.shell.rank_link import RankLink
+from memstore.ticket import Ticket
+
+
+class OpenPut:
+    """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
+
+    Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
+    """
+
+    def __init__(
+        self, link: RankLink, ticket: Ticket, slots: list[int], chunk_bytes: int, attempt: int, world_size: int
+    ) -> None:
+        self.link, self.ticket, self.slots, self.chunk_bytes = link, ticket, slots, chunk_bytes
+        self.step = ticket.step
+        self.attempt, self.world_size = attempt, world_size
+        self.is_over = False
+        self.is_lent = False
+        self.lock = threading.RLock()
+
+    def views(self) -> list[memoryview]:
+        """Return the slots' bytes, in order."""
+        return [self.link.view(slot) for slot in self.slots]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Give back all slots but these; the stream is made of them, in this order."""
+        kept = [self.slots[i] for i in indices]
+        self.link.put_back(sorted(set(self.slots).difference(kept)))
+        self.slots = kept
+
+    def extend(self, count: int, budget_s: float) -> bool:
+        """Take `count` slots more at the end; False if there are none within `budget_s`."""
+        more = self.link.acquire(count, budget_s)
+        self.slots = self.slots + (more or [])
+        return more is not None
+
+    def hand_over(self, layout: bytes, nbytes: int) -> bool:
+        """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
+        with self.lock:
+            if self.is_over:
+                return False
+            self.is_over = True
+            self.keep(range(-(-nbytes // self.chunk_bytes)))
+            body = {
+                "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
+                "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
+            }  # fmt: skip
+            return self.link.hand_over(self.step, self.slots, body)
+
+    def stall_s(self) -> float:
+        """Return how long training was blocked: until now, unless the copy ended before."""
+        return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
+
+    def lend(self) -> None:
+        """Let a child of this process take the slots over (R20)."""
+        with self.lock:
+            if not self.is_over:
+                self.is_lent = True
+                self.link.notify({"k": "lend", "step": self.step, "slots": self.slots})
+
+    def abandon(self) -> None:
+        """Give everything back; what was lent, as far as no child has it, and when the holder says so."""
+        with self.lock:
+            if self.is_over:
+                return
+            self.is_over = True
+            if not self.is_lent:
+                self.link.put_back(self.slots)
+                return
+        answer = self.link.call_soon("unlend", {"step": self.step, "slots": self.slots})
+        answer.add_done_callback(self._take_back)
+
+    def _take_back(self, answer: Future[dict[str, Any]]) -> None:
+        if answer.exception() is None:
+            self.link.put_back([int(n) for n in answer.result()["slots"]])

@@ -1,0 +1,253 @@
+"""The put side of one rank's store: tickets, room, skips (R10, R11, R12).
+
+begun --room--> copied --handed over--> the holder's; its levels come back as events
+  '--no room in time, or not copied--> skipped: the controller is told, and all ranks give the step up alike
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from memstore.config import Config
+from memstore.errors import ClosedError, StepConflict
+from memstore.open_put import OpenPut
+from memstore.shell.rank_link import RankLink
+from memstore.shell.state_encode import StatePlan, copy_into, plan_state
+from memstore.ticket import LEVELS, Ticket
+
+log = logging.getLogger("memstore")
+TICKETS_KEPT = 64
+RESERVE_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+class Puts:
+    """All puts of one store. Used by one thread, but for the events of the link."""
+
+    def __init__(self, link: RankLink, config: Config, *, world_size: int) -> None:
+        self.link, self.config, self.world_size = link, config, world_size
+        self.chunk_bytes = int(link.welcome["chunk_bytes"])
+        self.tickets: dict[int, Ticket] = {}
+        self._lock = threading.Lock()  # of the tickets
+        self._open: list[OpenPut] = []  # begun, not handed over yet
+        self._reserved_slots = 0
+        self._resume_step = 0
+        self._last_step = self._floor = -1
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self.link.job
+
+    @property
+    def rank(self) -> int:
+        """The rank in the present attempt."""
+        return self.link.rank
+
+    def begin_attempt(self, joined: dict[str, Any]) -> None:
+        """Take what a join or a rewind answered."""
+        self._resume_step = int(joined["resume_step"])
+        restored = joined.get("restored_step")
+        self._last_step = self._floor = int(restored) if restored is not None else -1
+        self._reserved_slots = 0
+
+    def go_on_from(self, step: int) -> None:
+        """A get restored this step."""
+        self._last_step = self._floor = step
+
+    def newest_first(self) -> list[Ticket]:
+        """Return the tickets kept."""
+        with self._lock:
+            return [ticket for _, ticket in sorted(self.tickets.items(), reverse=True)]
+
+    def close(self) -> None:
+        """Give back the room of what was begun and not ended."""
+        for room in self._open:
+            room.abandon()
+
+    # -- puts ---------------------------------------------------------------------------------
+
+    def put(self, step: int, state: Any, timeout_s: float | None) -> Ticket:
+        """Do what `Store.put` promises."""
+        began_s = time.monotonic()
+        ticket = self._same_step(step)
+        if ticket is not None:
+            return ticket
+        plan = plan_state(state)
+        ticket, room = self.begin(step, plan.nbytes, began_s=began_s, timeout_s=timeout_s)
+        try:
+            if room is not None:
+                self._copy(room, plan)
+        except BaseException:
+            self._forget(step)
+            raise
+        finally:
+            ticket.stall_s = time.monotonic() - began_s
+        return ticket
+
+    def begin(
+        self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None
+    ) -> tuple[Ticket, OpenPut | None]:
+        """Take room for a put whose bytes the caller copies and hands over itself.
+
+        Args:
+            began_s: When the put began to block training, monotonic.
+            extra_slots: Slots beyond `nbytes`, for what is known only later.
+            timeout_s: Longest wait for room instead of `stall_budget_s`.
+
+        Returns:
+            The put's ticket, and its room, or None if the step was skipped (R12).
+
+        Raises:
+            What put() raises; nothing was copied then.
+        """
+        if self.link.closed.is_set():
+            raise ClosedError(f"the store of job {self.job!r} is closed: connect again")
+        known = self._same_step(step)
+        if known is not None:
+            raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
+        ticket = self._new_ticket(step, nbytes, began_s)
+        try:
+            slots = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s)
+        except BaseException:
+            self._forget(step)
+            raise
+        if slots is None:
+            return ticket, None
+        room = OpenPut(self.link, ticket, slots, self.chunk_bytes, self.link.attempt, self.world_size)
+        self._open = [*(r for r in self._open if not r.is_over), room]
+        return ticket, room
+
+    def _copy(self, room: OpenPut, plan: StatePlan) -> None:
+        ticket = self.tickets[room.step]
+        try:
+            copy_into(plan, room.views(), self.chunk_bytes)
+        except BaseException as exc:
+            room.abandon()
+            self.skip(ticket, f"its state could not be copied: {exc!r}", "failed")
+            raise
+        if not room.hand_over(plan.layout, plan.nbytes):
+            self.skip(ticket, "this host's holder restarted while the state was copied")
+
+    def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
+        """Give a step up; collective: the controller abandons it everywhere (R12)."""
+        ticket.rise(level, why)
+
+        def resume(future: Any) -> None:
+            if future.exception() is None:
+                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+
+        body = {**self._body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s}
+        self.link.call_soon("skip", body).add_done_callback(resume)
+
+    # -- tickets ------------------------------------------------------------------------------
+
+    def _same_step(self, step: int) -> Ticket | None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+            raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
+        with self._lock:
+            known = self.tickets.get(step)
+        if known is None and step <= self._last_step:
+            raise StepConflict(
+                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self._last_step}: "
+                "steps must strictly increase; to go back use store.rewind(step)",
+                step=step, last_step=self._last_step,
+            )  # fmt: skip
+        return known
+
+    def _new_ticket(self, step: int, nbytes: int, began_s: float) -> Ticket:
+        ticket = Ticket(step, nbytes, began_s)
+        with self._lock:
+            self.tickets[step] = ticket
+            for old in sorted(self.tickets)[:-TICKETS_KEPT]:
+                del self.tickets[old]
+        self._last_step = step
+        return ticket
+
+    def _forget(self, step: int) -> None:
+        with self._lock:
+            self.tickets.pop(step, None)
+            self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
+
+    def on_level(self, body: dict[str, Any]) -> None:
+        """A ticket rises; older ones that never can are superseded."""
+        step, level = int(body["step"]), str(body["level"])
+        with self._lock:
+            ticket = self.tickets.get(step)
+            older = [t for s, t in self.tickets.items() if s < step]
+        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
+        if ticket is not None:
+            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+        if level in LEVELS:
+            for room in self._open:
+                room.is_over |= room.is_lent and room.step == step  # a child of this process has handed it over
+        if level in ("committed", "durable"):
+            for old in older:
+                if old.level not in ("committed", "durable"):
+                    old.rise("superseded", f"step {step} was committed")
+
+    def fail_all(self, why: str, *, forget: bool = False) -> None:
+        """No put of before can reach anything any more."""
+        with self._lock:
+            tickets = list(self.tickets.values())
+            if forget:
+                self.tickets = {}
+        for ticket in tickets:
+            ticket.rise("failed", why)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None) -> list[int] | None:
+        """Return leased slots, or None if the step is skipped."""
+        if ticket.step < self._resume_step:
+            ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
+            return None
+        if count > self._reserved_slots or self._reserved_slots == 0:
+            self._reserve(ticket, count)
+            if ticket.is_over:
+                return None
+        budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
+        slots = self.link.acquire(count, budget_s)
+        if slots is None and self._abandon_open():
+            slots = self.link.acquire(count, budget_s)
+        if self.link.fenced_by:
+            raise self.link.fenced_error()
+        if slots is None:
+            self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
+        return slots
+
+    def _abandon_open(self) -> bool:
+        """Give up puts that an adapter began and never handed over, such as of a save that failed elsewhere."""
+        stale = [room for room in self._open if not room.is_over]
+        self._open = []
+        for room in stale:
+            room.abandon()
+            ticket = self.tickets.get(room.step)
+            if ticket is not None and not ticket.is_over:
+                self.skip(ticket, "it was begun, not ended, and its room was needed")
+        return bool(stale)
+
+    def _reserve(self, ticket: Ticket, count: int) -> None:
+        """Claim room: a collective round at the first put, in the background later (R10, R11)."""
+        body = self._body(slots=max(1, count))
+        if self._reserved_slots == 0:
+            self.link.call("reserve", body, self.config.connect_timeout_s + RESERVE_SLACK_S)
+            self._reserved_slots = max(1, count)
+            # The grant follows the answer; this first put may wait for it beyond the stall budget.
+            slots = self.link.acquire(count, self.config.connect_timeout_s)
+            if slots is not None:
+                self.link.put_back(slots)
+            return
+        self.link.call_soon("reserve", body).add_done_callback(lambda f: self._grown(count, f.exception()))
+        self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
+
+    def _grown(self, count: int, error: BaseException | None) -> None:
+        if error is None:
+            self._reserved_slots = count
+        else:
+            log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
+
+    def _body(self, **more: int) -> dict[str, Any]:
+        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}
