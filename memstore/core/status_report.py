@@ -42,6 +42,7 @@ class StatusReport:
             )  # fmt: skip
         return {
             "term": self.catalog.log.term,
+            "serving_s": now - self.catalog.started_s,
             "hosts": hosts,
             "failure_domains": list(self.catalog.rules.failure_domains),
             "jobs": [self._job(job) for _, job in sorted(self.catalog.jobs.items())],

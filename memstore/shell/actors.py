@@ -26,6 +26,7 @@ from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
 from memstore.shell.listener import connect_tcp
 from memstore.shell.ray_membership import RayMembership
+from memstore.shell.ray_metrics import feed_from_controller, feed_from_holder
 from memstore.shell.raylet_watch import end_with_parent
 from memstore.shell.tls import Tls
 from memstore.shell.tool import Tool
@@ -71,6 +72,7 @@ class HolderActor:
             self.identity, self.config, secret=self.secret, arena_limit_bytes=self._limit_bytes(), cluster=cluster,
             on_fatal=lambda why: os._exit(1),
         )  # fmt: skip
+        feed_from_holder(self.holder)
         info = self.holder.info
         record = {
             "address": info.address, "port": info.port, "incarnation": info.incarnation, "machine": info.machine,
@@ -152,6 +154,7 @@ class ControllerActor:
         self.starting: set[str] = set()
         self.drains: dict[str, float] = {}  # host -> when Ray takes its node away (wall clock)
         self.stopping = threading.Event()
+        feed_from_controller(self.controller, self.stopping)
         threading.Thread(target=self._supervise, name="memstore-supervise", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from memstore.shell.scrubber import Scrubber
 from memstore.shell.stager import Stager, sealed_copy
 from memstore.shell.tls import Tls
 from memstore.shell.vault import Vault
-from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
@@ -98,7 +97,8 @@ class Holder:
         self.scrubber = Scrubber(self)
         self.peer_server = PeerServer(
             self.vault, identity.host_id,
-            is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0), on_sealed=self._copy_sealed,
+            is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
+            on_sealed=lambda copy: self.report("sealed", {"copies": [copy_to_wire(copy)]}),
         )  # fmt: skip
         self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
         self.listener = Listener.tcp(
@@ -257,9 +257,12 @@ class Holder:
             if session is None:
                 continue
             with contextlib.suppress(TransportError):
-                counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
-                stats = {**counts, "short_of_room": self.facts.problem or self.vault.manifests.problem}
-                session.send_now({"k": "beat", "stats": stats})
+                session.send_now({"k": "beat", "stats": self.stats()})
+
+    def stats(self) -> dict[str, Any]:
+        """What every heartbeat carries of this host."""
+        counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+        return {**counts, "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
@@ -290,9 +293,6 @@ class Holder:
     def sealed(self, shelved: Shelved) -> None:
         """Report a replica: whole, or with the chunks it lacks."""
         self.report("sealed", {"copies": [self.copy_body(shelved)]})
-
-    def _copy_sealed(self, copy: Copy) -> None:
-        self.report("sealed", {"copies": [copy_to_wire(copy)]})
 
     def used(self) -> None:
         """A rank connected: the arena is not an orphan (R5)."""
