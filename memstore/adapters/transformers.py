@@ -1,0 +1,126 @@
+"""Transformers: a callback that puts every n steps; the Trainer resumes from a checkpoint folder in memory.
+
+The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from what the store has, for
+as long as the Trainer needs to read it. For models that every rank holds whole: one process or DDP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from memstore.api import connect
+from memstore.config import Config
+from memstore.errors import ConfigError
+from memstore.store import Store
+
+
+class MemstoreCallback(TrainerCallback):
+    """Puts model, optimizer, scheduler, progress and random states after every n-th step.
+
+        callback = MemstoreCallback("job")
+        trainer = Trainer(..., callbacks=[callback])
+        with callback.checkpoint_folder(trainer) as folder:  # None on a job without history
+            trainer.train(resume_from_checkpoint=folder)
+
+    Args:
+        job: Name of the training run; the same after every restart.
+        every_n_steps: Optimizer steps between two puts.
+        config: As for `memstore.connect`.
+    """
+
+    def __init__(self, job: str, *, every_n_steps: int = 1, config: Config | None = None) -> None:
+        self.job, self.every_n_steps, self.config = job, every_n_steps, config or Config()
+        self.store: Store | None = None
+        self.restored_step: int | None = None  # global_step that this training went on from; None: it began
+        self._folder: Path | None = None
+
+    @contextmanager
+    def checkpoint_folder(self, trainer: Trainer) -> Iterator[str | None]:
+        """Connect, and yield a folder for `train(resume_from_checkpoint=)` with the newest step; collective.
+
+        The folder goes after the first step that was trained from it, at the latest with the block, which also
+        waits for the last commit and leaves the job.
+
+        Raises:
+            ConfigError: The Trainer shards the model (FSDP, DeepSpeed) or scales losses (fp16).
+        """
+        args = trainer.args
+        for problem, is_set in (("fsdp", args.fsdp), ("deepspeed", args.deepspeed), ("fp16", args.fp16)):
+            if is_set:
+                raise ConfigError(
+                    f"{problem}={is_set!r}: a checkpoint folder holds whole models without a loss scaler only. Use "
+                    "bf16 with DDP or one process here, and memstore.adapters.torch in a loop of your own otherwise"
+                )
+        with connect(self.job, rank=args.process_index, world_size=args.world_size, config=self.config) as self.store:
+            got = self.store.get()
+            try:
+                if got is not None:
+                    self.restored_step = got.step
+                    self._folder = self._fresh_folder()
+                    write_folder(self._folder, got.state, trainer.model, rank=args.process_index, ranks=args.world_size)
+                    del got
+                yield None if self._folder is None else str(self._folder)
+            finally:
+                self._remove_folder()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:  # fmt: skip
+        """One memory copy every n steps; the first one also frees the folder that was resumed from."""
+        self._remove_folder()
+        if self.store is not None and state.global_step % self.every_n_steps == 0:
+            self.store.put(state.global_step, whole_state(state, **kwargs))
+
+    def _fresh_folder(self) -> Path:
+        """A folder of this rank's own, 0700; what a killed process left there goes first."""
+        store = self.store
+        if store is None:
+            raise ConfigError("not connected: use checkpoint_folder() as a context manager")
+        name = f"memstore-transformers-{os.getuid()}-{self.config.store}-{self.job}-{store.rank}"
+        folder = Path(self.config.arena_dir, name)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+def whole_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
+    """Return what the Trainer's own checkpoint would hold, as plain values and tensors."""
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": lr_scheduler.state_dict(),
+        "trainer": json.dumps(dataclasses.asdict(state)),
+        "rng": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+            **({"cuda": torch.cuda.random.get_rng_state()} if torch.cuda.is_available() else {}),
+        },
+    }
+
+
+def write_folder(folder: Path, state: dict[str, Any], model: Any, *, rank: int, ranks: int) -> None:
+    """Write `whole_state` the way the Trainer reads it: the model by save_pretrained, the rest by torch.save."""
+    model.save_pretrained(folder, state_dict=state["model"])
+    torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
+    torch.save(state["scheduler"], folder / SCHEDULER_NAME)
+    torch.save(state["rng"], folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
+    (folder / TRAINER_STATE_NAME).write_text(state["trainer"])
