@@ -2,8 +2,8 @@
 
 It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
 attempts and rewinds (connect, fencing), mesh_orders (who is which rank), room (reservations), steps (commit rule),
-retention, pins, rounds and staging (get), repair, durable_orders and queries; each decides one thing, and observer says
-what came of it. The controller actor and the simulator are two shells around it (R16, R17).
+retention, pins, forks, rounds and staging (get), repair, durable_orders and queries; each decides one thing, and
+observer says what came of it. The controller actor and the simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from memstore.core.events import (
     shard_from_wire,
 )
 from memstore.core.fact_log import FactLog
+from memstore.core.forks import Forks
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
 from memstore.core.mesh_orders import MeshOrders
@@ -102,6 +103,7 @@ class Catalog:
         self.steps = Steps(self)
         self.retention = Retention(self)
         self.pins = Pins(self)
+        self.forks = Forks(self)
         self.rounds = Rounds(self)
         self.staging = Staging(self)
         self.repair = Repair(self)
@@ -136,7 +138,7 @@ class Catalog:
             self.changed(self.hosts.tick(now))
             self._flush_waiting()
             self.drains.tick()
-            for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair):
+            for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks):
                 part.tick(now)
             self.queries.tick()
             self.observer.tick()
@@ -255,6 +257,9 @@ class Catalog:
             why = self.durable.markers_listed(body)
             self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
             self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
+            self.forks.markers_listed(str(body["job"]), int(body["call"]), why)
+        elif kind == "forked":
+            self.forks.looked(host, body)
         elif kind == "answer":
             self.queries.answered(host, body)
 
@@ -307,7 +312,7 @@ class Catalog:
     def _is_enough(self, hosts: list[str], fact: f.Fact) -> bool:
         job = self.jobs.get(getattr(fact, "job", ""))
         replicas = job.newest.replicas if job is not None and job.newest is not None else 2
-        if isinstance(fact, f.AttemptOpened):
+        if isinstance(fact, f.AttemptOpened | f.JobForked):
             replicas = int(fact.config["replicas"])
         have = self.hosts.domains(h for h in hosts if self.hosts.is_live(h))
         return bool(have) and len(have) >= min(replicas, len(self.hosts.domains(self.hosts.live_ids())))
@@ -339,6 +344,8 @@ class Catalog:
             self.pins.apply_pinned(fact, is_replay=is_replay)
         elif isinstance(fact, f.StepUnpinned):
             self.pins.apply_unpinned(fact, is_replay=is_replay)
+        elif isinstance(fact, f.JobForked):
+            self.forks.apply_forked(fact, is_replay=is_replay)
         elif isinstance(fact, f.JobRemoved):
             self._forget_job(fact)
         elif isinstance(fact, f.HostJoined):
@@ -349,7 +356,7 @@ class Catalog:
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.pins):
+        for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.pins, self.forks):
             part.forget(fact.job)
 
     def compact(self) -> None:
@@ -364,10 +371,11 @@ class Catalog:
         return self.now + self.wall_offset_s
 
     def steps_in_use(self, job: Job) -> set[StepId]:
-        """Steps in use by a restore or a durable write: not dropped now."""
+        """Steps in use by a restore, a durable write or a fork: not dropped now."""
         active, write = self.rounds.active.get(job.name), self.durable.state(job.name).active
         steps = {active.plan.step} if active is not None and active.plan is not None else set()
-        return {s for s in steps if s is not None} | ({write.step} if write is not None else set())
+        steps |= {write.step} if write is not None else set()
+        return {s for s in steps if s is not None} | self.forks.needed(job)
 
     def tell(self, host: str, kind: str, body: Body) -> None:
         """Order a holder."""

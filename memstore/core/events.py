@@ -10,7 +10,9 @@ Orders to a holder (`Tell.kind`):
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     view           hosts                        addresses of all hosts, for peers
     targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
-    reserve        job, attempt, call, ranks, guest_slots      claim room (R10)
+    reserve        job, attempt, call, ranks, guest_slots      claim room (R10); the call is a pin's or a fork's
+    shares         jobs                         give back room of jobs that the store does not know
+    fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
     push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
     stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)
     check          job, round, rank             let the rank check `into=` against the manifest (R26)
@@ -22,7 +24,8 @@ Orders to a holder (`Tell.kind`):
     markers        job, durable, call           list durable markers
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
-checked, persisted, markers, verified. A rank's own seal carries `put`: {stall_s, age_s}, for people only (observer.py).
+checked, persisted, markers, forked, verified. A rank's own seal carries `put`: {stall_s, age_s}, for people only
+(observer.py).
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class Queries:
             "retire": self._retire,
             "events": self._events,
             "pin": lambda call: self._with_job(call, self.catalog.pins.pin),
+            "fork": lambda call: self._with_job(call, self.catalog.forks.ask),
             "unpin": lambda call: self._with_job(call, self.catalog.pins.unpin),
             "drop": lambda call: drop_copy(self.catalog, self._job(call), call),
         }
@@ -243,6 +244,13 @@ class Queries:
                 call, "JobBusyError",
                 f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is "
                 "alive. Stop it first, or pass --force",
+            )  # fmt: skip
+            return
+        unfinished = [fact.job for fact in self.catalog.forks.of(job) if self.catalog.forks.needed(job)]
+        if unfinished:
+            self.catalog.refuse(
+                call, "JobBusyError",
+                f"job {job.name!r} is being forked to {unfinished[0]!r}, which is not whole yet: ask again in a moment",
             )  # fmt: skip
             return
         if job.pins and not call.body.get("force"):

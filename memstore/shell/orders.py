@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import copy_to_wire, shard_from_wire
 from memstore.core.shelf import Share
 from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.forker import drop_unknown_shares, forked_body, look, make
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
@@ -54,6 +55,10 @@ class Orders:
             self.holder.targets[str(body["job"])] = [str(t) for t in body["targets"]]
         elif kind == "reserve":
             self.reserves.submit(self.holder.logged, self._reserve, body)
+        elif kind == "shares":
+            self.reserves.submit(self.holder.logged, drop_unknown_shares, self.vault, body["jobs"])
+        elif kind == "fork":
+            self.workers.submit(self.holder.logged, self._fork, body)
         elif kind == "push":
             self.holder.pusher.order(body)
         elif kind == "stage":
@@ -121,6 +126,14 @@ class Orders:
         self.vault.drop_all(shards, body.get("removed"))
         for job in jobs:
             self.holder.ranks.grant_job(job)
+
+    def _fork(self, body: dict[str, Any]) -> None:
+        """Look at what is to be forked, or make manifests of the new job over the same slots (R32)."""
+        if body["what"] == "look":
+            self.holder.report("forked", forked_body(body, look(self.vault, body["shards"])))
+        else:
+            for shelved in make(self.vault, body["shards"]):
+                self.holder.sealed(shelved)
 
     def _ask(self, body: dict[str, Any]) -> None:
         """Answer a question of the command line that needs this host's bytes."""

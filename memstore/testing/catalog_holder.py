@@ -202,6 +202,24 @@ class FakeHolder:
         why = self.refuses_room
         self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})
 
+    def _on_shares(self, body: Body) -> None:
+        pass
+
+    def _on_fork(self, body: Body) -> None:
+        self._later(self, lambda: self._fork(body))
+
+    def _fork(self, body: Body) -> None:
+        """Copies of a new job over the same chunks: their digest follows from the origin's and the new id (R14)."""
+        looked: list[list[Any]] = []
+        for item, digest, renamed in body["shards"]:
+            mine, new = self.copies.get(shard_from_wire(item)), shard_from_wire(renamed)
+            is_here = mine is not None and mine.spec.digest == digest
+            looked.append([new.rank, f"{digest} as {new.job}", len(mine.missing) if is_here and mine else -1])
+            if mine is not None and is_here and body["what"] == "make":
+                self.keep(Copy(new, replace(mine.spec, digest=f"{digest} as {new.job}"), self.host_id, mine.missing))
+        if body["what"] == "look":
+            self.report("forked", {"job": body["job"], "call": body["call"], "shards": looked})
+
     def _on_push(self, body: Body) -> None:
         shard = shard_from_wire(body["shard"])
         self._later(self, lambda: self.push(shard, str(body["target"])))

@@ -26,10 +26,12 @@ from memstore.core.facts import AttemptOpened, entry_from_wire
 from memstore.core.manifest import chunk_digest, chunk_sizes
 from memstore.core.shelf import Share, Shelved
 from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.forker import drop_unknown_shares
 from memstore.shell.peer_server import PeerServer
 from memstore.shell.vault import Vault
 from memstore.testing.catalog_holder import LEVELS
 from memstore.testing.simulator.durable import Persister
+from memstore.testing.simulator.history import fork
 from memstore.testing.simulator.memory import Memory, MemoryArena, MemoryManifests
 from memstore.testing.simulator.rank import CHUNKS, SimRank
 from memstore.testing.simulator.staging import Stager
@@ -315,6 +317,12 @@ class SimHolder:
         self.report("reserved", reply)
         self.grant_job(job)
 
+    def _on_shares(self, body: Body) -> None:
+        drop_unknown_shares(self.vault, body["jobs"])
+
+    def _on_fork(self, body: Body) -> None:
+        self.spawn(fork(self, body))
+
     def _on_push(self, body: Body) -> None:
         is_repair = bool(body["is_repair"])
         self.pusher.submit(
@@ -369,6 +377,7 @@ class SimHolder:
             self.stager.release(job)
         for shard in shards:
             self.vault.drop(shard)
+        self.vault.drop_all([], body.get("removed"))
         for job in sorted({shard.job for shard in shards}):
             self.grant_job(job)
 
