@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from memstore.cluster import start as start
     from memstore.cluster import status as status
     from memstore.cluster import stop as stop
+    from memstore.history import Fork as Fork
+    from memstore.history import fork as fork
     from memstore.shell.registry import register as register
     from memstore.store import Store as Store
     from memstore.ticket import Ticket as Ticket
@@ -38,11 +40,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "memstore.checkpoint",
     "ClusterStatus": "memstore.cluster",
+    "Fork": "memstore.history",
     "Reader": "memstore.api",
     "StepInfo": "memstore.checkpoint",
     "Store": "memstore.store",
     "Ticket": "memstore.ticket",
     "connect": "memstore.api",
+    "fork": "memstore.history",
     "reader": "memstore.api",
     "register": "memstore.shell.registry",
     "start": "memstore.cluster",

@@ -28,6 +28,8 @@ class StepInfo:
     nbytes: int
     in_lineage: bool
     retired: str
+    pins: tuple[str, ...] = ()
+    forks: tuple[str, ...] = ()  # jobs that began with it
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def step_infos(body: dict[str, Any]) -> list[StepInfo]:
         StepInfo(
             int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
             int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
+            tuple(r["pins"]), tuple(r["forks"]),
         )
         for r in body["steps"]
     ]  # fmt: skip

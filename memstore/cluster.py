@@ -207,11 +207,18 @@ def stop(
 
 def _refuse_last_copies(config: Config) -> None:
     for job in status(config=config).jobs:
-        newest, durable = job.get("committed_step"), job.get("durable_step")
+        newest, durable, lost = job.get("committed_step"), job.get("durable_step"), []
         if newest is not None and (durable is None or durable < newest):
+            lost.append(f"step {newest} lives only in RAM (durable: {durable})")
+        safe = {(step["attempt"], step["step"]) for step in job["steps"] if step["durable"]}
+        pins = {name: p for name, p in job["pins"].items() if (p["attempt"], p["step"]) not in safe}
+        if pins:
+            named = ", ".join(f"{name} (step {p['step']})" for name, p in pins.items())
+            lost.append(f"what is pinned as {named} lives only in RAM")
+        if lost:
             raise CapacityError(
-                f"job {job['job']!r}: step {newest} lives only in RAM (durable: {durable}). Stopping with "
-                "keep_data=False would lose it: keep the data, make it durable, or pass force=True"
+                f"job {job['job']!r}: {' and '.join(lost)}. Stopping with keep_data=False would lose it: keep the "
+                "data, make it durable, or pass force=True"
             )
 
 

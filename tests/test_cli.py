@@ -121,7 +121,8 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert verbs == ["up", "down", "status", "events", "ls", "rm", "plan", "verify", "drain", "demo", "drill"]
+    history = ["ls", "pin", "unpin", "fork", "rm"]
+    assert verbs == ["up", "down", "status", "events", *history, "plan", "verify", "drain", "demo", "drill"]
 
 
 @pytest.mark.parametrize(
@@ -266,14 +267,18 @@ def test_status_as_json_has_what_the_screen_says(store: ProcessCluster) -> None:
     assert [row["severity"] for row in body["problems"]] == ["note"]
 
 
-def test_ls_lists_the_steps(store: ProcessCluster) -> None:
-    """The kept step with its state, copies, ranks and hosts; the same as JSON."""
-    row = cells(run(store, "ls", "llama3-8b").stdout, "llama3-8b")
-    assert row[:6] == ["llama3-8b", "1", str(STEPS - 1), "committed", "2 of 2", "2/2"]
+def test_ls_draws_the_timeline(store: ProcessCluster) -> None:
+    """The kept step with its state, copies, ranks and hosts, and the attempt it is of; the same as JSON."""
+    screen = run(store, "ls", "llama3-8b").stdout
+    assert screen.splitlines()[0] == "llama3-8b · attempt 1 · 2 ranks · 2 copies · keep_steps 1"
+    row = cells(screen, "* ")
+    assert row[:5] == ["*", str(STEPS - 1), "committed", "2 of 2", "2/2"]
     assert row[-1] == "h1, h2"
+    assert cells(screen, "*-")[1] == "attempt 1 from nothing"
     (job,) = run_json(store, "ls")["jobs"]
     assert (job["job"], job["replicas"]) == ("llama3-8b", 2)
     assert [step["step"] for step in job["steps"] if step["committed"]] == [STEPS - 1]
+    assert [(row["attempt"], row["parent"], row["in_lineage"]) for row in job["attempts"]] == [(1, None, True)]
 
 
 @pytest.mark.parametrize(

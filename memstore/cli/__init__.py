@@ -16,12 +16,14 @@ import click
 
 from memstore.cli.drain import drain
 from memstore.cli.events import events
-from memstore.cli.jobs import ls, rm
+from memstore.cli.history import fork, pin, unpin
+from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.options import is_debug
 from memstore.cli.output import ExitCode, say
 from memstore.cli.plan import plan
 from memstore.cli.status import status
+from memstore.cli.timeline import ls
 from memstore.cli.verify import verify
 from memstore.errors import MemstoreError
 
@@ -97,7 +99,7 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, events, ls, rm, plan, verify, drain):
+for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

@@ -13,6 +13,7 @@ from memstore.core.job import Attempt, Call, Job
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
+from memstore.core.timeline import timeline
 from recovery.inventory import ShardId
 from recovery.lineage import in_lineage
 from recovery.planner import plan
@@ -93,7 +94,7 @@ class Queries:
         job = self._job(call)
         if job is not None:
             newest = job.newest.ordinal if job.newest is not None else None
-            self.catalog.answer(call, {"steps": self.report.step_rows(job), "attempt": newest})
+            self.catalog.answer(call, {**timeline(self.catalog, job), "attempt": newest})
 
     def _events(self, call: Call) -> None:
         """What happened since a number, of one job or of all; things of the store itself come with either."""

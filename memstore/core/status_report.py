@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import Body
 from memstore.core.job import Job
 from memstore.core.survival import counted_odds, held_for, survival
+from memstore.core.timeline import fewest_copies, timeline
 from placement.domains import is_finer
 from placement.odds import survival_odds
 from recovery.inventory import StepId
@@ -74,14 +75,14 @@ class StatusReport:
 
     def _job(self, job: Job) -> Body:
         attempt = job.newest
-        body: Body = {"job": job.name, "attempt": None, "steps": self.step_rows(job)}
+        body: Body = {"job": job.name, "attempt": None, **timeline(self.catalog, job)}
         if attempt is None:
             return body
         spans = job.spans(attempt.ordinal)
         newest = job.newest_committed
         placement = self.catalog.placement(job)
         durable = self.catalog.durable.state(job.name)
-        copies = self._fewest_copies(job, newest) if newest is not None else 0
+        copies = fewest_copies(self.catalog, job, newest) if newest is not None else 0
         short = self.catalog.observer.watch.short_shards(job)
         body.update(
             attempt=attempt.ordinal,
@@ -99,6 +100,7 @@ class StatusReport:
             short_shards=len(short),
             short_s=self.catalog.observer.watch.short_for_s(job.name),
             replicas=attempt.replicas,
+            keep_steps=int(attempt.config["keep_steps"]),
             survives=self._survives(job, newest) if newest is not None else [],
             refusals=sorted({f"{host}: {why}" for (_, host), why in job.refusals.items()})[:5],
             parent=attempt.parent,
@@ -143,36 +145,3 @@ class StatusReport:
         ]
         table = [(lost, counted_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
         return [[lost, chance] for lost, chance in table if chance is not None]
-
-    def _fewest_copies(self, job: Job, step: StepId) -> int:
-        """Distinct host-level domains of the shard with the fewest."""
-        commit, ranks = job.commits[step], job.copies.get(step, {})
-        if len(ranks) < commit.world_size:
-            return 0
-        whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
-        return min(len(self.catalog.hosts.domains(hosts)) for hosts in whole)
-
-    def step_rows(self, job: Job) -> list[Body]:
-        """Every step that has a commit, a copy or a durable marker, newest first."""
-        attempt = job.newest
-        spans = job.spans(attempt.ordinal) if attempt is not None else ()
-        rows = []
-        for step in sorted({*job.commits, *job.markers, *job.copies}, reverse=True):
-            commit = job.commits.get(step)
-            ranks = job.copies.get(step, {})
-            rows.append(
-                {
-                    "attempt": step.attempt, "step": step.step, "committed": commit is not None,
-                    "degraded": commit.reason if commit is not None and commit.is_degraded else "",
-                    "durable": step in job.markers, "in_lineage": in_lineage(spans, step),
-                    "retired": job.retired.get(step, ""),
-                    "copies": self._fewest_copies(job, step) if commit is not None else 0,
-                    "shards": len(ranks),
-                    "world_size": commit.world_size if commit is not None else None,
-                    "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
-                    "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
-                    "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
-                    "age_s": self.catalog.wall_s - commit.wall_s if commit is not None else None,
-                }
-            )  # fmt: skip
-        return rows

@@ -220,15 +220,9 @@ class Rank:
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
 
     def do_connect(
-        self,
-        job: str,
-        rank: int,
-        world_size: int,
-        config: dict[str, Any],
-        seed: int = 1,
-        kib: int = 256,
+        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256,
         **options: Any,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Join a job."""
         from memstore.api import connect
         from memstore.config import Config
@@ -338,10 +332,20 @@ class Rank:
         """The steps the store knows."""
         return {"steps": [[s.attempt, s.step, s.committed, s.degraded, s.durable] for s in self.store.steps()]}
 
-    def do_rewind(self, step: int) -> dict[str, Any]:
+    def do_rewind(self, step: int, attempt: int | None = None) -> dict[str, Any]:
         """Go back to a step."""
-        self.store.rewind(step)
+        self.store.rewind(step, attempt=attempt)
         return {"attempt": self.store.attempt}
+
+    def do_pin(self, step: int, name: str) -> dict[str, Any]:
+        """Keep a step."""
+        self.store.pin(step, name)
+        return {}
+
+    def do_unpin(self, name: str) -> dict[str, Any]:
+        """Keep it no longer."""
+        self.store.unpin(name)
+        return {}
 
     def do_close(self) -> dict[str, Any]:
         """Leave the job."""

@@ -1,0 +1,75 @@
+"""`memstore pin`, `unpin` and `fork`: steps that stay, and jobs that begin with one (R19, R32)."""
+
+from __future__ import annotations
+
+import click
+
+from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.output import plural, print_json, say, size_text
+from memstore.config import Config
+
+CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
+ATTEMPT = click.option(
+    "--attempt", type=int, metavar="N", help="The attempt that put it, where several have a step of that number."
+)
+
+
+@click.command(short_help="Keep a committed step in RAM under a name.")
+@click.argument("job")
+@click.argument("step", type=int)
+@click.argument("name")
+@ATTEMPT
+@address_option
+@store_options
+def pin(
+    config: Config, address: str | None, job: str, step: int, name: str, attempt: int | None, as_json: bool
+) -> None:
+    """Keep STEP of JOB in RAM as NAME, whatever retention says, until `memstore unpin`. It takes room of its own."""
+    where = Where(config, address)
+    check_job(where.status(), job)
+    answer = where.ask("pin", {"job": job, "step": step, "name": name, "of_attempt": attempt}, CLAIM_S)
+    if as_json:
+        print_json(answer)
+        return
+    say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is pinned as {name}")
+
+
+@click.command(short_help="Take a pin back.")
+@click.argument("job")
+@click.argument("name")
+@address_option
+@store_options
+def unpin(config: Config, address: str | None, job: str, name: str, as_json: bool) -> None:
+    """Take the pin NAME of JOB back: retention decides about its step again."""
+    where = Where(config, address)
+    check_job(where.status(), job)
+    answer = where.ask("unpin", {"job": job, "name": name})
+    if as_json:
+        print_json(answer)
+        return
+    say(f"step {answer['step']:,} of {job} is not pinned as {name} any more")
+
+
+@click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
+@click.argument("job")
+@click.argument("step", type=int)
+@click.argument("new_job")
+@ATTEMPT
+@address_option
+@store_options
+def fork(
+    config: Config, address: str | None, job: str, step: int, new_job: str, attempt: int | None, as_json: bool
+) -> None:
+    """Make NEW_JOB begin with STEP of JOB. No byte is copied; JOB goes on untouched, and either may be removed."""
+    from memstore.history import FORK_S, fork_body
+
+    where = Where(config, address)
+    check_job(where.status(), job)
+    answer = where.ask("fork", fork_body(job, step, new_job, attempt), FORK_S)
+    if as_json:
+        print_json(answer)
+        return
+    say(
+        f"{new_job} begins with step {answer['step']:,} of {job}: {plural(answer['shards'], 'shard')} in "
+        f"{plural(answer['copies'], 'copy')}, {size_text(answer['nbytes'])} shared, none copied"
+    )
