@@ -272,11 +272,9 @@ def test_ls_draws_the_timeline(store: ProcessCluster) -> None:
     screen = run(store, "ls", "llama3-8b").stdout
     assert screen.splitlines()[0] == "llama3-8b · attempt 1 · 2 ranks · 2 copies · keep_steps 1"
     row = cells(screen, "* ")
-    assert row[:5] == ["*", str(STEPS - 1), "committed", "2 of 2", "2/2"]
-    assert row[-1] == "h1, h2"
+    assert [*row[:5], row[-1]] == ["*", str(STEPS - 1), "committed", "2 of 2", "2/2", "h1, h2"]
     assert cells(screen, "*-")[1] == "attempt 1 from nothing"
     (job,) = run_json(store, "ls")["jobs"]
-    assert (job["job"], job["replicas"]) == ("llama3-8b", 2)
     assert [step["step"] for step in job["steps"] if step["committed"]] == [STEPS - 1]
     assert [(row["attempt"], row["parent"], row["in_lineage"]) for row in job["attempts"]] == [(1, None, True)]
 
