@@ -78,6 +78,8 @@ PICKLES = {
     **dict.fromkeys(("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"), "import"),
     **dict.fromkeys(("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"), "call"),
 }
+# Transformers reads the folder it resumes from with torch.load(weights_only=True); nothing of ours reads it.
+WRITES_TORCH_FILES = {"memstore/adapters/transformers.py"}
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 # folder -> longest file, longest function, in lines
@@ -172,6 +174,8 @@ def pickle_complaints(path: str, text: str) -> list[str]:
     found = [f"{path}:{line}: imports {name}" for line, name in imports(path, tree) if name.split(".")[0] in PICKLES]
     for node in ast.walk(tree):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name == "torch.save" and path in WRITES_TORCH_FILES:
+            continue
         if name in ("torch.load", "torch.save", "np.load", "numpy.load") or name.rpartition(".")[2] in PICKLES:
             found.append(f"{path}:{node.lineno}: calls {name}, which pickles")  # type: ignore[attr-defined]
     return [f"{complaint}; instead: msgpack with explicit types, or raw bytes" for complaint in found]
