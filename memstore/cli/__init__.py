@@ -19,6 +19,7 @@ from memstore.cli.events import events
 from memstore.cli.history import fork, pin, unpin
 from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
+from memstore.cli.metrics import metrics
 from memstore.cli.options import is_debug
 from memstore.cli.output import ExitCode, say
 from memstore.cli.plan import plan
@@ -99,7 +100,7 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain):
+for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain, metrics):
     main.add_command(_verb)
 main.add_command(
     _passed_on(
