@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.durable_marker import decode_marker, encode_marker
-from memstore.core.durable_part import HEADER_BYTES, PartHeader, decode_header
+from memstore.core.durable_part import (
+    SLICE_LIMIT_BYTES,
+    SliceHeader,
+    decode_header,
+    header_nbytes,
+    slice_chunks,
+    slice_range,
+    slices_count,
+)
 from memstore.errors import (
     ConfigError,
     IntegrityError,
@@ -80,7 +90,7 @@ def test_marker_with_a_sound_digest_and_bad_fields_is_refused(old: str, new: str
     """The digest is not trusted to vouch for the contents: every field is checked."""
 
     def sealed(text: str) -> bytes:
-        record = b"memstore-marker 1\n" + text.encode(errors="surrogateescape") + b"\n"
+        record = b"memstore-marker 2\n" + text.encode(errors="surrogateescape") + b"\n"
         return record + xxhash.xxh3_128_hexdigest(record).encode() + b"\n"
 
     assert decode_marker(sealed(GOOD)).marker.step == StepId(1, 2)
@@ -108,32 +118,84 @@ def test_incomplete_marker_is_not_encoded(ranks: list[int], lineage: dict[str, o
         encode_marker(JOB, DurableMarker(StepId(1, 2), 2, specs), lineage)
 
 
-@given(st.integers(0, 1 << 20), st.integers(1, 1 << 30), st.integers(0, 1 << 50), HEX)
-def test_part_headers_round_trip_and_tile_the_file(
-    manifest_nbytes: int, chunk_bytes: int, payload_nbytes: int, digest: str
-) -> None:
-    """A header comes back equal, and its first and last chunk end where the file says."""
-    header = PartHeader(manifest_nbytes, chunk_bytes, payload_nbytes, digest)
-    file_nbytes = HEADER_BYTES + manifest_nbytes + payload_nbytes
-    assert decode_header(header.encode(), file_nbytes=file_nbytes) == header
-    if header.chunks_count:
-        assert header.chunk_range(0)[0] == HEADER_BYTES + manifest_nbytes
-        assert sum(header.chunk_range(header.chunks_count - 1)) == file_nbytes
-    with pytest.raises(IntegrityError):
-        decode_header(header.encode(), file_nbytes=file_nbytes + 1)
+@st.composite
+def specs(draw: st.DrawFn) -> ShardSpec:
+    chunk_bytes = draw(st.sampled_from([4096, 64 << 10, 4 << 20, 64 << 20]))
+    nbytes = draw(st.integers(0, 700 * chunk_bytes))
+    return ShardSpec(draw(HEX), nbytes, chunk_bytes if nbytes else 0, -(-nbytes // chunk_bytes), 1)
 
 
-def test_headers_of_other_formats_say_so() -> None:
-    """Another magic, another version, an absurd manifest and chunks of nothing each get their own words."""
+@given(specs())
+def test_slices_tile_the_shard_and_are_bounded(spec: ShardSpec) -> None:
+    """Every chunk is in exactly one slice, in order; a slice fits in memory, and small shards are cut as well."""
+    slices = [slice_range(spec, number) for number in range(slices_count(spec))]
+    assert [index for each in slices for index in each] == list(range(spec.chunks_count))
+    assert len(slices) >= 1
+    assert all(slices) or not spec.chunks_count
+    assert slice_chunks(spec) == 1 or slice_chunks(spec) * spec.chunk_bytes <= SLICE_LIMIT_BYTES
+    assert len(slices) > 1 or spec.chunks_count <= 2
 
-    def refusal(fields: bytes, file_nbytes: int) -> str:
-        sealed = fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
+
+def header_of(spec: ShardSpec, number: int, *, manifest_nbytes: int = 77) -> SliceHeader:
+    """The header of a plain slice."""
+    sizes = tuple(spec.chunk_nbytes(index) for index in slice_range(spec, number))
+    return SliceHeader(number, spec, 0 if number else manifest_nbytes, sizes, (False,) * len(sizes))
+
+
+@given(spec=specs(), pick=st.integers(0, 1 << 30), flip=st.integers(0, 1 << 30))
+def test_slice_headers_round_trip_and_no_damage_passes(spec: ShardSpec, pick: int, flip: int) -> None:
+    """A header comes back equal, its chunks tile the file; any flipped bit, cut or other size is refused."""
+    number = pick % slices_count(spec)
+    header = header_of(spec, number)
+    data, payload_nbytes = header.encode(), sum(header.stored_nbytes)
+    file_nbytes = len(data) + header.manifest_nbytes + payload_nbytes
+    assert len(data) == header_nbytes(spec, number) == header.nbytes
+    assert decode_header(data + b"more", spec, number, file_nbytes=file_nbytes) == header
+    end = len(data) + header.manifest_nbytes
+    for index in slice_range(spec, number):
+        offset, nbytes, _ = header.chunk_place(index)
+        assert (offset, nbytes) == (end, spec.chunk_nbytes(index))
+        end += nbytes
+    assert end == file_nbytes
+    flipped = bytearray(data)
+    flipped[flip // 8 % len(data)] ^= 1 << flip % 8
+    for bad, size in ((bytes(flipped), file_nbytes), (data[: flip % len(data)], file_nbytes), (data, file_nbytes + 1)):
+        with pytest.raises(IntegrityError):
+            decode_header(bad, spec, number, file_nbytes=size)
+
+
+@given(spec=specs())
+def test_a_slice_is_not_taken_for_another(spec: ShardSpec) -> None:
+    """A sound header of another slice, digest or size is refused."""
+    data = header_of(spec, 0).encode()
+    others = [
+        ShardSpec("f" * 32, spec.nbytes, spec.chunk_bytes, spec.chunks_count, 1),
+        ShardSpec(spec.digest, spec.nbytes + 1, spec.chunk_bytes or 4096, spec.chunks_count or 1, 1),
+    ]
+    for other in others:
+        with pytest.raises(IntegrityError):
+            decode_header(data, other, 0, file_nbytes=len(data) + 77 + spec.nbytes)
+    with pytest.raises(IntegrityError, match="was asked of a slice"):
+        header_of(spec, 0).chunk_place(spec.chunks_count)
+
+
+def test_headers_that_contradict_themselves_say_so() -> None:
+    """Another magic, another version, an absurd manifest and chunks of another size each get their own words."""
+    spec = ShardSpec("0" * 32, 10_000, 4096, 3, 1)
+
+    def refusal(header: SliceHeader, at: int = 0, new: bytes = b"") -> str:
+        fields = bytearray(header.encode()[:-8])
+        fields[at : at + len(new)] = new
+        sealed = bytes(fields) + xxhash.xxh3_64_intdigest(bytes(fields)).to_bytes(8, "little")
+        total = len(sealed) + header.manifest_nbytes + sum(header.stored_nbytes)
         with pytest.raises(IntegrityError) as caught:
-            decode_header(sealed, file_nbytes=file_nbytes)
+            decode_header(sealed, spec, 0, file_nbytes=total)
         return str(caught.value)
 
-    fields = PartHeader(1 << 30, 4, 0, "0" * 32).encode()[:-8]
-    assert "not a memstore part" in refusal(b"X" + fields[1:], 0)
-    assert "part format 9" in refusal(fields[:8] + b"\x09" + fields[9:], 0)
-    assert "the limit is" in refusal(fields, HEADER_BYTES + (1 << 30))
-    assert "chunks of 0" in refusal(PartHeader(0, 0, 5, "0" * 32).encode()[:-8], HEADER_BYTES + 5)
+    good = header_of(spec, 0)
+    assert "not a memstore part" in refusal(good, 0, b"X")
+    assert "part format 9" in refusal(good, 8, b"\x09")
+    assert "the limit is" in refusal(header_of(spec, 0, manifest_nbytes=1 << 30))
+    assert "slice 0 has it" in refusal(header_of(spec, 0, manifest_nbytes=0))
+    assert "is said to take" in refusal(replace(good, stored_nbytes=(4096, 4095)))
+    assert "is said to take" in refusal(replace(good, is_compressed=(False, True)))

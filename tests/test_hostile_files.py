@@ -21,7 +21,8 @@ from memstore.config import Config
 from memstore.shell import arena_folder
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import ArenaLock
-from memstore.shell.durable_directory import DirectoryTier
+from memstore.shell.durable_directory import DirectoryFiles
+from memstore.shell.durable_tier import PartsTier
 from memstore.shell.journal import Journal
 from memstore.shell.listener import Listener
 from memstore.shell.manifest_folder import ManifestFolder
@@ -29,7 +30,7 @@ from memstore.shell.orphan import touch
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
 from memstore.testing.rank_process import RankNursery, together
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, ShardSpec
 
 VICTIM = b"somebody's thesis\n" * 5000
 NAME = "0" * 40  # of a manifest
@@ -137,18 +138,19 @@ def test_strange_entries_among_manifests_are_skipped_by_name(folder: Path) -> No
     assert len(manifests.skipped) == 4
 
 
+SPEC = ShardSpec("00" * 16, 0, 0, 0, 1)
 JOBS = ["../../x", "..", "", "x" * 65, "x" * 300, "naïve", "a\0b", "a/b", ".hidden", "-rf", "a\n", "a b"]
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_no_jobs_name_leaves_the_durable_directory(tmp_path: Path, job: str) -> None:
     """Reading, writing, listing and removing refuse the name; nothing appears in or beside the root."""
-    tier = DirectoryTier(tmp_path / "root")
+    tier = PartsTier(DirectoryFiles(tmp_path / "root"))
     tier.probe()
     shard = ShardId(job, 1, 1, 0)
     for call in (
-        lambda: tier.write_part(shard, b"m", [], should_stop=lambda: False),
-        lambda: tier.read_manifest(shard, "00" * 16),
+        lambda: tier.write_slice(shard, SPEC, 0, b"m", [], should_stop=lambda: False),
+        lambda: tier.read_manifest(shard, SPEC),
         lambda: tier.markers(job),
         lambda: tier.remove_job(job),
     ):
@@ -162,10 +164,10 @@ def test_no_jobs_name_leaves_the_durable_directory(tmp_path: Path, job: str) -> 
 )
 def test_no_number_leaves_the_durable_directory(tmp_path: Path, numbers: tuple[Any, ...]) -> None:
     """Negative, huge and mistyped attempts, steps and ranks make no file outside the job's folders."""
-    tier = DirectoryTier(tmp_path / "root")
+    tier = PartsTier(DirectoryFiles(tmp_path / "root"))
     tier.probe()
     with contextlib.suppress(errors.MemstoreError):
-        tier.write_part(ShardId("job", *numbers), b"m", [], should_stop=lambda: False)
+        tier.write_slice(ShardId("job", *numbers), SPEC, 0, b"m", [], should_stop=lambda: False)
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
     assert all("-1" not in path.name and ".." not in path.name for path in tmp_path.rglob("*"))
 
@@ -229,7 +231,7 @@ def test_other_users_of_the_machine_can_open_nothing(tmp_path: Path, open_place:
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
     durable = open_place / "durable"
-    DirectoryTier(durable).probe()
+    DirectoryFiles(durable).probe()
     with ProcessCluster(tmp_path / "cluster", {"h0": {"memstore": "replica"}}) as cluster:
         fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1)
         ranks = fleet.begin(["h0"], last_step=1)
@@ -237,7 +239,7 @@ def test_other_users_of_the_machine_can_open_nothing(tmp_path: Path, open_place:
         arena = cluster.arena("h0")
         ours = [arena.parent.parent, *arena.parent.parent.rglob("*"), durable, *durable.rglob("*")]
         assert {"arena", "slots", "journal", "secret", "lock", "holder.sock", "manifests", "rank-0", "marker"} <= {
-            path.name for path in ours
+            path.name.partition(".0.")[0] for path in ours
         }
         for path in ours:
             status = path.lstat()

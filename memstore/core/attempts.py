@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.job import Attempt, Call, Job, Seat
 from memstore.core.names import listed
@@ -166,7 +167,7 @@ class Attempts:
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
         """All ranks are there: open, once durable storage has said what it knows of a job that RAM forgot (R31)."""
         job = self.catalog.jobs.get(name)
-        durable = gathering.joins[0].body["config"].get("durable")
+        durable = place_of(gathering.joins[0].body["config"])
         if not durable or (job is not None and job.attempts):
             self.open(name, gathering)
             return

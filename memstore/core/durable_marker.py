@@ -1,6 +1,6 @@
 """The marker that makes a durable step count: three lines of text that carry their own digest (R31). Pure.
 
-    memstore-marker 1
+    memstore-marker 2
     {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "lineage": {...}, "parts": [[digest, ...], ...]}
     <hex xxh3-128 of the two lines above>
 
@@ -22,7 +22,7 @@ from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
 MARKER_LIMIT_BYTES = 32 << 20  # about 80 bytes a rank: four hundred thousand ranks
-_FIRST_LINE = b"memstore-marker 1\n"
+_FIRST_LINE = b"memstore-marker 2\n"
 _DIGEST_NBYTES = 33  # 32 hex digits and the newline
 _HEX = re.compile(r"[0-9a-f]{32}\Z")
 

@@ -1,15 +1,20 @@
 """Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
 
-idle --due--> writing (every host its parts) --all parts reported--> marking --> done: idle
-                 |  ^--------- next is due: abandoned and counted ---------'
-                 '--a part failed--> idle, with the reason in status; tried again when next due
+idle --due--> writing (every host its slices) --all slices reported--> marking --> done: idle
+                 |  ^--------- next is due: abandoned and counted ----------'
+                 |  a slice failed, or its writer died: another holder of the shard writes it
+                 '--nobody is left to write it--> idle, with the reason in status; tried again when next due
+
+The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
+from memstore.core.durable_part import slices_count
+from memstore.core.durable_place import place_of
 from memstore.core.durable_schedule import next_durable, retire
 from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
@@ -20,7 +25,8 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
-MARKER = -1  # stands for a rank among those who write
+Piece = tuple[int, int]  # rank, slice
+MARKER: Piece = (-1, 0)
 
 
 @dataclass(slots=True)
@@ -29,9 +35,10 @@ class Write:
 
     step: StepId
     since_s: float
-    waits: dict[int, str]  # rank -> host that writes its part
+    waits: dict[Piece, str]  # what is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
     phase: Literal["writing", "marking"] = "writing"
+    failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
 
 
 @dataclass(slots=True)
@@ -94,36 +101,69 @@ class DurableOrders:
         return len(ranks) == job.commits[step].world_size and all(self._writers(job, step, r) for r in ranks)
 
     def _writers(self, job: Job, step: StepId, rank: int) -> list[str]:
-        hosts = job.copies[step].get(rank, {})
+        hosts = job.copies.get(step, {}).get(rank, {})
         return sorted(h for h, c in hosts.items() if not c.missing and self.catalog.hosts.is_answering(h))
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, {}, {})
-        parts: dict[str, list[list[Any]]] = {}
         for rank, hosts in job.copies[step].items():
-            owner = self.catalog.view.owner_host(job, attempt, rank)
-            able = self._writers(job, step, rank)
-            writer = owner if owner in able else able[0]
-            write.waits[rank], write.specs[rank] = writer, hosts[writer].spec
-            shard = ShardId(job.name, step.attempt, step.step, rank)
-            parts.setdefault(writer, []).append([shard_to_wire(shard), hosts[writer].spec.digest])
+            owner, able = self.catalog.view.owner_host(job, attempt, rank), self._writers(job, step, rank)
+            able = sorted(able, key=owner.__ne__)  # the owner first: it alone writes a small shard
+            spec = write.specs[rank] = hosts[able[0]].spec
+            able = [host for host in able if hosts[host].spec == spec]
+            count = slices_count(spec)
+            write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
         state.active, state.last_started_s, state.last_started_step = write, now, step
-        for host, items in sorted(parts.items()):
-            self._tell(job, attempt, host, "parts", step, {"parts": items})
+        self._order_slices(job, attempt, write, set(write.waits))
+
+    def _order_slices(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece]) -> None:
+        """Tell every host which of `pieces` it writes."""
+        numbers: dict[str, dict[int, list[int]]] = {}
+        for rank, number in sorted(pieces):
+            numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
+        for host, ranks in sorted(numbers.items()):
+            parts = [
+                [
+                    shard_to_wire(ShardId(job.name, write.step.attempt, write.step.step, rank)),
+                    write.specs[rank].digest,
+                    mine,
+                ]
+                for rank, mine in ranks.items()
+            ]
+            self._tell(job, attempt, host, "parts", write.step, {"parts": parts})
+
+    def _move(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece], gone: str) -> bool:
+        """Give slices to other holders of their shards, the least busy first; False if some slice has none left."""
+        for piece in sorted(pieces):
+            write.failed.setdefault(piece, set()).add(gone)
+            copies, spec = job.copies.get(write.step, {}).get(piece[0], {}), write.specs[piece[0]]
+            holders = [host for host in self._writers(job, write.step, piece[0]) if copies[host].spec == spec]
+            able = [host for host in holders if host not in write.failed[piece]]
+            if not able:
+                return False
+            busy = list(write.waits.values())
+            write.waits[piece] = min(able, key=busy.count)
+        self._order_slices(job, attempt, write, pieces)
+        return True
 
     def _tell(self, job: Job, attempt: Attempt, host: str, what: str, step: StepId, extra: Body) -> None:
-        body = {"job": job.name, "durable": attempt.config["durable"], "what": what, "step": [step.attempt, step.step]}
+        body = {"job": job.name, "durable": place_of(attempt.config), "what": what, "step": [step.attempt, step.step]}
         self.catalog.tell(host, "persist", {**body, **extra})
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
-        if state.active is not None and job.newest is not None:
+        if state.active is not None:
             self.catalog.observer.durable(job.name, state.active.step, "abandoned", state.active.since_s, why)
-            for host in sorted(set(state.active.waits.values())):
-                self._tell(job, job.newest, host, "stop", state.active.step, {})
-        state.active = None
+        self._stop(job, state)
         state.abandoned_in_a_row += 1
         state.abandoned_count += 1
         state.problem = why
+
+    def _stop(self, job: Job, state: DurableState) -> None:
+        """End the write, on every host that is still at it."""
+        if state.active is not None and job.newest is not None:
+            for host in sorted(set(state.active.waits.values())):
+                self._tell(job, job.newest, host, "stop", state.active.step, {})
+        state.active = None
 
     def persisted(self, now: float, host_id: str, body: Body) -> None:
         """A host wrote a part or the marker, or could not."""
@@ -134,16 +174,22 @@ class DurableOrders:
         attempt = job.newest if job is not None else None
         if job is None or attempt is None or write is None or write.step != step:
             return
+        piece = (int(body["rank"]), int(body["slice"])) if body["what"] == "parts" else MARKER
+        if write.waits.get(piece) != host_id:
+            return  # another host was given the slice meanwhile; what this one wrote is the same
         if not body["ok"]:
-            state.active, state.problem = None, str(body["why"])
+            why = f"durable write of step {step.step} failed on {host_id}: {body['why']}"
+            self.catalog.note(f"job {job.name!r}: {why}", "warning")
+            if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
+                return
+            self._stop(job, state)
+            self._tell(job, attempt, host_id, "remove", step, {"only_unmarked": True})  # full storage needs the room
+            state.problem = str(body["why"])
             self.catalog.observer.durable(job.name, step, "failed", write.since_s, state.problem)
             state.failures_count += 1
-            self.catalog.note(f"job {job.name!r}: durable write of step {step.step} failed: {body['why']}", "warning")
             return
-        if body["what"] == "parts":
-            write.waits.pop(int(body["rank"]), None)
-            if write.phase == "marking":
-                return
+        del write.waits[piece]
+        if piece != MARKER:
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)
@@ -155,7 +201,7 @@ class DurableOrders:
         spans = job.spans(attempt.ordinal)
         for old in retire([s for s in job.markers if in_lineage(spans, s)], int(attempt.config["durable_keep"])):
             del job.markers[old]
-            self._tell(job, attempt, host_id, "remove", old, {})
+            self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
         self.catalog.retention.retain(job)
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
@@ -193,9 +239,19 @@ class DurableOrders:
         return ""
 
     def host_died(self, job: Job, host_id: str) -> None:
-        """A writer died: the write is over; the next one starts from what is left."""
-        state = self.state(job.name)
-        if state.active is not None and host_id in state.active.waits.values():
-            self._abandon(job, state, f"host {host_id} died while it wrote")
+        """A writer died: what it owed goes to other holders; if there are none the write is over."""
+        state, attempt = self.state(job.name), job.newest
+        write = state.active
+        if write is None or attempt is None or host_id not in write.waits.values():
+            return
+        others = [
+            host for host in self.catalog.hosts.live_ids() if host != host_id and self.catalog.hosts.is_answering(host)
+        ]
+        if write.waits.get(MARKER) == host_id and others:
+            self._order_marker(job, attempt, others[0], write)
+            return
+        owed = {piece for piece, host in write.waits.items() if host == host_id}
+        if MARKER in owed or not self._move(job, attempt, write, owed, host_id):
+            self._abandon(job, state, f"host {host_id} died while it wrote, and nobody else can write what it owed")
             state.last_started_step = None
             state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait

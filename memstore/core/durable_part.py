@@ -1,12 +1,15 @@
-"""Layout of a durable part: one shard's manifest and chunks in one file. Pure.
+"""Layout of a durable part: a shard's manifest and chunks, cut into slices of one file or object each (R31). Pure.
 
-    offset 0                 header, HEADER_BYTES
-    HEADER_BYTES             manifest, manifest_nbytes
-    ... directly after       chunk 0, chunk 1, ...: all of chunk_bytes but the last
+A slice is a run of whole chunks, and which chunks follows from the shard's spec alone: whoever writes slice 3 of a
+shard, now or in a retry, writes the same chunks under the same name. The name carries the shard's digest, so slices of
+different bytes never meet. One file:
 
-The header goes in last and carries its own digest, and the sizes in it must add up to the file's, so a part cut short
-or altered in its frame is refused before anything is allocated. Chunk bytes are checked by the reader against the
-manifest. Read `durable_marker.py` next.
+    offset 0         fields, then the stored size of every chunk, then xxh3-64 of both
+    ... after that   the manifest, in slice 0 only
+    ... after that   chunks, as stored: plain, or compressed where the top bit of the size is set, or encrypted
+
+The sizes must add up to the file's, so a slice cut short or altered in its frame is refused before anything is
+allocated. Chunk bytes are checked by the reader against the manifest. Read `durable_marker.py` next.
 """
 
 from __future__ import annotations
@@ -17,64 +20,134 @@ from dataclasses import dataclass
 import xxhash
 
 from memstore.errors import IntegrityError
+from recovery.inventory import ShardSpec
 
-VERSION = 1
+VERSION = 2
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors with names of a hundred bytes fit twice
+SLICE_LIMIT_BYTES = 64 << 20  # a writer holds one in memory; large enough that a request's cost vanishes
+SLICES_WANTED = 16  # of a smaller shard, so that several hosts can share it and a death costs little
+SALT_BYTES, KEY_NAME_BYTES = 16, 8
 _MAGIC = b"MEMSPART"
-_FIELDS = struct.Struct("<8sHxxIQQ16s")  # magic, version, manifest, chunk, payload bytes, manifest digest
-_CHECK = struct.Struct("<Q")  # xxh3-64 over the fields
-HEADER_BYTES = _FIELDS.size + _CHECK.size
+# magic, version, slice, chunk bytes, payload bytes of the shard, chunks here, manifest as stored, digest, key, salt
+_FIELDS = struct.Struct(f"<8sHxxIIQII16s{KEY_NAME_BYTES}s{SALT_BYTES}s")
+_SIZE = struct.Struct("<I")
+_CHECK = struct.Struct("<Q")
+_COMPRESSED = 1 << 31
+
+
+def slice_chunks(spec: ShardSpec) -> int:
+    """Return how many chunks a slice of this shard has; the last one may have fewer."""
+    if not spec.chunks_count:
+        return 1
+    most = max(1, SLICE_LIMIT_BYTES // spec.chunk_bytes)
+    return min(most, max(2, -(-spec.chunks_count // SLICES_WANTED)))
+
+
+def slices_count(spec: ShardSpec) -> int:
+    """Return the number of slices: at least one, which has the manifest."""
+    return max(1, -(-spec.chunks_count // slice_chunks(spec)))
+
+
+def slice_range(spec: ShardSpec, number: int) -> range:
+    """Return the chunks of slice `number`."""
+    each = slice_chunks(spec)
+    return range(number * each, min((number + 1) * each, spec.chunks_count))
+
+
+def header_nbytes(spec: ShardSpec, number: int) -> int:
+    """Return the size of a slice's header, which follows from its spec."""
+    return _FIELDS.size + _SIZE.size * len(slice_range(spec, number)) + _CHECK.size
 
 
 @dataclass(frozen=True, slots=True)
-class PartHeader:
-    """Sizes of a part; `payload_nbytes` is the sum of its chunks."""
+class SliceHeader:
+    """What a slice's file says of itself. `key_name` and `salt` are zero bytes unless it is encrypted."""
 
-    manifest_nbytes: int
-    chunk_bytes: int  # 0 only if there are no chunks
-    payload_nbytes: int
-    digest: str  # hex xxh3-128 of the manifest: the shard's digest (R14)
+    number: int
+    spec: ShardSpec
+    manifest_nbytes: int  # as stored; 0 but in slice 0
+    stored_nbytes: tuple[int, ...]  # of every chunk here
+    is_compressed: tuple[bool, ...]
+    key_name: bytes = bytes(KEY_NAME_BYTES)
+    salt: bytes = bytes(SALT_BYTES)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Say whether manifest and chunks need a key."""
+        return any(self.key_name)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the header itself."""
+        return header_nbytes(self.spec, self.number)
 
     def encode(self) -> bytes:
-        """Return the HEADER_BYTES that start the file."""
-        fields = _FIELDS.pack(
-            _MAGIC, VERSION, self.manifest_nbytes, self.chunk_bytes, self.payload_nbytes, bytes.fromhex(self.digest)
+        """Return the bytes that start the file."""
+        fields = self.frame()
+        fields += b"".join(
+            _SIZE.pack(nbytes | _COMPRESSED * packed)
+            for nbytes, packed in zip(self.stored_nbytes, self.is_compressed, strict=True)
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
-    @property
-    def chunks_count(self) -> int:
-        """Number of chunks in the part."""
-        return -(-self.payload_nbytes // self.chunk_bytes) if self.chunk_bytes else 0
+    def frame(self) -> bytes:
+        """Return the fields alone: what every encrypted piece of the slice is bound to."""
+        return _FIELDS.pack(
+            _MAGIC, VERSION, self.number, self.spec.chunk_bytes, self.spec.nbytes, len(self.stored_nbytes),
+            self.manifest_nbytes, bytes.fromhex(self.spec.digest), self.key_name, self.salt,
+        )  # fmt: skip
 
-    def chunk_range(self, index: int) -> tuple[int, int]:
-        """Return (file offset, bytes) of chunk `index`; out of range is an IntegrityError."""
-        if not 0 <= index < self.chunks_count:
-            raise IntegrityError(f"chunk {index} was asked of a part that has {self.chunks_count} chunks")
-        start = index * self.chunk_bytes
-        return HEADER_BYTES + self.manifest_nbytes + start, min(self.chunk_bytes, self.payload_nbytes - start)
+    def chunk_place(self, index: int) -> tuple[int, int, bool]:
+        """Return (file offset, stored bytes, is compressed) of chunk `index` of the shard."""
+        here = slice_range(self.spec, self.number)
+        if index not in here:
+            raise IntegrityError(f"chunk {index} was asked of a slice that has chunks {here.start} to {here.stop - 1}")
+        at = index - here.start
+        offset = self.nbytes + self.manifest_nbytes + sum(self.stored_nbytes[:at])
+        return offset, self.stored_nbytes[at], self.is_compressed[at]
 
 
-def decode_header(data: bytes, *, file_nbytes: int) -> PartHeader:
-    """Return the header in the file's first bytes, checked against the file's size.
+def decode_header(data: bytes, spec: ShardSpec, number: int, *, file_nbytes: int) -> SliceHeader:
+    """Return the header in the file's first bytes, checked against the shard's spec and the file's size.
 
     Raises:
-        IntegrityError: not a part, another version, damaged, or not as long as it says; the message has the numbers.
+        IntegrityError: not a slice, another version, damaged, of other bytes, or not as long as it says.
     """
-    if len(data) < HEADER_BYTES:
-        raise IntegrityError(f"cut short: {len(data)} bytes, a part's header alone has {HEADER_BYTES}")
-    magic, version, manifest_nbytes, chunk_bytes, payload_nbytes, digest = _FIELDS.unpack_from(data)
+    wanted = header_nbytes(spec, number)
+    if len(data) < _FIELDS.size:
+        raise IntegrityError(f"cut short: {len(data)} bytes, a slice's header has {wanted}")
+    magic, version, found, chunk_bytes, payload_nbytes, chunks_count, manifest_nbytes, digest, key_name, salt = (
+        _FIELDS.unpack_from(data)
+    )
     if magic != _MAGIC:
         raise IntegrityError(f"not a memstore part: it starts with {magic!r} instead of {_MAGIC!r}")
     if version != VERSION:
         raise IntegrityError(f"part format {version}, this memstore reads {VERSION}: read it with its writer's version")
-    if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
-        raise IntegrityError("the part's header does not match its own digest")
-    expected = HEADER_BYTES + manifest_nbytes + payload_nbytes
-    if file_nbytes != expected:
-        raise IntegrityError(f"the part has {file_nbytes} bytes where its header says {expected}")
-    if manifest_nbytes > MANIFEST_LIMIT_BYTES:
-        raise IntegrityError(f"manifest of {manifest_nbytes} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
-    if payload_nbytes and not chunk_bytes:
-        raise IntegrityError(f"{payload_nbytes} bytes in chunks of 0 bytes")
-    return PartHeader(manifest_nbytes, chunk_bytes, payload_nbytes, digest.hex())
+    if len(data) < wanted:
+        raise IntegrityError(f"cut short: {len(data)} bytes, the slice's header has {wanted}")
+    if _CHECK.unpack_from(data, wanted - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(data[: wanted - _CHECK.size]):
+        raise IntegrityError("the slice's header does not match its own digest")
+    is_ours = (found, digest.hex(), payload_nbytes) == (number, spec.digest, spec.nbytes)
+    if not is_ours or (chunk_bytes, chunks_count) != (spec.chunk_bytes, len(slice_range(spec, number))):
+        raise IntegrityError(
+            f"holds {chunks_count} chunks of {chunk_bytes} bytes, slice {found} of {payload_nbytes} bytes of shard "
+            f"{digest.hex()}; asked was slice {number} of {spec.nbytes} bytes of {spec.digest}"
+        )
+    sizes = [_SIZE.unpack_from(data, _FIELDS.size + _SIZE.size * at)[0] for at in range(chunks_count)]
+    stored, packed = tuple(size & ~_COMPRESSED for size in sizes), tuple(bool(size & _COMPRESSED) for size in sizes)
+    if file_nbytes != wanted + manifest_nbytes + sum(stored):
+        raise IntegrityError(
+            f"the slice has {file_nbytes} bytes where its header says {wanted + manifest_nbytes + sum(stored)}"
+        )
+    if manifest_nbytes > MANIFEST_LIMIT_BYTES or bool(manifest_nbytes) != (number == 0):
+        raise IntegrityError(
+            f"manifest of {manifest_nbytes} bytes in slice {number}: slice 0 has it, "
+            f"the limit is {MANIFEST_LIMIT_BYTES}"
+        )
+    header = SliceHeader(number, spec, manifest_nbytes, stored, packed, key_name, salt)
+    for index in slice_range(spec, number):
+        _, nbytes, is_compressed = header.chunk_place(index)
+        plain = spec.chunk_nbytes(index)
+        if not header.is_encrypted and (nbytes >= plain if is_compressed else nbytes != plain):
+            raise IntegrityError(f"chunk {index} of {plain} bytes is said to take {nbytes}")
+    return header

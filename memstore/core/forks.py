@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memstore.core.committed import Refusal, named_step, whole_or_partly, why_not_whole
+from memstore.core.durable_place import place_of
 from memstore.core.events import Body
 from memstore.core.facts import JobForked
 from memstore.core.fork_making import ForkMaking, stand_in
@@ -81,7 +82,7 @@ class Forks:
         pending = self.pending[name] = Pending(
             [call], nonce, self._draft(job, step, name), job.name, step, self.catalog.now
         )
-        durable = job.newest.config.get("durable") if job.newest is not None else None
+        durable = place_of(job.newest.config) if job.newest is not None else None
         if durable is None:
             self._claim(pending)
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.drops import drop_copy
+from memstore.core.durable_place import place_of
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Attempt, Call, Job
@@ -176,7 +177,7 @@ class Queries:
             {
                 "job": job.name, "round": -self.count, "rank": rank, "shard": shard_to_wire(shard),
                 "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": attempt.config.get("durable"), "chunks": call.body.get("chunks"),
+                "durable": place_of(attempt.config), "chunks": call.body.get("chunks"),
                 "runs": [
                     [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
                 ],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.attempts import Gathering
 from memstore.core.committed import Refusal, named_step
+from memstore.core.durable_place import place_of
 from memstore.core.job import Attempt, Call, Job
 from recovery.inventory import StepId
 from recovery.lineage import Span
@@ -59,7 +60,7 @@ class Rewinds:
             attempts.open(job.name, gathering)
             return
         gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), self.catalog.now
-        order = {"job": job.name, "durable": attempt.config["durable"], "call": gathering.markers_call}
+        order = {"job": job.name, "durable": place_of(attempt.config), "call": gathering.markers_call}
         self.catalog.tell(gathering.joins[0].host_id, "markers", order)
 
     def markers_listed(self, name: str, gathering: Gathering, why: str) -> None:

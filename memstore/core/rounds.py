@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memstore.core.durable_place import place_of
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
 from memstore.core.names import listed
@@ -100,7 +101,7 @@ class Rounds:
             return
         active.enter(now, "listing")
         active.unread, active.markers_call = "", self.catalog.durable.next_call()
-        body = {"job": job.name, "durable": attempt.config["durable"], "call": active.markers_call}
+        body = {"job": job.name, "durable": place_of(attempt.config), "call": active.markers_call}
         first = attempt.seats[0].host_id
         self.catalog.tell(first if first in hosts else hosts[0], "markers", body)
 

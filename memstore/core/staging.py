@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from memstore.core.durable_place import place_of
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.facts import RestoreReleased, StepCommitted
 from memstore.core.job import Call
@@ -78,7 +79,7 @@ class Staging:
         runs: dict[int, list[list[Any]]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
-        durable = job.attempts[active.attempt].config.get("durable")
+        durable = place_of(job.attempts[active.attempt].config)
         for rank, call in sorted(active.calls.items()):
             shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
             holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]

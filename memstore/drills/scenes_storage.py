@@ -231,7 +231,7 @@ class DurableSlow(DurableError):
 
 
 class DurableTorn(Scene):
-    """A part of the newest durable step is cut short, and every copy of that shard in RAM is lost."""
+    """A slice of the newest durable step is cut short, and every copy of that shard in RAM is lost."""
 
     name = "durable-torn"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1, "durable_keep": 3}
@@ -251,11 +251,11 @@ class DurableTorn(Scene):
     def inject(self) -> str:
         step = self.durable[-1]
         folder = Path(str(self.run.config.durable)) / self.run.job.name
-        [part] = folder.glob(f"*/{step}/rank-{self.rank}")
+        part = self.rng.choice(sorted(folder.glob(f"*/{step}/rank-{self.rank}.*")))
         before = part.stat().st_size
         self.part, self.left = part, int(before * self.rng.uniform(0.1, 0.9))
         os.truncate(part, self.left)
-        torn = f"part of rank {self.rank}, durable step {step}, cut from {before:,} to {self.left:,} bytes"
+        torn = f"slice of the part of rank {self.rank}, durable step {step}, cut from {before:,} to {self.left:,} bytes"
         return "; ".join([torn, *self.lose_memories()])
 
     def wait_for_effect(self) -> str:

@@ -10,18 +10,14 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from memstore.core.durable_part import HEADER_BYTES, PartHeader, decode_header
-from memstore.errors import CapacityError, ConfigError, IntegrityError, InternalError, MemstoreError, TransportError
+from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
 
 TEMP_PREFIX = ".tmp-"  # no job, step, part or marker starts with a dot
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe left in the way must not hang the open
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-# Written pages count against the host's memory until they are on storage. Flushing every so often keeps a part of a
-# hundred GB from crowding out the arena, and keeps the last fsync, during which nothing can be abandoned, short.
-_FLUSH_BYTES = 64 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_OURS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
@@ -45,8 +41,8 @@ def mapped(action: str, path: str) -> Iterator[None]:
         raise TransportError(f"{what}: nothing is known about the bytes, it may be tried again", path=path) from exc
 
 
-def write_file(folder: int, name: str, fill: Callable[[int], bool]) -> bool:
-    """Let `fill` write a temporary file; if it says True sync it and put it in place. Return what `fill` said.
+def write_file(folder: int, name: str, pieces: Sequence[bytes | memoryview], should_stop: Callable[[], bool]) -> bool:
+    """Write `pieces` to a temporary file, sync it and put it in place; False if `should_stop` said so before that.
 
     Whatever happens, no temporary file stays, short of a crash. Writers of one name do not meet: the last one wins.
     """
@@ -55,46 +51,25 @@ def write_file(folder: int, name: str, fill: Callable[[int], bool]) -> bool:
     is_placed = False
     try:
         try:
-            is_filled = fill(fd)
-            if is_filled:
-                os.fsync(fd)
+            offset = 0
+            for piece in pieces:
+                if should_stop():
+                    return False
+                offset += write_all(fd, memoryview(piece), offset)
+            os.fsync(fd)
+            with suppress(OSError):  # advice: written pages count against the host's memory, beside the arena
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-        if is_filled:
-            os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
-            is_placed = True
+        if should_stop():
+            return False
+        os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
+        is_placed = True
     finally:
         if not is_placed:
             unlink_if_there(folder, temp)
     sync_folder(folder)
-    return is_placed
-
-
-def fill_part(
-    fd: int, manifest: bytes, digest: str, chunks: Iterable[memoryview], should_stop: Callable[[], bool]
-) -> bool:
-    """Write a whole part into an empty file; False when `should_stop` said so before the end."""
-    chunk_bytes = last_nbytes = payload_nbytes = unflushed = 0
-    start = HEADER_BYTES + write_all(fd, memoryview(manifest), HEADER_BYTES)
-    for chunk in chunks:
-        if should_stop():
-            return False
-        chunk_bytes = chunk_bytes or chunk.nbytes
-        if not 0 < chunk.nbytes <= chunk_bytes or last_nbytes != (chunk_bytes if payload_nbytes else 0):
-            raise InternalError(
-                f"a chunk of {chunk.nbytes} bytes at {payload_nbytes}: all but the last must have {chunk_bytes}"
-            )
-        last_nbytes = write_all(fd, chunk.cast("B"), start + payload_nbytes)
-        payload_nbytes += last_nbytes
-        unflushed += last_nbytes
-        if unflushed >= _FLUSH_BYTES:
-            os.fdatasync(fd)
-            with suppress(OSError):  # advice: a file system may not take it
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            unflushed = 0
-    header = PartHeader(len(manifest), chunk_bytes, payload_nbytes, digest)
-    write_all(fd, memoryview(header.encode()), 0)
-    return not should_stop()
+    return True
 
 
 @contextmanager
@@ -109,17 +84,6 @@ def opened_file(folder: int, name: str, path: str) -> Iterator[tuple[int, int]]:
             yield fd, found.st_size
         finally:
             os.close(fd)
-
-
-@contextmanager
-def opened_part(folder: int, name: str, path: str) -> Iterator[tuple[int, PartHeader]]:
-    """Open a part whose header and size have been checked."""
-    with opened_file(folder, name, path) as (fd, file_nbytes):
-        try:
-            header = decode_header(os.pread(fd, HEADER_BYTES, 0), file_nbytes=file_nbytes)
-        except IntegrityError as exc:
-            raise IntegrityError(f"{path}/{name}: {exc}") from exc
-        yield fd, header
 
 
 def read_all(fd: int, view: memoryview, offset: int) -> None:

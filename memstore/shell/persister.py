@@ -6,21 +6,22 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.durable_part import slice_range
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.core.manifest import chunk_digest
-from memstore.core.ports import DurableTier
 from memstore.core.shelf import Shelved
 from memstore.errors import IntegrityError, MemstoreError
-from memstore.shell.durable_directory import tier_from_url
+from memstore.shell.durable_tier import open_tier
 from recovery.inventory import DurableMarker, StepId
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
 
 log = logging.getLogger("memstore")
-PERSIST_THREADS = 2
+PERSIST_THREADS = 4  # slices at once: each may be in memory once more (durable_part.SLICE_LIMIT_BYTES)
 LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
 
 
@@ -48,16 +49,28 @@ class Persister:
             self.stops.setdefault(key, threading.Event()).set()
             return
         if body["what"] == "parts":
-            stop = self.stops[key] = threading.Event()
-            for shard, digest in body["parts"]:
-                self.writers.submit(self._guard, body, lambda s=shard, d=digest: self._part(body, s, d, stop), shard[3])
+            stop = self._stop_of(key)
+            for shard, digest, numbers in body["parts"]:
+                for number in numbers:
+                    self.writers.submit(self._guard, body, partial(self._slice, body, shard, digest, number, stop),
+                                        [shard[3], number])  # fmt: skip
         elif body["what"] == "marker":
-            self.writers.submit(self._guard, body, lambda: self._marker(body, step), -1)
+            self.writers.submit(self._guard, body, lambda: self._marker(body, step), [-1, 0])
         elif body["what"] == "remove":
-            self.writers.submit(self._quietly, lambda: tier_from_url(body["durable"]).remove_step(body["job"], step))
+            self.writers.submit(self._quietly, lambda: self._remove(body, step))
 
-    def _guard(self, body: dict[str, Any], work: Any, rank: int) -> None:
-        report = {"job": body["job"], "what": body["what"], "step": body["step"], "rank": rank, "ok": True, "why": ""}
+    def _stop_of(self, key: tuple[str, StepId]) -> threading.Event:
+        """Return what stops the writing of a step: more slices of it may be ordered, and it may begin anew."""
+        job, step = key
+        for old in [k for k in self.stops if k[0] == job and k[1] != step]:
+            self.stops.pop(old).set()  # one step at a time is written
+        if key not in self.stops or self.stops[key].is_set():
+            self.stops[key] = threading.Event()
+        return self.stops[key]
+
+    def _guard(self, body: dict[str, Any], work: Any, piece: list[int]) -> None:
+        report = {key: body[key] for key in ("job", "what", "step")}
+        report.update(rank=piece[0], slice=piece[1], ok=True, why="")
         try:
             if not work():
                 return
@@ -68,28 +81,34 @@ class Persister:
             report.update(ok=False, why=repr(exc))
         self.holder.report("persisted", report)
 
+    def _remove(self, body: dict[str, Any], step: StepId) -> None:
+        open_tier(body["durable"]).remove_step(str(body["job"]), step, only_unmarked=bool(body["only_unmarked"]))
+
     def _quietly(self, work: Any) -> None:
         try:
             work()
         except MemstoreError as exc:
             log.warning("durable clean-up: %s", exc)
 
-    def _part(self, body: dict[str, Any], shard_body: Any, digest: str, stop: threading.Event) -> bool:
+    def _slice(self, body: dict[str, Any], shard_body: Any, digest: str, number: int, stop: threading.Event) -> bool:
         shard = shard_from_wire(shard_body)
+        if stop.is_set():
+            return False
         pinned = self.holder.vault.pin(shard, digest)
         if pinned is None:
             raise IntegrityError(f"{shard_body} is not here any more")
         shelved, pin = pinned
         try:
-            tier: DurableTier = tier_from_url(body["durable"])
-            return tier.write_part(
-                shard, self.holder.vault.manifest(shelved), self._chunks(shelved), should_stop=stop.is_set
-            )
+            nbytes = open_tier(body["durable"]).write_slice(
+                shard, shelved.spec, number, self.holder.vault.manifest(shelved), self._chunks(shelved, number),
+                should_stop=stop.is_set,
+            )  # fmt: skip
         finally:
             self.holder.vault.unpin(shelved, pin)
+        return nbytes is not None
 
-    def _chunks(self, shelved: Shelved) -> Iterator[memoryview]:
-        for index in range(len(shelved.slots)):
+    def _chunks(self, shelved: Shelved, number: int) -> Iterator[memoryview]:
+        for index in slice_range(shelved.spec, number):
             view = self.holder.vault.chunk_view(shelved, index)
             if view is not None and chunk_digest(view) != shelved.digests[index]:
                 self.holder.vault.verify(shelved)  # condemns it, so that repair replaces it
@@ -101,8 +120,9 @@ class Persister:
 
     def _marker(self, body: dict[str, Any], step: StepId) -> bool:
         specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-        tier = tier_from_url(body["durable"])
+        tier = open_tier(body["durable"])
         tier.write_marker(str(body["job"]), DurableMarker(step, len(specs), specs), body["lineage"])
+        self.writers.submit(self._quietly, lambda: tier.sweep(str(body["job"]), {step}))  # abandoned writes before it
         return True
 
     def markers(self, body: dict[str, Any]) -> None:
@@ -112,7 +132,7 @@ class Persister:
     def _list(self, body: dict[str, Any]) -> None:
         report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": []}
         try:
-            records, problems = tier_from_url(body["durable"]).marker_records(str(body["job"]))
+            records, problems = open_tier(body["durable"]).marker_records(str(body["job"]))
             report["markers"] = [
                 [
                     r.marker.step.attempt,

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.core.manifest import chunk_digest, decode_manifest
+from memstore.core.ports import DurableTier
 from memstore.core.shelf import Draft, Shelved
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
-from memstore.shell.durable_directory import tier_from_url
+from memstore.shell.durable_tier import open_tier
 from memstore.shell.excerpts import Excerpts
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy, ShardId, ShardSpec
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
 
 log = logging.getLogger("memstore")
 STAGE_THREADS = 8
+RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
@@ -44,6 +46,7 @@ class Stager:
         self.vault = holder.vault
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
         self.sources = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-source")
+        self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
         self.lock = threading.Lock()
         self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
@@ -59,6 +62,7 @@ class Stager:
         """Stop taking work."""
         self.workers.shutdown(wait=False, cancel_futures=True)
         self.sources.shutdown(wait=False, cancel_futures=True)
+        self.ranges.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, body: dict[str, Any]) -> None:
         shard = shard_from_wire(body["shard"])
@@ -185,7 +189,7 @@ class Stager:
             for source in sources:
                 try:
                     if source == DURABLE:
-                        return tier_from_url(str(body["durable"])).read_manifest(shard, digest), lacking
+                        return open_tier(body["durable"]).read_manifest(shard, spec_from_wire(body["spec"])), lacking
                     return self.holder.peer(source).fetch_manifest(shard, digest), lacking
                 except IntegrityError:
                     lacking.add(source)
@@ -253,22 +257,24 @@ class Stager:
     ) -> list[int]:
         if host != DURABLE:
             return self.holder.peer(host).fetch_into(self.vault, draft, digest, chunks)
-        tier = tier_from_url(str(body["durable"]))
-        bad = []
-        for index in chunks:
-            number = self.vault.take_slots_growing(1)[0]
-            view = self.vault.arena.view(number, sizes[index])
-            try:
-                tier.read_chunk_into(draft.shard, index, view)
-            except IntegrityError:
-                self.vault.give_back([number])
-                bad.append(index)
-                continue
-            except MemstoreError:
-                self.vault.give_back([number])
-                raise
-            bad += self.vault.keep_chunks(draft, [(index, number, sizes[index], chunk_digest(view))])
-        return bad
+        tier, spec = open_tier(body["durable"]), spec_from_wire(body["spec"])
+        futures = [self.ranges.submit(self._fetch_range, tier, draft, spec, index, sizes[index]) for index in chunks]
+        wait(futures)  # none may still write to the draft when it is given up
+        return [index for future in futures for index in future.result()]
+
+    def _fetch_range(self, tier: DurableTier, draft: Draft, spec: ShardSpec, index: int, nbytes: int) -> list[int]:
+        """Fetch one chunk from durable storage; return [index] if it is not there as it was put, else []."""
+        number = self.vault.take_slots_growing(1)[0]
+        view = self.vault.arena.view(number, nbytes)
+        try:
+            tier.read_chunk_into(draft.shard, spec, index, view)
+        except IntegrityError:
+            self.vault.give_back([number])
+            return [index]
+        except BaseException:
+            self.vault.give_back([number])
+            raise
+        return self.vault.keep_chunks(draft, [(index, number, nbytes, chunk_digest(view))])
 
 
 def sealed_copy(shelved: Shelved, host_id: str) -> Copy:

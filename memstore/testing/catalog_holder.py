@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 
+from memstore.core.durable_part import slices_count
 from memstore.core.events import (
     Body,
     Event,
@@ -71,11 +72,15 @@ class FakeRank:
 
 @dataclass
 class Durable:
-    """Durable storage that all hosts see: parts, then markers."""
+    """Durable storage that all hosts see: slices of parts, then markers."""
 
-    parts: dict[tuple[str, int, int, int], ShardSpec] = field(default_factory=dict)
+    slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
     problem: str = ""
+
+    def has_part(self, shard: ShardId, spec: ShardSpec) -> bool:
+        """Say whether every slice of a shard is there."""
+        return all((shard, spec, number) in self.slices for number in range(slices_count(spec)))
 
 
 class FakeHolder:
@@ -271,7 +276,7 @@ class FakeHolder:
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":
-            return self.durable.parts.get((shard.job, shard.attempt, shard.step, shard.rank)) == spec
+            return self.durable.has_part(shard, spec)
         holder = self if tier == "local" else self._peer(str(source))
         copy = holder.copies.get(shard) if holder is not None else None
         return copy is not None and copy.spec == spec and index not in copy.missing
@@ -316,19 +321,23 @@ class FakeHolder:
 
     def _persist(self, body: Body) -> None:
         job, (attempt, step), what = body["job"], body["step"], body["what"]
-        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "ok": not self.durable.problem}
+        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "ok": not self.durable.problem}
         if what == "parts":
-            for item, _ in body["parts"]:
+            for item, _, numbers in body["parts"]:
                 shard = shard_from_wire(item)
-                if shard in self.copies and not self.durable.problem:
-                    self.durable.parts[shard.job, shard.attempt, shard.step, shard.rank] = self.copies[shard].spec
-                self.report("persisted", {**reply, "rank": shard.rank, "why": self.durable.problem})
+                for number in numbers:
+                    if shard in self.copies and not self.durable.problem:
+                        key = (shard, self.copies[shard].spec, int(number))
+                        self.durable.slices.setdefault(key, []).append(self.info.host_id)
+                    self.report(
+                        "persisted", {**reply, "rank": shard.rank, "slice": number, "why": self.durable.problem}
+                    )
         elif what == "marker":
             specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
             if not self.durable.problem:
                 self.durable.markers[job, attempt, step] = (specs, dict(body["lineage"]))
             self.report("persisted", {**reply, "why": self.durable.problem})
-        elif what == "remove":
+        elif what == "remove" and not body["only_unmarked"]:
             self.durable.markers.pop((job, attempt, step), None)
 
     def _on_markers(self, body: Body) -> None:

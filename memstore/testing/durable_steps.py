@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
+from memstore.core.durable_part import slice_range, slices_count
+from memstore.core.durable_place import slice_name
 from memstore.core.ports import DurableTier
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
@@ -51,10 +54,27 @@ def lineage_of(attempt: int) -> dict[str, int | None]:
     return {"attempt": attempt, "parent_attempt": None, "parent_step": None}
 
 
+def write_slice(
+    tier: DurableTier, shard: ShardId, number: int, nbytes: int = 3 * CHUNK + 7, *,
+    should_stop: Callable[[], bool] = never,
+) -> int | None:  # fmt: skip
+    """Write one slice of a part of known bytes."""
+    spec, chunks = spec_of(shard, nbytes, 1), chunks_of(payload_of(shard, nbytes))
+    mine = [chunks[index] for index in slice_range(spec, number)]
+    return tier.write_slice(shard, spec, number, manifest_of(shard), mine, should_stop=should_stop)
+
+
 def write_part(tier: DurableTier, shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> None:
-    """Write one part of known bytes."""
-    if not tier.write_part(shard, manifest_of(shard), chunks_of(payload_of(shard, nbytes)), should_stop=never):
-        raise AssertionError(f"{shard} was abandoned though nobody asked")
+    """Write all slices of a part of known bytes."""
+    for number in range(slices_count(spec_of(shard, nbytes, 1))):
+        if write_slice(tier, shard, number, nbytes) is None:
+            raise AssertionError(f"slice {number} of {shard} was abandoned though nobody asked")
+
+
+def names_of(shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> list[str]:
+    """Return the names of the slices of a part of known bytes."""
+    spec = spec_of(shard, nbytes, 1)
+    return [slice_name(shard.rank, number, spec.digest) for number in range(slices_count(spec))]
 
 
 def write_step(tier: DurableTier, step: int, *, ranks: int = 2, nbytes: int = 3 * CHUNK + 7) -> DurableMarker:
@@ -73,7 +93,7 @@ def read_payload(tier: DurableTier, shard: ShardId, spec: ShardSpec) -> bytes:
     out = bytearray(spec.nbytes)
     for index in range(spec.chunks_count):
         start = index * spec.chunk_bytes
-        tier.read_chunk_into(shard, index, memoryview(out)[start : start + spec.chunk_nbytes(index)])
+        tier.read_chunk_into(shard, spec, index, memoryview(out)[start : start + spec.chunk_nbytes(index)])
     return bytes(out)
 
 

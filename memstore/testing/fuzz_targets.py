@@ -17,7 +17,7 @@ import torch
 
 from memstore.core import wire
 from memstore.core.durable_marker import decode_marker, encode_marker
-from memstore.core.durable_part import HEADER_BYTES, PartHeader, decode_header
+from memstore.core.durable_part import SliceHeader, decode_header
 from memstore.core.events import shard_from_wire
 from memstore.core.layout import decode_layout
 from memstore.core.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
@@ -91,9 +91,9 @@ def state(data: bytes) -> None:
 
 
 def durable(data: bytes) -> None:
-    """The two records of durable storage: a part's header with the file's size, and a marker."""
+    """The two records of durable storage: a slice's header with the file's size, and a marker."""
     for decode in (
-        lambda: decode_header(data[4:], file_nbytes=int.from_bytes(data[:4], "little")),
+        lambda: decode_header(data[4:], DURABLE_SPEC, 0, file_nbytes=int.from_bytes(data[:4], "little")),
         lambda: decode_marker(data),
     ):
         try:
@@ -145,13 +145,14 @@ def _frame_seeds() -> list[bytes]:
 
 
 def _durable_seeds() -> list[bytes]:
-    part = PartHeader(10, 1024, 2048, "ab" * 16).encode()
-    size = struct.pack("<I", HEADER_BYTES + 10 + 2048)
+    part = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True)).encode()
+    size = struct.pack("<I", len(part) + 10 + 2024)
     specs = {rank: ShardSpec("cd" * 16, 10, 4, 3, 2) for rank in range(2)}
     lineage = {"attempt": 1, "parent_attempt": None, "parent_step": None}
     return [size + part, encode_marker("job", DurableMarker(StepId(1, 2), 2, specs), lineage)]
 
 
+DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frame": frame, "body": body, "manifest": manifest, "layout": layout, "state": state, "durable": durable,
 }  # fmt: skip

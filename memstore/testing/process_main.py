@@ -16,7 +16,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.shell.controller import Controller
-from memstore.shell.durable_directory import DirectoryTier
+from memstore.shell.durable_tier import PartsTier
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.membership import DirectoryMembership
@@ -27,16 +27,16 @@ GATE_S = 60.0
 
 def hold_durable_writes(gate: Path) -> None:
     """Make every durable write of this process wait for a file, as one to a file system that hangs."""
-    real = DirectoryTier.write_part
+    real = PartsTier.write_slice
 
-    def held(self: DirectoryTier, *args: Any, **kwargs: Any) -> bool:
+    def held(self: PartsTier, *args: Any, **kwargs: Any) -> int | None:
         gate.with_name(f"{gate.name}.waits-{os.getpid()}").touch()
         deadline_s = time.monotonic() + GATE_S
         while not gate.exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return real(self, *args, **kwargs)
 
-    DirectoryTier.write_part = held  # type: ignore[method-assign]
+    PartsTier.write_slice = held  # type: ignore[method-assign]
 
 
 def main() -> int:

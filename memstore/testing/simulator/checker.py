@@ -224,10 +224,10 @@ class Checker:
         return max(racks.values(), default=0) * self.world.scenario.replicas <= len(hosts)
 
     def marked(self, job: str, attempt: int, step: int, specs: dict[int, ShardSpec]) -> None:
-        """A durable marker was written: every part must be there before it (R31)."""
+        """A durable marker was written: every slice of every part must be there before it (R31)."""
         for rank, spec in specs.items():
-            if (ShardId(job, attempt, step, rank), spec.digest) not in self.world.durable.parts:
-                raise Violation("R31", f"the marker of {(attempt, step)} was written without the part of rank {rank}")
+            if self.world.durable.part(ShardId(job, attempt, step, rank), spec.digest) is None:
+                raise Violation("R31", f"the marker of {(attempt, step)} was written before rank {rank}'s part")
 
     # -- gets ---------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.durable_part import slice_range, slices_count
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.core.manifest import chunk_digest
 from recovery.inventory import ShardId, ShardSpec
@@ -19,13 +20,27 @@ Body = dict[str, Any]
 
 @dataclass
 class Durable:
-    """What all hosts see: parts with their bytes, and markers."""
+    """What all hosts see: slices of parts with their bytes, and markers."""
 
-    parts: dict[tuple[ShardId, str], tuple[bytes, list[bytes]]] = field(default_factory=dict)
+    # (shard, digest, slice) -> number of slices, manifest, chunks
+    slices: dict[tuple[ShardId, str, int], tuple[int, bytes, list[bytes]]] = field(default_factory=dict)
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
     problem: str = ""  # every operation fails with it
     delay_s: float = 0.05
-    tears: int = 0  # so many of the next parts are cut short, silently
+    tears: int = 0  # so many of the next slices are cut short, silently
+
+    def remove_step(self, job: str, attempt: int, step: int) -> None:
+        """The marker goes, then the slices."""
+        self.markers.pop((job, attempt, step), None)
+        for key in [k for k in self.slices if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)]:
+            del self.slices[key]
+
+    def part(self, shard: ShardId, digest: str) -> tuple[bytes, list[bytes]] | None:
+        """Return a shard's manifest and chunks, None if a slice is missing."""
+        count, manifest, _ = self.slices.get((shard, digest, 0), (1, b"", []))
+        found = [self.slices.get((shard, digest, number)) for number in range(count)]
+        chunks = [chunk for each in found if each is not None for chunk in each[2]]
+        return (manifest, chunks) if None not in found else None
 
 
 class Persister:
@@ -41,13 +56,16 @@ class Persister:
     def _run(self, body: Body) -> Generator[Wait, None, None]:
         holder, durable = self.holder, self.holder.world.durable
         job, (attempt, step), what = str(body["job"]), body["step"], str(body["what"])
-        reply = {"job": job, "what": what, "step": body["step"], "rank": -1}
+        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0}
         if what == "parts":
-            for item, digest in body["parts"]:
-                yield durable.delay_s
-                shard = shard_from_wire(item)
-                why = durable.problem or self._write_part(shard, str(digest))
-                holder.report("persisted", {**reply, "rank": shard.rank, "ok": not why, "why": why})
+            for item, digest, numbers in body["parts"]:
+                for number in numbers:
+                    yield durable.delay_s
+                    shard = shard_from_wire(item)
+                    why = durable.problem or self._write_slice(shard, str(digest), int(number))
+                    holder.report(
+                        "persisted", {**reply, "rank": shard.rank, "slice": number, "ok": not why, "why": why}
+                    )
         elif what == "marker":
             yield durable.delay_s
             if not durable.problem:
@@ -56,10 +74,12 @@ class Persister:
                 holder.world.checker.marked(job, int(attempt), int(step), specs)
             holder.report("persisted", {**reply, "ok": not durable.problem, "why": durable.problem})
         elif what == "remove" and not durable.problem:
-            durable.markers.pop((job, int(attempt), int(step)), None)
+            is_marked = (job, int(attempt), int(step)) in durable.markers
+            if not (is_marked and body["only_unmarked"]):
+                durable.remove_step(job, int(attempt), int(step))
 
-    def _write_part(self, shard: ShardId, digest: str) -> str:
-        """Write one shard; return why not, or ""."""
+    def _write_slice(self, shard: ShardId, digest: str, number: int) -> str:
+        """Write one slice of a shard; return why not, or ""."""
         holder, durable = self.holder, self.holder.world.durable
         pinned = holder.vault.pin(shard, digest)
         if pinned is None:
@@ -67,17 +87,18 @@ class Persister:
         shelved, pin = pinned
         try:
             chunks = []
-            for index, wanted in enumerate(shelved.digests):
+            for index in slice_range(shelved.spec, number):
                 view = holder.vault.chunk_view(shelved, index)
-                if view is None or chunk_digest(view) != wanted:
+                if view is None or chunk_digest(view) != shelved.digests[index]:
                     holder.vault.verify(shelved)
                     holder.sealed(shelved)
                     return f"chunk {index} went bad before it was written"
                 chunks.append(bytes(view))
-            if durable.tears:
+            if durable.tears and chunks:
                 durable.tears -= 1
                 chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
-            durable.parts[shard, digest] = (holder.vault.manifest(shelved), chunks)
+            count = slices_count(shelved.spec)
+            durable.slices[shard, digest, number] = (count, holder.vault.manifest(shelved), chunks)
         finally:
             holder.vault.unpin(shelved, pin)
         return ""

@@ -11,7 +11,7 @@ from unittest.mock import PropertyMock, patch
 from memstore.core import cluster_view, rounds
 from memstore.core.catalog import Catalog
 from memstore.core.cluster_view import ClusterView
-from memstore.core.durable_orders import DurableOrders
+from memstore.core.durable_orders import MARKER, DurableOrders
 from memstore.core.events import Tell, shard_to_wire, spec_to_wire
 from memstore.core.fact_log import FactLog
 from memstore.core.job import Job
@@ -300,6 +300,30 @@ def marker_before_parts() -> Any:
         self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
 
     return patch.object(DurableOrders, "_start", start)
+
+
+@planted(
+    "slices-of-the-dead-forgotten",
+    "R31",
+    "R31",
+    Fault(5.0, "durable-slow", for_s=9.0),
+    Fault(6.5, "flap-host", for_s=6.0),
+    has_durable=True,
+)
+def slices_of_the_dead_forgotten() -> Any:
+    """When a writer of durable slices dies, what it owed counts as written."""
+    died = DurableOrders.host_died
+
+    def forget(self: DurableOrders, job: Job, host_id: str) -> None:
+        write = self.state(job.name).active
+        owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
+        if write is None or MARKER in owed or len(owed) == len(write.waits):
+            died(self, job, host_id)
+            return
+        for piece in owed:
+            del write.waits[piece]
+
+    return patch.object(DurableOrders, "host_died", forget)
 
 
 @planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0))

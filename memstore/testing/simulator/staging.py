@@ -125,7 +125,7 @@ class Stager:
                     sources.remove(source)
                 except TransportError:
                     is_unreachable = True
-            part = holder.world.durable.parts.get((shard, digest))
+            part = holder.world.durable.part(shard, digest)
             if body.get("durable") and part is not None and not holder.world.durable.problem:
                 return part[0]
             if not is_unreachable:
@@ -176,7 +176,7 @@ class Stager:
         holder, vault = self.holder, self.holder.vault
         if host == "durable":
             yield holder.world.durable.delay_s
-            _, chunks = holder.world.durable.parts.get((draft.shard, digest), (b"", []))
+            _, chunks = holder.world.durable.part(draft.shard, digest) or (b"", [])
             found = {i: chunks[i] if i < len(chunks) and not holder.world.durable.problem else b"" for i in todo}
         else:
             peer = yield from holder.pusher.reach(host)

@@ -1,0 +1,64 @@
+"""Where durable files lie and what they are called: `<where>/<job>/<attempt>/<step>/<file>` (R31). Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from memstore.errors import ConfigError
+
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
+_NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z", re.ASCII)
+_FILE = re.compile(r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}\Z", re.ASCII)
+MARKER = "marker"
+
+
+def place_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a holder needs to know to reach a job's durable storage; None if it has none."""
+    return {"url": config["durable"]} if config.get("durable") else None
+
+
+def slice_name(rank: int, number: int, digest: str) -> str:
+    """Return the name of a slice's file or object.
+
+    Raises:
+        ConfigError: the rank is not a whole number from 0; it must not lead out of the folder.
+    """
+    if type(rank) is not int or not 0 <= rank < 10**18:
+        raise ConfigError(f"rank {rank!r} is not a whole number from 0")
+    return f"rank-{rank}.{number}.{digest}"
+
+
+def step_path(where: str, job: str, *names: object) -> str:
+    """Return the place of a job, attempt, step or file below `where`, after checking what came from outside.
+
+    Raises:
+        ConfigError: a name that memstore would not write; joined to the root it might lead elsewhere.
+    """
+    if not _JOB.match(job):
+        raise ConfigError(
+            f"job {job!r} is no folder name: use 1 to 64 of A-Z a-z 0-9 . _ - and start with a letter or digit"
+        )
+    for name in names[:2]:
+        if not _NUMBER.match(str(name)):
+            raise ConfigError(f"attempt or step {name} of job {job} is not a whole number from 0")
+    for name in names[2:]:
+        if not _FILE.match(str(name)):
+            raise ConfigError(f"{name!r} is no file of a durable step")
+    return "/".join((where, job, *map(str, names)))
+
+
+def is_step_number(name: str) -> bool:
+    """Say whether a folder of this name may be an attempt or a step."""
+    return _NUMBER.match(name) is not None
+
+
+def is_job_name(name: str) -> bool:
+    """Say whether a folder of this name may be a job."""
+    return _JOB.match(name) is not None
+
+
+def is_step_file(name: str) -> bool:
+    """Say whether memstore writes files of this name into a step."""
+    return _FILE.match(name) is not None

@@ -1,0 +1,234 @@
+"""The durable tier: parts cut into slices, the marker last, on files of a directory or objects of a store (R31).
+
+Formats are in `memstore/core/durable_part.py` and `durable_marker.py`; when to write, who writes what and what to keep
+is decided by `memstore/core/durable_schedule.py` and `durable_orders.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import xxhash
+
+from memstore.core.durable_marker import MARKER_LIMIT_BYTES, MarkerRecord, decode_marker, encode_marker
+from memstore.core.durable_part import (
+    MANIFEST_LIMIT_BYTES,
+    SliceHeader,
+    decode_header,
+    header_nbytes,
+    slice_chunks,
+    slice_range,
+    slices_count,
+)
+from memstore.core.durable_place import MARKER, slice_name
+from memstore.core.ports import DurableFiles, DurableReader, DurableTier
+from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, InternalError
+from memstore.shell.durable_directory import DirectoryFiles
+from memstore.shell.durable_objects import SCHEMES, ObjectFiles
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+
+class PartsTier(DurableTier):
+    """Durable parts and markers on `files`, which every host of the job sees alike."""
+
+    def __init__(self, files: DurableFiles) -> None:
+        self.files = files
+
+    def probe(self) -> None:
+        """Raise ConfigError unless a file can be written here."""
+        self.files.probe()
+
+    def write_slice(
+        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[memoryview], *,
+        should_stop: Callable[[], bool],
+    ) -> int | None:  # fmt: skip
+        """Write one slice whole or not at all; see `DurableTier.write_slice`.
+
+        The chunks are copied first: their slots may be given away while slow storage takes its time (R7).
+        """
+        if len(manifest) > MANIFEST_LIMIT_BYTES:
+            raise CapacityError(f"manifest of {len(manifest)} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
+        name = slice_name(shard.rank, number, spec.digest)
+        head = manifest if number == 0 else b""
+        pieces: list[bytes] = []
+        for chunk in chunks:
+            if should_stop():
+                return None
+            pieces.append(bytes(chunk))
+        found, wanted = [len(piece) for piece in pieces], slice_range(spec, number)
+        if found != [spec.chunk_nbytes(index) for index in wanted]:
+            raise InternalError(f"slice {number} of {shard} has chunks {wanted} and was given {found} bytes")
+        header = SliceHeader(number, spec, len(head), tuple(found), (False,) * len(found))
+        stored = [header.encode(), head, *pieces]
+        wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
+        return None if wrote == "stopped" else sum(len(piece) for piece in stored)
+
+    def write_marker(self, job: str, marker: DurableMarker, lineage: Mapping[str, Any]) -> None:
+        """Write the marker of a step whose parts are all there; see `DurableTier.write_marker`."""
+        record, path = encode_marker(job, marker, lineage), self.files.path(job, marker.step.attempt, marker.step.step)
+        found = self.files.names(job, marker.step)
+        missing = sorted(
+            rank
+            for rank, spec in marker.specs.items()
+            if not found.issuperset(slice_name(rank, number, spec.digest) for number in range(slices_count(spec)))
+        )
+        if missing:
+            raise IntegrityError(
+                f"{path} as seen from this host lacks {len(missing)} of {marker.world_size} parts, or slices of them, "
+                f"first ranks {missing[:10]}: no marker was written; every host must see the same storage there"
+            )
+        for is_once in (True, False):
+            wrote = self.files.write(job, marker.step, MARKER, [record], should_stop=lambda: False, is_once=is_once)
+            if wrote == "written" or self._has_equal_marker(job, marker, path):
+                return
+
+    def _has_equal_marker(self, job: str, marker: DurableMarker, path: str) -> bool:
+        """Say whether this very marker is there; a damaged one may be replaced, one of other bytes may not."""
+        try:
+            there = self._read_marker(job, marker.step)
+        except IntegrityError:
+            return False
+        if there is not None and there.marker != marker:
+            raise IntegrityError(f"{path} is marked complete with other parts: remove the step first")
+        return there is not None
+
+    def markers(self, job: str) -> tuple[list[DurableMarker], list[str]]:
+        """Return the job's markers, oldest first, and what is wrong with the others."""
+        records, problems = self.marker_records(job)
+        return [record.marker for record in records], problems
+
+    def marker_records(self, job: str) -> tuple[list[MarkerRecord], list[str]]:
+        """Return the job's markers with their lineage, oldest first, and what is wrong with the others."""
+        records: list[MarkerRecord] = []
+        steps, problems = self.files.steps(job)
+        for step in steps:
+            try:
+                record = self._read_marker(job, step)
+            except IntegrityError as exc:
+                problems.append(f"{job} attempt {step.attempt} step {step.step} is not used: {exc}")
+                continue
+            if record is not None:
+                records.append(record)
+        return records, problems
+
+    def jobs(self) -> list[str]:
+        """Return the names of all jobs that have anything stored, sorted."""
+        return self.files.jobs()
+
+    def read_manifest(self, shard: ShardId, spec: ShardSpec) -> bytes:
+        """Return the shard's manifest, checked against its digest."""
+        name = slice_name(shard.rank, 0, spec.digest)
+        with self.files.opened(shard.job, _step_of(shard), name) as reader:
+            header = self._header(reader, shard, spec, 0)
+            manifest = bytearray(header.manifest_nbytes)
+            reader.read_into(header.nbytes, memoryview(manifest))
+        actual = xxhash.xxh3_128_hexdigest(manifest)
+        if actual != spec.digest:
+            raise DigestMismatch(
+                f"{self._path(shard)}/{name} has a manifest with digest {actual}, asked was {spec.digest}",
+                shard=shard,
+                expected=spec.digest,
+                actual=actual,
+            )
+        return bytes(manifest)
+
+    def read_chunk_into(self, shard: ShardId, spec: ShardSpec, index: int, view: memoryview) -> None:
+        """Fill `view` with chunk `index`; a view of another size than the chunk's is an IntegrityError."""
+        if not 0 <= index < spec.chunks_count or view.nbytes != spec.chunk_nbytes(index):
+            raise IntegrityError(
+                f"{view.nbytes} bytes were asked of chunk {index} of {shard}, which has {spec.chunks_count} chunks "
+                f"of {spec.chunk_bytes} bytes, {spec.nbytes} in all"
+            )
+        number = index // slice_chunks(spec)
+        with self.files.opened(shard.job, _step_of(shard), slice_name(shard.rank, number, spec.digest)) as reader:
+            offset, _, _ = self._header(reader, shard, spec, number).chunk_place(index)
+            reader.read_into(offset, view.cast("B"))
+
+    def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
+        """Remove the marker, make that durable, then remove the parts; a step that is not there is fine."""
+        if only_unmarked and self.files.has(job, step, MARKER):
+            return
+        self.files.remove_step(job, step, MARKER)
+
+    def remove_job(self, job: str) -> None:
+        """Remove every step of the job, oldest first, then what is left of it."""
+        for step in self.files.steps(job)[0]:
+            self.remove_step(job, step)
+        self.files.remove_job(job)
+
+    def sweep(self, job: str, keep: Collection[StepId]) -> tuple[StepId, ...]:
+        """Remove what crashes left; see `DurableTier.sweep`."""
+        removed: list[StepId] = []
+        newest = max(keep, default=None)
+        for step in self.files.steps(job)[0]:
+            if newest is not None and (step in keep or step > newest):
+                continue
+            self.files.tidy(job, step)
+            if not self.files.has(job, step, MARKER):
+                self.remove_step(job, step)
+                removed.append(step)
+        return tuple(removed)
+
+    def _header(self, reader: DurableReader, shard: ShardId, spec: ShardSpec, number: int) -> SliceHeader:
+        """Read and check the header of a slice that is open."""
+        start = bytearray(min(reader.nbytes, header_nbytes(spec, number)))
+        try:
+            reader.read_into(0, memoryview(start))
+            return decode_header(bytes(start), spec, number, file_nbytes=reader.nbytes)
+        except IntegrityError as exc:
+            raise IntegrityError(f"{self._path(shard)}/rank-{shard.rank}, slice {number}: {exc}") from exc
+
+    def _read_marker(self, job: str, step: StepId) -> MarkerRecord | None:
+        """Return the step's marker, None if it has none; IntegrityError for one that is damaged or of another step."""
+        if not self.files.has(job, step, MARKER):
+            return None
+        path = f"{self.files.path(job, step.attempt, step.step)}/{MARKER}"
+        with self.files.opened(job, step, MARKER) as reader:
+            if reader.nbytes > MARKER_LIMIT_BYTES:
+                raise IntegrityError(f"{path} has {reader.nbytes} bytes, the limit is {MARKER_LIMIT_BYTES}")
+            data = bytearray(reader.nbytes)
+            reader.read_into(0, memoryview(data))
+        record = decode_marker(bytes(data))
+        if (record.job, record.marker.step) != (job, step):
+            found = record.marker.step
+            raise IntegrityError(f"{path} belongs to {record.job} attempt {found.attempt} step {found.step}")
+        return record
+
+    def _path(self, shard: ShardId) -> str:
+        return self.files.path(shard.job, shard.attempt, shard.step)
+
+
+def _step_of(shard: ShardId) -> StepId:
+    return StepId(shard.attempt, shard.step)
+
+
+def open_tier(place: Mapping[str, Any]) -> DurableTier:
+    """Return the tier of a job: `place` is what `durable_place.place_of` made of its configuration.
+
+    Raises:
+        ConfigError: an unknown scheme, a relative path, a URL with credentials, or a package that is missing.
+    """
+    return PartsTier(files_from_url(str(place["url"])))
+
+
+def files_from_url(url: str) -> DurableFiles:
+    """Return the files behind an absolute path, a file:// URL or an object store's URL.
+
+    file:// is a directory and not an object store's imitation of one: a rename after an fsync outlives a power cut.
+    """
+    scheme, is_url, rest = url.partition("://")
+    if not is_url:
+        return DirectoryFiles(url)
+    if scheme in SCHEMES:
+        return ObjectFiles(url)
+    if scheme != "file":
+        raise ConfigError(
+            f"durable: {scheme[:20]!r} is no storage that memstore knows; give an absolute path, file:///path, "
+            f"or a URL of {', '.join(name + '://' for name in SCHEMES)}; mount anything else and give its path"
+        )
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or "?" in path or "#" in path:
+        raise ConfigError(f"durable={url!r}: write file:///absolute/path, without host, query or fragment")
+    return DirectoryFiles(unquote(slash + path))
