@@ -70,9 +70,9 @@ def _caveat(page: dict[str, Any]) -> str:
 
 
 def line(event: Event) -> str:
-    """Return "12:03:09.120 llama3-8b  step 41 committed, ..."; an unknown kind shows its fields."""
+    """Return "11-22 12:03:09.120  llama3-8b  step 41 committed ..."; an unknown kind shows its fields."""
     wall_s = event["wall_s"]
-    clock = time.strftime("%H:%M:%S", time.localtime(wall_s)) + f".{int(wall_s % 1 * 1000):03d}"
+    clock = time.strftime("%m-%d %H:%M:%S", time.localtime(wall_s)) + f".{int(wall_s % 1 * 1000):03d}"
     about = event.get("job") or event.get("host") or "store"
     text = LINES.get(event["event"], _unknown)(event)
     return f"{clock}  {about:<12} {text}"
@@ -95,7 +95,7 @@ def fine(value_s: float) -> str:
 
 
 def _put(e: Event) -> str:
-    slowest = f", longest rank {e['rank']} on {e['host']} {fine(e['stall_s']['max'])}" if e["ranks"] > 1 else ""
+    slowest = f", at most {fine(e['stall_s']['max'])} (rank {e['rank']} on {e['host']})" if e["ranks"] > 1 else ""
     return (
         f"step {e['step']} put by {plural(e['ranks'], 'rank')}: {size_text(e['nbytes'])}, blocked "
         f"{fine(e['stall_s']['median'])}{slowest}; sealed{_took(e, 'sealed')}"

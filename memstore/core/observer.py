@@ -100,7 +100,7 @@ class Observer:
             del self.puts[next(iter(self.puts))]
 
     def _put(self, key: tuple[str, StepId], putting: Putting) -> None:
-        """Every rank has put the step: one happening for all of them (D51)."""
+        """Every rank has put the step: one happening for all of them (D52)."""
         putting.is_told = True
         job, step = key
         slowest = max(putting.stalls_s, key=lambda rank: putting.stalls_s[rank])
