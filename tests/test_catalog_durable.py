@@ -96,3 +96,54 @@ def test_a_failed_write_is_told_and_training_goes_on() -> None:
     world.durable.problem = ""
     assert world.put_all(ranks, 3)
     assert world.run_until(lambda: ranks[0].tickets[3] == "durable", 5.0)
+
+
+def written_by(world: CatalogWorld, step: int) -> dict[tuple[int, int], list[str]]:
+    """(rank, slice) -> the hosts that wrote it."""
+    return {(s.rank, number): hosts for (s, _, number), hosts in world.durable.slices.items() if s.step == step}
+
+
+def test_the_holders_of_a_shard_share_its_slices() -> None:
+    """Every slice is written once, and both holders of each shard write some of it."""
+    world, _ = trained()
+    wrote = written_by(world, 1)
+    assert all(len(hosts) == 1 for hosts in wrote.values())
+    for rank in range(2):
+        assert {hosts[0] for (r, _), hosts in wrote.items() if r == rank} == {"h0", "h1"}
+
+
+def test_what_a_dead_writer_owed_another_holder_writes_and_nothing_twice() -> None:
+    """The write of the same step goes on: it is not abandoned, and what was written is not written again."""
+    world, ranks = trained()
+    world.work_s = (1.0, 1.5)
+    for rank in ranks:
+        world.put(rank, 2)
+    assert world.run_until(lambda: ranks[0].tickets[2] == "committed", 10.0)
+    world.run(0.3)
+    write = world.served.durable.state("train").active
+    assert write is not None
+    assert "h1" in write.waits.values()
+    world.kill_host("h1")
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 10.0)
+    assert world.served.durable.state("train").abandoned_count == 0
+    assert set(map(tuple, written_by(world, 2).values())) == {("h0",)}
+
+
+def test_a_slice_that_one_host_cannot_write_another_does() -> None:
+    """A host without a way to the storage fails; the write goes on at the other, and status has no problem."""
+    world, ranks = trained()
+    world.holders["h1"].durable_problem = "no route"
+    assert world.put_all(ranks, 2)
+    assert world.run_until(lambda: ranks[0].tickets[2] == "durable", 10.0)
+    assert set(map(tuple, written_by(world, 2).values())) == {("h0",)}
+    assert world.served.durable.state("train").problem == ""
+
+
+def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
+    """When every holder of a shard failed, what was written of the step is removed: full storage needs the room."""
+    world, ranks = trained()
+    world.durable.problem = "no space left"
+    assert world.put_all(ranks, 2)
+    world.run(3.0)
+    assert world.served.durable.state("train").failures_count == 1
+    assert ("train", 1, 2) in world.durable.discarded

@@ -76,6 +76,7 @@ class Durable:
 
     slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
+    discarded: list[tuple[str, int, int]] = field(default_factory=list)  # what abandoned writes left was removed
     problem: str = ""
 
     def has_part(self, shard: ShardId, spec: ShardSpec) -> bool:
@@ -96,6 +97,7 @@ class FakeHolder:
         later: Callable[[FakeHolder, Callable[[], None]], None],
     ) -> None:
         self.info, self.durable = info, durable
+        self.durable_problem = ""  # of this host alone
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[Body] = []
@@ -321,24 +323,25 @@ class FakeHolder:
 
     def _persist(self, body: Body) -> None:
         job, (attempt, step), what = body["job"], body["step"], body["what"]
-        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "ok": not self.durable.problem}
+        why = self.durable.problem or self.durable_problem
+        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "ok": not why, "why": why}
         if what == "parts":
             for item, _, numbers in body["parts"]:
                 shard = shard_from_wire(item)
                 for number in numbers:
-                    if shard in self.copies and not self.durable.problem:
+                    if shard in self.copies and not why:
                         key = (shard, self.copies[shard].spec, int(number))
                         self.durable.slices.setdefault(key, []).append(self.info.host_id)
-                    self.report(
-                        "persisted", {**reply, "rank": shard.rank, "slice": number, "why": self.durable.problem}
-                    )
+                    self.report("persisted", {**reply, "rank": shard.rank, "slice": number})
         elif what == "marker":
             specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-            if not self.durable.problem:
+            if not why:
                 self.durable.markers[job, attempt, step] = (specs, dict(body["lineage"]))
-            self.report("persisted", {**reply, "why": self.durable.problem})
+            self.report("persisted", reply)
         elif what == "remove" and not body["only_unmarked"]:
             self.durable.markers.pop((job, attempt, step), None)
+        elif what == "remove":
+            self.durable.discarded.append((job, attempt, step))
 
     def _on_markers(self, body: Body) -> None:
         rows = [
