@@ -168,6 +168,44 @@ def test_suspicion_return_drain_and_a_new_controller_are_told() -> None:
     assert not told(world, "commit", "attempt")  # replayed facts are the past, told by the controller before (R16)
 
 
+def test_pins_and_forks_are_told() -> None:
+    """A person's own doings are part of the account: which step, under which name, from where (R19, R32)."""
+    world, ranks = trained(3, last=2)
+    world.call(ranks[0], "pin", step=2, name="best")
+    world.run(2.0)
+    world.call(ranks[0], "fork", step=2, new_job="exp-b", nonce="n")
+    assert world.run_until(lambda: bool(told(world, "forked")), 30.0)
+    world.call(ranks[0], "unpin", name="best")
+    world.run(2.0)
+    pinned, forked, unpinned = told(world, "pinned", "forked", "unpinned")
+    assert (pinned["job"], pinned["step"], pinned["name"]) == (JOB, 2, "best")
+    assert (forked["job"], forked["step"], forked["from_job"], forked["copies"]) == ("exp-b", 2, JOB, 2)
+    assert unpinned["name"] == "best"
+
+
+def test_an_attempt_that_is_written_again_is_no_second_attempt() -> None:
+    """A rank that comes back before its first put changes the members of the attempt, nothing more (R20)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.kill_rank(ranks[1])
+    world.run(0.5)
+    again = world.join(1, 2, ranks[1].key)
+    assert world.run_until(lambda: bool(again.answers.get("join")), 20.0), again.errors
+    assert [row["attempt"] for row in told(world, "attempt")] == [1]
+    assert [row["attempt"] for row in told(world, "members")] == [1]
+
+
+def test_a_seal_that_is_told_again_after_its_commit_is_no_step_of_its_own() -> None:
+    """A link that broke sends a hand-over again: its step was committed, and is not superseded by the next (R12)."""
+    world, ranks = trained(2, last=2)
+    shard = next(s for s in world.holders["h0"].copies if s.rank == 0 and s.step == 2)
+    body = {"copies": [copy_to_wire(world.holders["h0"].copies[shard])], "put": {"stall_s": 0.1, "age_s": 0.2}}
+    world._handle(Report("h0", "sealed", body))
+    assert world.put_all(ranks, 3)
+    assert not told(world, "superseded")
+    assert [row["step"] for row in told(world, "put")] == [1, 2, 3]
+
+
 def test_scrub_findings_of_a_heartbeat_are_told_once() -> None:
     """The count in a heartbeat is since the holder's start: only what is new is news (R30)."""
     world, _ = trained(2)

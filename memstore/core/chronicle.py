@@ -15,9 +15,9 @@ PAGE = 500  # in one answer
 TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
 ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
 KINDS = ROUTINE | {
-    "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "closed", "removed",
-    "retired", "host_joined", "host_live", "host_suspect", "host_dead", "drain", "drain_over", "repair", "repaired",
-    "durable_failed", "durable_abandoned", "scrub", "term",
+    "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "members", "closed",
+    "removed", "forked", "pinned", "unpinned", "retired", "host_joined", "host_live", "host_suspect", "host_dead",
+    "drain", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "term",
 }  # fmt: skip
 
 

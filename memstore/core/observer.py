@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -85,8 +85,10 @@ class Observer:
         self.watch.sealed(copy, host)
         job = self.catalog.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
-        if not isinstance(put, dict) or attempt is None or copy.shard.attempt != attempt.ordinal:
+        if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
+        if copy.shard.step <= job.newest_commit(attempt.ordinal):
+            return  # told again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
         began_s = self.catalog.now - seconds(put.get("age_s"))
         putting = self.puts.setdefault(key, Putting(began_s))
@@ -134,12 +136,22 @@ class Observer:
         elif isinstance(fact, f.StepRetired):
             self.add("retired", job=fact.job, attempt=fact.attempt, step=fact.step, why=fact.reason)
         elif isinstance(fact, f.AttemptOpened):
+            is_new = job is None or fact.attempt not in job.attempts  # else it was written again with other ranks (D51)
             self.add(
-                "attempt", job=fact.job, attempt=fact.attempt, ranks=fact.world_size, parent=fact.parent,
-                fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],
+                "attempt" if is_new else "members", job=fact.job, attempt=fact.attempt, ranks=fact.world_size,
+                parent=fact.parent, fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],
             )  # fmt: skip
         elif isinstance(fact, f.AttemptClosed):
             self.add("closed", job=fact.job, attempt=fact.attempt)
+        elif isinstance(fact, f.StepPinned):
+            self.add("pinned", job=fact.job, attempt=fact.attempt, step=fact.step, name=fact.name)
+        elif isinstance(fact, f.StepUnpinned):
+            self.add("unpinned", job=fact.job, name=fact.name)
+        elif isinstance(fact, f.JobForked):
+            self.add(
+                "forked", job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
+                from_attempt=fact.from_attempt, copies=fewest(fact.hosts),
+            )  # fmt: skip
         elif isinstance(fact, f.JobRemoved):
             self.add("removed", job=fact.job)
         elif isinstance(fact, f.HostDraining):
@@ -158,13 +170,13 @@ class Observer:
         took_s = rounded(self.catalog.now - putting.began_s) if putting is not None else None
         place = {"job": job.name, "attempt": fact.attempt, "step": fact.step}
         if before is not None and before.is_degraded and not fact.is_degraded:
-            self.add("redundant", **place, copies=fewest(fact), seconds=phases(redundant=took_s))
+            self.add("redundant", **place, copies=fewest(fact.hosts), seconds=phases(redundant=took_s))
         elif before is None:
             if putting is not None and not putting.is_told:
                 self._put((job.name, step), putting)
             ranks = job.copies.get(step, {})
             self.add(
-                "commit", **place, ranks=fact.world_size, copies=fewest(fact), level=fact.level,
+                "commit", **place, ranks=fact.world_size, copies=fewest(fact.hosts), level=fact.level,
                 nbytes=sum(next(iter(hosts.values())).spec.nbytes for hosts in ranks.values() if hosts),
                 hosts=sorted({host for hosts in fact.hosts for host in hosts})[:NAMED_MAX],
                 degraded=fact.reason if fact.is_degraded else "",
@@ -275,9 +287,9 @@ def newest_hosts(job: Job) -> list[list[str]]:
     return [] if step is None else [list(hosts) for hosts in job.copies[step].values()]
 
 
-def fewest(fact: f.StepCommitted) -> int:
+def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
     """Copies of the shard that has the fewest."""
-    return min((len(hosts) for hosts in fact.hosts), default=0)
+    return min((len(hosts) for hosts in hosts_by_rank), default=0)
 
 
 def seconds(value: Any) -> float:
