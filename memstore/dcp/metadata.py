@@ -40,6 +40,8 @@ from memstore.shell.tensor_bytes import DTYPE_NAMES, DTYPES
 
 FORMAT = 1
 METADATA_BYTES_MAX = 1 << 30  # of msgpack: ten million chunks
+INFLATION_MAX = 64  # bytes of msgpack for one that is stored: what it may take to read is bounded by what was stored
+INFLATION_SLACK_BYTES = 1 << 16
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -116,16 +118,17 @@ def encode_metadata(metadata: Metadata) -> bytes:
         raise UnsupportedState(f"DCP's metadata cannot be stored: {error}") from None
     if len(packed) > METADATA_BYTES_MAX:
         raise UnsupportedState(f"DCP's metadata takes {len(packed)} bytes, the limit is {METADATA_BYTES_MAX}")
-    return zlib.compress(packed, 1)  # names and sizes repeat: a tenth is left
+    data = zlib.compress(packed, 1)  # names and sizes repeat: a tenth is left
+    return data if len(packed) <= _inflated_max(len(data)) else zlib.compress(packed, 0)
 
 
 def decode_metadata(data: bytes) -> Metadata:
     """Return the Metadata in `data`, which may come from anywhere. ProtocolError."""
     try:
-        inflater = zlib.decompressobj()
-        packed = inflater.decompress(data, METADATA_BYTES_MAX)
-        if not inflater.eof:
-            raise ValueError(f"it inflates to more than {METADATA_BYTES_MAX} bytes, or ends too soon")
+        inflater, limit = zlib.decompressobj(), _inflated_max(len(data))
+        packed = inflater.decompress(data, limit)
+        if not inflater.eof or inflater.unused_data:
+            raise ValueError(f"it inflates to more than {limit} bytes, ends too soon or too late")
         form, version, entries, planner, strays = msgpack.unpackb(packed, raw=False)
         if form != FORMAT:
             raise ValueError(f"format {str(form)[:20]} is not {FORMAT}, the one this memstore reads")
@@ -145,6 +148,10 @@ def estimate_bytes(names: Mapping[str, int], world_size: int) -> int:
     """Return about how many bytes the metadata of a state will take: fqn -> dimensions of its tensors."""
     chunk_bytes = sum(24 + 12 * dims for dims in names.values())
     return 4096 + (sum(len(name) + 60 for name in names) + world_size * chunk_bytes) // 2
+
+
+def _inflated_max(nbytes: int) -> int:
+    return min(METADATA_BYTES_MAX, INFLATION_MAX * nbytes + INFLATION_SLACK_BYTES)
 
 
 def _entry(fqn: str, kind: Any, rest: Any, places: dict[MetadataIndex, Place]) -> Any:

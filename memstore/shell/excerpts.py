@@ -19,6 +19,7 @@ from memstore.core.manifest import decode_manifest
 from memstore.core.shelf import Draft
 from memstore.errors import IntegrityError, PeerUnreachable
 from memstore.shell.vault import PIN_S
+from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.shell.stager import Stager
@@ -48,13 +49,14 @@ class Excerpts:
 
         Raises:
             TransportError, CapacityError: No evidence about the bytes (R25).
+            IntegrityError: the shard has no such chunks.
         """
         shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
-        wanted = tuple(sorted({i for first, count in body["chunks"] for i in range(first, first + count)}))
+        wanted = _wanted(shard, body["chunks"], spec.chunks_count)
         deadline_s = self.stager.deadline_s()
         data, lack_all = self.stager.manifest(body, shard, spec.digest, deadline_s)
         if data is None:
-            return {source: list(wanted) for source in lack_all}
+            return {source: list(wanted) for source in lack_all or {self.holder.info.host_id}}
         chunks = decode_manifest(data).chunks
         name = f"read-{-int(body['round'])}"
         digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
@@ -113,3 +115,14 @@ class Excerpts:
             late = [number for number, excerpt in self.known.items() if excerpt.deadline_s < now]
         for number in late:
             self.release(number)
+
+
+def _wanted(shard: ShardId, runs: list[list[int]], chunks_count: int) -> tuple[int, ...]:
+    """Return the chunks of runs; IntegrityError if the shard has no such chunk."""
+    for first, count in runs:
+        if first < 0 or count < 0 or first + count > chunks_count:
+            raise IntegrityError(
+                f"{shard} has {chunks_count} chunks, the reader asks for {count} from chunk {first}: the metadata that "
+                "names them is not of this shard"
+            )
+    return tuple(sorted({i for first, count in runs for i in range(first, first + count)}))

@@ -30,14 +30,14 @@ def chunk_runs(ranges: Iterable[Range], chunk_bytes: int) -> list[list[int]]:
     >>> chunk_runs([(0, 1), (5, 4), (40, 0)], 4)
     [[0, 3]]
     """
-    spans = [(start // chunk_bytes, (start + size - 1) // chunk_bytes) for start, size in ranges if size]
-    wanted = sorted({index for first, last in spans for index in range(first, last + 1)})
+    spans = sorted((start // chunk_bytes, (start + size - 1) // chunk_bytes) for start, size in ranges if size)
     runs: list[list[int]] = []
-    for index in wanted:
-        if runs and sum(runs[-1]) == index:
-            runs[-1][1] += 1
+    for first, last in spans:  # never chunk by chunk: the ranges may come from hostile metadata
+        end = sum(runs[-1]) if runs else -1
+        if first > end:
+            runs.append([first, last + 1 - first])
         else:
-            runs.append([index, 1])
+            runs[-1][1] = max(end, last + 1) - runs[-1][0]
     return runs
 
 
