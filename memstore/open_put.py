@@ -12,8 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any
 
 from memstore.shell.rank_link import RankLink
 from memstore.ticket import Ticket
@@ -73,20 +71,22 @@ class OpenPut:
         with self.lock:
             if not self.is_over:
                 self.is_lent = True
-                self.link.notify({"k": "lend", "step": self.step, "slots": self.slots})
+                self.link.lend(self.step, self.slots)
 
-    def abandon(self) -> None:
-        """Give everything back; what was lent, as far as no child has it, and when the holder says so."""
-        with self.lock:
+    def abandon(self, *, is_patient: bool = True) -> None:
+        """Give everything back; what was lent, as far as no child has it, and when the holder says so.
+
+        Waits for whoever writes into the slots, or, not `is_patient`, leaves them to him.
+        """
+        if not self.lock.acquire(blocking=is_patient):
+            return
+        try:
             if self.is_over:
                 return
             self.is_over = True
-            if not self.is_lent:
+            if self.is_lent:
+                self.link.take_back(self.step, self.slots)
+            else:
                 self.link.put_back(self.slots)
-                return
-        answer = self.link.call_soon("unlend", {"step": self.step, "slots": self.slots})
-        answer.add_done_callback(self._take_back)
-
-    def _take_back(self, answer: Future[dict[str, Any]]) -> None:
-        if answer.exception() is None:
-            self.link.put_back([int(n) for n in answer.result()["slots"]])
+        finally:
+            self.lock.release()

@@ -16,7 +16,7 @@ from memstore.errors import ClosedError, StepConflict
 from memstore.open_put import OpenPut
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, plan_state
-from memstore.ticket import LEVELS, Ticket
+from memstore.ticket import LEVELS, TERMINAL, Ticket
 
 log = logging.getLogger("memstore")
 TICKETS_KEPT = 64
@@ -123,7 +123,8 @@ class Puts:
     def _copy(self, room: OpenPut, plan: StatePlan) -> None:
         ticket = self.tickets[room.step]
         try:
-            copy_into(plan, room.views(), self.chunk_bytes)
+            with room.lock:
+                copy_into(plan, room.views(), self.chunk_bytes)
         except BaseException as exc:
             room.abandon()
             self.skip(ticket, f"its state could not be copied: {exc!r}", "failed")
@@ -180,13 +181,17 @@ class Puts:
         self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
         if ticket is not None:
             ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
-        if level in LEVELS:
-            for room in self._open:
-                room.is_over |= room.is_lent and room.step == step  # a child of this process has handed it over
+        for room in self._open:
+            # A child of this process has handed it over, or nobody will any more.
+            if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
+                room.abandon(is_patient=False)
         if level in ("committed", "durable"):
             for old in older:
                 if old.level not in ("committed", "durable"):
                     old.rise("superseded", f"step {step} was committed")
+            for room in self._open:
+                if room.step < step:
+                    room.abandon(is_patient=False)
 
     def fail_all(self, why: str, *, forget: bool = False) -> None:
         """No put of before can reach anything any more."""

@@ -7,6 +7,7 @@ of its own, so it needs nothing of its parent from then on (R20).
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from memstore.config import Config
 from memstore.open_put import OpenPut
 from memstore.puts import Puts
 from memstore.shell.rank_link import RankLink
-from memstore.ticket import Ticket
+from memstore.ticket import TERMINAL, Ticket
 
 ADOPT_S = 30.0
 
@@ -73,18 +74,32 @@ class SaveProcess:
         link = RankLink(staged.folder, nonce=nonce, job=staged.job, rank=staged.rank, parent=staged.parent,
                         attempt=staged.attempt)  # fmt: skip
         self._link = link
+        room = OpenPut(link, ticket, [], staged.chunk_bytes, staged.attempt, staged.world_size)
 
         def on_event(body: dict[str, Any]) -> None:
+            level = str(body.get("level", ""))
             if body["k"] == "level" and int(body["step"]) == step:
-                ticket.rise(str(body["level"]), str(body["reason"]), degraded=bool(body["degraded"]))
+                ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+            elif body["k"] == "level" and int(body["step"]) > step and level in ("committed", "durable"):
+                ticket.rise("superseded", f"step {body['step']} was committed")
             elif body["k"] == "fenced":
                 ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
+            if ticket.level in TERMINAL:  # of a save that ended elsewhere: nobody calls this writer again
+                threading.Thread(target=self._leave, args=(room,), name="memstore-save-end", daemon=True).start()
 
         link.on_event = on_event
-        slots = [int(n) for n in link.call("adopt", {"step": step}, ADOPT_S)["slots"]]
+        try:
+            room.slots = [int(n) for n in link.call("adopt", {"step": step}, ADOPT_S)["slots"]]
+        except BaseException:
+            link.close()
+            raise
         with link.room:
-            link.in_copy.update(slots)
-        return ticket, OpenPut(link, ticket, slots, staged.chunk_bytes, staged.attempt, staged.world_size)
+            link.in_copy.update(room.slots)
+        return ticket, room
+
+    def _leave(self, room: OpenPut) -> None:
+        room.abandon()
+        self.close()
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give the step up on all ranks (R12)."""

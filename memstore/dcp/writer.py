@@ -191,9 +191,12 @@ class DcpWriter(StorageWriter, AsyncStager):
         self.ticket, self._room = puts.adopt(self.step)
 
     def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
-        assert self._room is not None
+        room = self._room
+        assert room is not None
         try:
-            copy(SlotStream(self._room.views(), self._room.chunk_bytes, nbytes))
+            with room.lock:
+                if not room.is_over:  # given up meanwhile: the hand-over says so
+                    copy(SlotStream(room.views(), room.chunk_bytes, nbytes))
         except BaseException as error:
             self._give_up(f"its state could not be copied: {error!r}")
             raise

@@ -37,11 +37,11 @@ class Lendings:
             mine = self.vault.table.leases.get(lender, set())
             return {"slots": sorted(mine.intersection(slots))}
 
-    def adopt(self, lender: Owner, heir: Owner, step: int) -> dict[str, Any]:
+    def adopt(self, lender: Owner | None, heir: Owner, step: int) -> dict[str, Any]:
         """Move the leases to the child. LookupError if they are not lent."""
-        slots = self.lent.pop((lender, step), None)
+        slots = self.lent.pop((lender, step), None) if lender is not None else None
         with self.vault.lock:
-            if slots is None or not self.vault.table.transfer(lender, heir, slots):
+            if lender is None or slots is None or not self.vault.table.transfer(lender, heir, slots):
                 raise LookupError(f"nothing staged for step {step} is lent any more: the training process gave it up")
             self.vault.flush()
         return {"slots": slots}

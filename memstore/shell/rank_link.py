@@ -61,6 +61,7 @@ class RankLink:
         self.granting: set[int] = set()  # leased, being pre-faulted
         self.pool: list[int] = []  # leased and free to fill
         self.in_copy: set[int] = set()  # taken by a put that has not handed over yet
+        self.lent: set[int] = set()  # offered to a child, which may have them, or be done with them, by now
         self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
@@ -87,7 +88,7 @@ class RankLink:
         try:
             with self.room:
                 waiting = [n for h in self.handovers.values() for n in h.slots]
-                held = sorted({*self.granting, *self.pool, *self.in_copy, *waiting})
+                held = sorted({*self.granting, *self.pool, *self.in_copy, *self.lent, *waiting})
             channel.send(
                 Kind.EVENT, 0,
                 {
@@ -113,6 +114,7 @@ class RankLink:
         with self.room:
             self.granting -= stale
             self.in_copy -= stale
+            self.lent -= stale
             # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
             # was leased to us anew is ours to fill.
             anew: set[int] = set()
@@ -303,6 +305,30 @@ class RankLink:
         with self.room:
             self.pool.extend(n for n in slots if n in self.in_copy)
             self.in_copy.difference_update(slots)
+            self.room.notify_all()
+
+    def lend(self, step: int, slots: list[int]) -> None:
+        """Offer filled slots to a child: nothing here may write them any more (R8, R20)."""
+        with self.room:
+            lent = [n for n in slots if n in self.in_copy]
+            self.in_copy.difference_update(lent)
+            self.lent.update(lent)
+        self.notify({"k": "lend", "step": step, "slots": slots})
+
+    def take_back(self, step: int, slots: list[int]) -> None:
+        """End an offer; what no child has is free to fill again, once the holder has said which that is."""
+        self.call_soon("unlend", {"step": step, "slots": slots}).add_done_callback(
+            lambda answer: self._taken_back(slots, answer)
+        )
+
+    def _taken_back(self, slots: list[int], answer: Future[dict[str, Any]]) -> None:
+        ours = set(answer.result()["slots"]) if answer.exception() is None else set()
+        with self.room:
+            back = ours.intersection(slots, self.lent)
+            self.lent.difference_update(slots)
+            # One that a child used up may have been leased to us anew since.
+            known = {*self.granting, *self.pool, *self.in_copy, *(n for h in self.handovers.values() for n in h.slots)}
+            self.pool.extend(sorted(back - known))
             self.room.notify_all()
 
     def hand_over(self, step: int, slots: list[int], body: dict[str, Any]) -> bool:

@@ -165,7 +165,7 @@ class RankServer:
                     slots = [int(n) for n in body["slots"]]
                     answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
                 else:
-                    answer = self.lendings.adopt(self.owners[link.parent], link.owner, int(body["step"]))
+                    answer = self.lendings.adopt(self.owners.get(link.parent), link.owner, int(body["step"]))
             except LookupError as exc:
                 error = ["CommitError", str(exc)]
         link.send({"k": "answer", "id": call_id, "body": answer, "error": error})

@@ -1,0 +1,298 @@
+"""Leases that cross to a child process and back: never had twice, never lost (R8, R20)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.shelf import Share
+from memstore.errors import CommitError, ConfigError
+from memstore.open_put import OpenPut
+from memstore.shell import lendings
+from memstore.shell.holder import Holder
+from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.rank_link import RankLink
+from memstore.shell.tool import store_root
+from memstore.testing.processes import kill, wait_for
+from memstore.ticket import Ticket
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+WAIT_S = 30.0
+SHARE_SLOTS = 6
+STEP = 5
+SHARD = ShardId("job", 1, STEP, 0)
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from memstore.errors import MemstoreError
+from memstore.shell.rank_link import RankLink
+
+link, slots = None, []
+for line in sys.stdin:
+    try:
+        if line == "connect\\n":
+            link = RankLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
+        elif line == "adopt\\n":
+            slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
+            link.in_copy.update(slots)
+        elif line == "hand over\\n":
+            body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
+            assert link.hand_over(5, slots, body)
+        elif line == "bye\\n":
+            link.close()
+        reply = {"slots": slots}
+    except MemstoreError as error:
+        reply = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps(reply), flush=True)
+"""
+# Its parent ends, so that it descends from nobody who has joined.
+ORPHAN = "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\n"
+
+
+class Child:
+    """A process that does what a save process does, one command at a time."""
+
+    def __init__(self, holder: Holder, *, is_orphan: bool = False) -> None:
+        source = (ORPHAN if is_orphan else "") + CHILD
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", source, str(holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def do(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return reply
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        kill(self.process)
+
+
+class Site:
+    """A holder without a controller, and a rank of this process with all of its share leased."""
+
+    def __init__(self) -> None:
+        self.config = Config(
+            store=f"t{secrets.token_hex(4)}", arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            scrub_bytes_per_s=0,
+        )  # fmt: skip
+        self.children: list[Child] = []
+        self.begin()
+        self.levels: list[tuple[int, str]] = []
+        self.link = RankLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
+        self.link.on_event = lambda body: self.levels.append((body.get("step", -1), body.get("level", "")))
+        wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
+
+    def begin(self) -> None:
+        """A holder starts and adopts what is there; the job has claimed its room."""
+        identity = HostIdentity("a", read_boot_id(), True, {})
+        self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
+        self.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, 0))
+
+    def child(self, **options: Any) -> Child:
+        self.children.append(Child(self.holder, **options))
+        return self.children[-1]
+
+    def stage(self, count: int = 3) -> OpenPut:
+        """Fill slots, as the training process does."""
+        slots = self.link.acquire(count, WAIT_S)
+        assert slots is not None
+        room = OpenPut(self.link, Ticket(STEP), slots, CHUNK_BYTES, 1, 1)
+        for number, view in enumerate(room.views()):
+            view[:] = bytes([number + 1]) * CHUNK_BYTES
+        return room
+
+    def lend(self, count: int = 3) -> OpenPut:
+        room = self.stage(count)
+        room.lend()
+        wait_for(lambda: self.holder.ranks.lendings.lent, "the offer")
+        return room
+
+    def is_whole(self, stored: int = 0) -> bool:
+        """Every slot of the share is free to fill by the rank, but those of what is stored."""
+        with self.link.room:
+            ours = sorted(self.link.pool)
+            is_quiet = not (self.link.in_copy or self.link.lent or self.link.granting or self.link.handovers)
+        with self.holder.vault.lock:
+            leases = {o.pid: sorted(n) for o, n in self.holder.vault.table.leases.items() if n}
+        return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leases == {os.getpid(): ours}
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+        self.link.close()
+        self.holder.close()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+def tell(site: Site, level: str) -> None:
+    """The parent's side of Puts.on_level: its child is done with the step."""
+    wait_for(lambda: (STEP, level) in site.levels, f"level {level}")
+
+
+def test_a_child_takes_the_slots_over_and_hands_them_over(site: Site) -> None:
+    """What the parent filled is sealed by the child; the parent hears of it, and gets its room again."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    assert not site.is_whole()
+    child.do("hand over")
+    tell(site, "sealed")
+    shelved = site.holder.vault.shelf.find(SHARD)
+    assert shelved is not None
+    assert [bytes(site.holder.vault.chunk_view(shelved, i) or b"")[:1] for i in range(3)] == [b"\1", b"\2", b"\3"]
+    room.abandon()
+    child.do("bye")
+    wait_for(lambda: site.is_whole(stored=3), "the lease of what is not stored")
+
+
+def test_what_a_child_did_not_hand_over_is_free_when_it_says_bye(site: Site) -> None:
+    """A save process that fails gives its slots back; they are leased to the rank again."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    room.abandon()
+    child.do("bye")
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_stranger_is_refused(site: Site) -> None:
+    """A process that does not descend from the rank's, and one whose rank has not joined, get nothing."""
+    room = site.lend()
+    stranger = site.child(is_orphan=True).do("connect")
+    assert stranger["error"] == "ConfigError"
+    assert f"is no child of process {os.getpid()}" in stranger["message"]
+    with pytest.raises(ConfigError, match="no process has joined as 'nobody'"):
+        RankLink(site.holder.folder, nonce="nobody/1", job="job", rank=0, parent="nobody", attempt=1)
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_child_that_comes_too_late_gets_nothing(site: Site) -> None:
+    """The parent took the slots back: the child is told so, and writes nowhere."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+    late = child.do("adopt")
+    assert late["error"] == "CommitError"
+    assert "nothing staged for step 5 is lent any more" in late["message"]
+    assert site.is_whole()
+
+
+def test_slots_are_adopted_once(site: Site) -> None:
+    """A second child, or the same one again, finds nothing to adopt."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    assert child.do("adopt")["error"] == "CommitError"
+    with pytest.raises(CommitError, match="lent any more"):
+        site.link.call("adopt", {"step": STEP}, WAIT_S)
+    room.abandon()
+    child.close()
+    site.holder.ranks.reap()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("when", ["unborn", "connect", "adopt"])
+def test_a_child_that_is_killed_leaves_no_slot_behind(site: Site, when: str) -> None:
+    """Killed before it came, before it adopted, or after: the parent gives the step up and has all of its room."""
+    room = site.lend()
+    child = site.child()
+    for command in {"unborn": [], "connect": ["connect"], "adopt": ["connect", "adopt"]}[when]:
+        child.do(command)
+    child.close()
+    room.abandon()
+    site.holder.ranks.reap()
+    wait_for(site.is_whole, "the whole share")
+    again = site.stage(SHARE_SLOTS)
+    again.abandon()
+
+
+def restart(site: Site) -> None:
+    """The holder is replaced; the links come back by themselves."""
+    site.holder.close()
+    site.begin()
+    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
+
+
+def test_a_holder_that_restarts_has_forgotten_the_offer_not_the_lease(site: Site) -> None:
+    """The child is refused and the parent takes all of it back (R8)."""
+    room = site.lend()
+    restart(site)
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["error"] == "CommitError"
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_holder_that_restarts_after_the_adoption_seals_for_the_child(site: Site) -> None:
+    """The child's lease is its own, in the slot headers too: it confirms it and hands over (R6, R8)."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    restart(site)
+    wait_for(lambda: "n/child" in site.holder.ranks.links, "the child's link")
+    child.do("hand over")
+    tell(site, "sealed")
+    room.abandon()
+    child.do("bye")
+    wait_for(lambda: site.is_whole(stored=3), "the lease of what is not stored")
+
+
+def test_slots_used_up_by_a_child_and_leased_anew_are_not_had_twice(site: Site) -> None:
+    """The parent's room of an ended save names slots that it was granted again meanwhile: they stay single."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    child.do("bye")
+    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "the new lease")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_child"),
+    [({7: 6, 6: 5}, True), ({7: 1}, False), ({7: 0}, False), ({n: n + 1 for n in range(7, 99)}, False)],
+)
+def test_descent_is_by_the_kernels_word(monkeypatch: pytest.MonkeyPatch, tree: dict[int, int], is_child: bool) -> None:
+    """A grandchild is a child; an orphan, a process without a parent and one too far down are not."""
+    parent_of: Callable[[int], int] = lambda pid: tree.get(pid, 1)  # noqa: E731
+    monkeypatch.setattr(lendings, "_parent_pid", parent_of)
+    if is_child:
+        lendings.check_child(7, 5, "n")
+    else:
+        with pytest.raises(ConfigError, match="process 7 is no child of process 5"):
+            lendings.check_child(7, 5, "n")
