@@ -187,11 +187,13 @@ class Store:
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        body = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None}
+        body: dict[str, Any] = {
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
+            "is_agreement": True,
+        }  # fmt: skip
         answer = collective(self._link, "get", body, timeout_s)
         if answer["step"] is None:
             return None
-        self._link.notify({"k": "unpin", "pin": answer["pin"]})
         self.puts.go_on_from(int(answer["step"]))
         return int(answer["step"])
 

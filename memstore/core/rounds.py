@@ -16,7 +16,7 @@ from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
 from memstore.core.names import listed
 from memstore.core.staging import Phase, Round
-from recovery.inventory import StepId
+from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 
@@ -60,11 +60,15 @@ class Rounds:
         if active is None or active.attempt != attempt.ordinal:
             attempt.rounds_count += 1
             active = self.active[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
-        if active.only_step != only_step:
+        is_agreement = bool(body.get("is_agreement"))
+        if not active.calls:
+            active.is_agreement = is_agreement
+        if active.only_step != only_step or active.is_agreement != is_agreement:
+            verbs = {True: "agree()", False: "get()"}
             self.catalog.refuse(
                 call, "RecoveryError",
-                f"job {name!r}: this rank asks for step {only_step}, the ranks waiting ask for {active.only_step}: "
-                "all ranks must pass the same step to get()",
+                f"job {name!r}: this rank calls {verbs[is_agreement]} for step {only_step}, the ranks waiting "
+                f"{verbs[active.is_agreement]} for {active.only_step}: all ranks must call the same",
             )  # fmt: skip
             return
         active.calls[rank] = call
@@ -88,8 +92,8 @@ class Rounds:
 
     def _repeat(self, call: Call, attempt: Attempt) -> None:
         """Give a rank what the others have: no barrier, they may be training already."""
-        if attempt.parent is None or attempt.parent_step is None:
-            self.catalog.answer(call, {"step": None})
+        if attempt.parent is None or attempt.parent_step is None or call.body.get("is_agreement"):
+            self.catalog.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
             return
         call.body.update(step=attempt.parent_step, of_attempt=attempt.parent)
         self.catalog.queries.ask("read", call)
@@ -139,6 +143,10 @@ class Rounds:
             only_step=only,
             not_steps=tuple(active.failed_steps),
         )
+        if active.is_agreement and result.step is not None:
+            result = self._plan_in_place(active, job, attempt, inventory, result)
+        else:
+            active.homes = {rank: call.host_id for rank, call in active.calls.items()}
         active.plan, active.planned_s = result, now
         if result.verdict == "wait":
             if active.phase != "waiting":
@@ -152,6 +160,22 @@ class Rounds:
             self._nothing(now, active, job, result)
         else:
             self._decide(now, active, job, attempt, result)
+
+    def _plan_in_place(
+        self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
+    ) -> RecoveryPlan:
+        """Nobody is given a shard: each is verified where a copy lies, or brought to a rank's host if none is whole."""
+        step, seated = result.step, sorted({call.host_id for call in active.calls.values()})
+        copies = job.copies.get(step, {}) if step is not None else {}
+        active.homes = {}
+        for rank, spec in sorted(result.specs.items()):
+            held = [c.host for c in copies.get(rank, {}).values() if c.spec.digest == spec.digest and not c.missing]
+            live = sorted(h for h in held if self.catalog.hosts.is_answering(h))
+            active.homes[rank] = live[0] if live else seated[rank % len(seated)]
+        return plan(
+            inventory, job.spans_to_read(attempt.ordinal, step), world_size=len(result.specs),
+            rank_hosts=active.homes, only_step=step,
+        )  # fmt: skip
 
     def plan_again(self, now: float, active: Round) -> None:
         """The next candidate, or the same one from other sources, under a new number (R23)."""
@@ -184,11 +208,12 @@ class Rounds:
         step = result.step
         if step is None:
             raise ValueError("a plan with a verdict has a step")
-        if result.world_size != attempt.world_size:
+        if result.world_size != attempt.world_size and not active.is_agreement:
             self.fail(
                 active, "WorldSizeError",
                 f"job {job.name!r}: step {step.step} was put by {result.world_size} ranks, this attempt has "
-                f"{attempt.world_size}. Start {result.world_size} ranks, or read single shards with get(step, rank=r)",
+                f"{attempt.world_size}. Start {result.world_size} ranks, or load what was saved through DCP: "
+                "dcp.load(state, storage_reader=store.dcp_reader()); get(step, rank=r) reads single shards",
             )  # fmt: skip
             return
         if active.is_adopting and self._is_crash_looping(job, attempt, step):
@@ -311,7 +336,7 @@ class Rounds:
                     self.fail(active, "RecoveryError", why)
                 elif waited_s > limit_s:
                     done = active.staged if active.phase == "staging" else active.checked
-                    late = listed([r for r in sorted(active.calls) if r not in done])
+                    late = listed([r for r in sorted(active.homes) if r not in done])
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
                 elif active.phase == "checking":
@@ -322,5 +347,6 @@ class Rounds:
         for active in list(self.active.values()):
             if active.phase != "staging" or active.plan is None:
                 continue
-            if any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers):
+            is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
+            if is_source or (active.is_agreement and host_id in active.homes.values()):
                 self.plan_again(now, active)

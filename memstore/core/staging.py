@@ -45,6 +45,8 @@ class Round:
     notes: list[str] = field(default_factory=list)
     markers_call: int = 0
     withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
+    is_agreement: bool = False  # all ranks ask for the step and for no bytes: it may have another world size (R27)
+    homes: dict[int, str] = field(default_factory=dict)  # rank of the step -> the host that brings its shard together
     unread: str = ""  # why durable storage could not say what it has: then nothing is certain to be missing
 
     def enter(self, now: float, phase: Phase) -> None:
@@ -80,7 +82,7 @@ class Staging:
         for t in result.transfers:
             runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
         durable = place_of(job.attempts[active.attempt].config)
-        for rank, call in sorted(active.calls.items()):
+        for rank, home in sorted(active.homes.items()):
             shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
             holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]
             body = {
@@ -88,7 +90,7 @@ class Staging:
                 "spec": spec_to_wire(result.specs[rank]), "runs": runs.get(rank, []), "durable": durable,
                 "holders": sorted(holders), "attempt": active.attempt,
             }  # fmt: skip
-            self.catalog.tell(call.host_id, "stage", body)
+            self.catalog.tell(home, "stage", body)
 
     def staged(self, now: float, host_id: str, body: Body) -> None:
         """A host staged one rank's shard, or says which chunks their sources lack (R25)."""
@@ -100,7 +102,11 @@ class Staging:
             self._staging_failed(now, active, body)
             return
         active.staged[rank] = body
-        if len(active.staged) == len(active.calls):
+        if len(active.staged) < len(active.homes):
+            return
+        if active.is_agreement:
+            self._adopt(now, active)
+        else:
             active.enter(now, "checking")
             self._order_checks(now, active)
 
@@ -117,7 +123,7 @@ class Staging:
             self.catalog.rounds.fail(
                 active, "RecoveryError",
                 f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
-                f"{active.calls[rank].host_id}: {body['why']}. Nothing is known to be lost and no older step was "
+                f"{active.homes[rank]}: {body['why']}. Nothing is known to be lost and no older step was "
                 "taken: call get() again once the cause is gone",
             )  # fmt: skip
             return
@@ -174,10 +180,11 @@ class Staging:
             return
         step = result.step
         if step not in job.commits:
-            digests = tuple(result.digests[r] for r in range(attempt.world_size))
-            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in range(attempt.world_size))
+            ranks = range(len(result.specs))
+            digests = tuple(result.digests[r] for r in ranks)
+            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in ranks)
             fact = StepCommitted(
-                job.name, step.attempt, step.step, attempt.world_size, digests, hosts, attempt.level_asked, True,
+                job.name, step.attempt, step.step, len(ranks), digests, hosts, attempt.level_asked, True,
                 ADOPTED, self.catalog.wall_s,
             )  # fmt: skip
             self.catalog.record(fact)
@@ -216,6 +223,6 @@ class Staging:
         }  # fmt: skip
         self.catalog.observer.restored(active, shared)
         for rank, call in active.calls.items():
-            staged = active.staged[rank]
-            self.catalog.answer(call, {**shared, "shard": staged["shard"], "digest": staged["digest"]})
+            staged = {} if active.is_agreement else active.staged[rank]
+            self.catalog.answer(call, {**shared, **{key: staged[key] for key in ("shard", "digest") if key in staged}})
         self.catalog.repair.consider(now, job)

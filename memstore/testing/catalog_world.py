@@ -297,11 +297,13 @@ class CatalogWorld:
         base = {"job": rank.job, "attempt": rank.attempt, "rank": rank.rank}
         self.holders[rank.host_id].call(rank, verb, {**base, **body})
 
-    def get(self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0) -> list[Body]:
-        """All ranks call get(); return their answers, or the errors as {"error": text}."""
+    def get(
+        self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False
+    ) -> list[Body]:
+        """All ranks call get(), or agree(); return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:
-            self.call(rank, "get", step=step, timeout_s=limit_s)
+            self.call(rank, "get", step=step, timeout_s=limit_s, is_agreement=is_agreement)
         self.run_until(
             lambda: all(
                 len(r.answers.get("get", ())) + len(r.errors.get("get", ())) > n
