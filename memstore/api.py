@@ -55,10 +55,10 @@ def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank
 
 def start_through_ray(config: Config, *, address: str | None, may_create: bool) -> None:
     """Start the store; several ranks must find a Ray cluster, a single one may bring its own."""
-    from memstore.cluster import join_ray, start
+    from memstore.cluster import ensure_started, join_ray
 
     join_ray(address, may_create=may_create)
-    start(config, address=address)
+    ensure_started(config)
 
 
 def connect(

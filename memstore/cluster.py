@@ -70,6 +70,11 @@ def start(config: Config | None = None, *, address: str | None = None) -> Cluste
     return status(config=config)
 
 
+def ensure_started(config: Config) -> None:
+    """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
+    _wait_started(_controller(config) or _create(config))
+
+
 def join_ray(address: str | None, *, may_create: bool = True) -> None:
     """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed."""
     if ray.is_initialized():

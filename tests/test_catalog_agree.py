@@ -59,6 +59,7 @@ def test_get_and_agree_do_not_mix() -> None:
     world, _ = trained(2, last=1)
     ranks = world.launch(2)
     world.call(ranks[0], "get", step=None, timeout_s=30.0, is_agreement=True)
+    world.run(0.5)
     world.call(ranks[1], "get", step=None, timeout_s=30.0)
     world.run(2.0)
     assert "all ranks must call the same" in ranks[1].error("get")
