@@ -89,6 +89,9 @@ class Checker:
         for data in memory.manifests.values():
             manifest, digest_text = self._decoded(data)
             wanted = {chunk.digest for chunk in manifest.chunks}
+            strange = self.world.history.look(name, manifest) if manifest.shard.job != self.world.scenario.job else ""
+            if strange:
+                raise Violation("R32", strange)
             if not wanted <= sealed | memory.hurt:
                 raise Violation("R7", f"a manifest of {manifest.shard} on {name} names chunks that no slot holds")
             if name not in self.ever.setdefault((manifest.shard, digest_text), set()) and wanted <= sealed:
@@ -137,9 +140,12 @@ class Checker:
 
     def _dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """A copy went without a fault: never one of the newest committed step that others do not have (R19, R29)."""
+        broken = self.world.history.dropped(host, shard)
+        if broken:
+            raise Violation("R19", broken)
         step = StepId(shard.attempt, shard.step)
         newest = max(self.facts, default=None)
-        if newest is None or step != newest:
+        if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
         left = sorted(h for h, whole in self.whole.items() if (shard, digest) in whole)
         if len(left) < self.world.scenario.replicas:
@@ -169,7 +175,7 @@ class Checker:
         for record in holder.memory.journal:
             entry = entry_from_wire(record)
             fact = entry.fact
-            if isinstance(fact, StepCommitted):
+            if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
                 step = StepId(fact.attempt, fact.step)
                 self.facts[step], self.terms[step] = fact, entry.term
                 self.journals.setdefault(step, set()).add(holder.host_id)
@@ -290,7 +296,7 @@ class Checker:
             have = [h for h, c in hosts.items() if h in live and not c.missing]
             if len(have) < self.world.scenario.replicas:
                 return False
-        return not fact.is_degraded
+        return not fact.is_degraded and self.world.history.claims_redundancy(controller)
 
     def look_at_redundancy(self) -> None:
         """A newest step that stays without copies while nothing hinders repair is never mended (R29)."""
@@ -321,14 +327,26 @@ class Checker:
         """Say what is still missing, or ""."""
         if self.acked_after_heal < COMMITS_WANTED:
             return f"{self.acked_after_heal} whole commits since then, wanted {COMMITS_WANTED}. {self.degraded}"
-        return self._lacking(max(self.facts))
+        return self._lacking(max(self.facts)) or (
+            self.world.history.lacking(self._old_copies_wanted()) if self.world.scenario.is_strict else ""
+        )
+
+    def _old_copies_wanted(self) -> int:
+        """Copies of a step that nobody puts again: its place may be a host that dies often, which gets none (R29)."""
+        return self._copies_wanted() if len(self._trusted()) == len(self.world.holders) else 1
+
+    def _copies_wanted(self) -> int:
+        return max(1, min(self.world.scenario.replicas, len(self._trusted())))
+
+    def _trusted(self) -> list[str]:
+        """Hosts that may hold a second copy: not those that die often (R29)."""
+        controller = self.world.served()
+        hosts = controller.catalog.hosts if controller is not None else None
+        return [h for h in self.world.holders if hosts and not hosts.is_on_probation(self.world.now, h)]
 
     def _lacking(self, newest: StepId) -> str:
         """Say which rank's shard of a committed step lies whole on too few hosts or in too few racks, or ""."""
-        controller = self.world.served()
-        hosts = controller.catalog.hosts if controller is not None else None
-        trusted = [h for h in self.world.holders if hosts and not hosts.is_on_probation(self.world.now, h)]
-        wanted = max(1, min(self.world.scenario.replicas, len(trusted)))  # R29: no second copy for who dies often
+        trusted, wanted = self._trusted(), self._copies_wanted()
         for rank, digest in enumerate(self.facts[newest].digests):
             shard = ShardId(self.world.scenario.job, newest.attempt, newest.step, rank)
             have = [h for h, whole in self.whole.items() if (shard, digest) in whole]
@@ -343,9 +361,8 @@ class Checker:
         controller = self.world.served()
         if controller is None:
             raise Violation("I16", "no controller serves at the end")
-        job = controller.catalog.jobs[self.world.scenario.job]
         known = {
-            (copy.shard, host, copy.missing)
+            (copy.shard, host, copy.missing) for job in controller.catalog.jobs.values()
             for ranks in job.copies.values() for hosts in ranks.values() for host, copy in hosts.items()
         }  # fmt: skip
         held = {(c.shard, h, c.missing) for h, holder in self.world.holders.items() for c in holder.copies()}

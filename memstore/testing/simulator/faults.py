@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memstore.testing.simulator.history import KINDS
 from memstore.testing.simulator.scenario import Fault
 
 if TYPE_CHECKING:
@@ -269,3 +270,11 @@ def _durable_torn(world: Simulation, each: Fault) -> None:
 def _add_host(world: Simulation, each: Fault) -> None:
     if len(world.holders) < 6:
         world.add_host(f"h{len(world.holders)}", {})
+
+
+def _ask_people(world: Simulation, each: Fault) -> None:
+    """Nothing breaks by these: people ask for them."""
+    world.history.act(each)
+
+
+INJECT.update(dict.fromkeys(KINDS, _ask_people))

@@ -2,7 +2,8 @@
 
 A harness that finds nothing proves nothing until it has found what was hidden from it. Each bug is a patch that lasts
 for one run; the same scenario without it must pass. The bugs are in planted_decisions.py (catalog, planner, placement),
-planted_bytes.py (vault, shelf, slot table, peer server) and planted_steps.py (steps that the simulation mirrors).
+planted_bytes.py (vault, shelf, slot table, peer server), planted_history.py (pins, forks) and planted_steps.py (steps
+that the simulation mirrors).
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ def table() -> str:
 
 def load() -> dict[str, Planted]:
     """Return all bugs by name."""
-    from memstore.testing.simulator import planted_bytes, planted_decisions, planted_steps  # they import this file
+    from memstore.testing.simulator import (  # they import this file
+        planted_bytes,
+        planted_decisions,
+        planted_history,
+        planted_steps,
+    )
 
-    del planted_bytes, planted_decisions, planted_steps
+    del planted_bytes, planted_decisions, planted_history, planted_steps
     return PLANTED

@@ -90,7 +90,7 @@ def draw(seed: int) -> Scenario:
         step_s=rng.choice([0.15, 0.4, 0.8]),
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
-        faults=tuple(sorted([*faults, *_notice(seed)])),
+        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed)])),
     )
 
 
@@ -98,6 +98,17 @@ def _notice(seed: int) -> list[Fault]:
     """A preemption in one scenario of six; from a stream of its own, so that seeds of old still draw what they drew."""
     rng = random.Random(f"notice {seed}")
     return [replace(_fault(rng), kind="preempt", for_s=rng.choice([2.0, 5.0, 9.0]))] if rng.random() < 1 / 6 else []
+
+
+def _history(seed: int) -> list[Fault]:
+    """Pins and forks in seeds that end in 4: no seed of the corpus does, so that each of them replays as before."""
+    rng = random.Random(f"history {seed}")
+    if seed % 10 != 4:
+        return []
+    kinds = rng.choices(
+        ["pin-step", "fork-step", "unpin-step", "remove-fork"], weights=[4, 3, 1, 1], k=rng.randrange(2, 8)
+    )
+    return [replace(_fault(rng), kind=kind, for_s=0.0) for kind in kinds]
 
 
 def _fault(rng: random.Random) -> Fault:

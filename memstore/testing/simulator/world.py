@@ -20,6 +20,7 @@ from memstore.testing.simulator.checker import Checker, Violation
 from memstore.testing.simulator.control import DIAL_S, LEASE_S, Controller
 from memstore.testing.simulator.durable import Durable
 from memstore.testing.simulator.faults import inject
+from memstore.testing.simulator.history import History
 from memstore.testing.simulator.holder import REAP_S, SimHolder
 from memstore.testing.simulator.memory import Crashed, Memory
 from memstore.testing.simulator.network import Network
@@ -87,6 +88,7 @@ class Simulation:
         self.pids: dict[int, SimRank] = {}
         self.ranks: list[SimRank] = []
         self.checker = Checker(self)
+        self.history = History(self)
         for n in range(scenario.hosts):
             self.add_host(f"h{n}", {"rack": f"r{n % scenario.racks}"} if scenario.racks else {})
         self.start_controller()
