@@ -151,9 +151,15 @@ class Reader:
         """The newest committed step of the lineage."""
         return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
 
-    def get(self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0) -> Checkpoint:
-        """Return one rank's shard; it is pinned while it is read (R7, R27)."""
-        answer = self._tool.ask("read", {"job": self.job, "step": step, "rank": rank}, timeout_s)
+    def get(
+        self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0,
+        attempt: int | None = None,
+    ) -> Checkpoint:  # fmt: skip
+        """Return one rank's shard, which stays while it is read (R7, R27).
+
+        `attempt` names who put the step, where several lineages have one of that number.
+        """
+        answer = self._tool.ask("read", {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}, timeout_s)
         return open_shard(self._tool.link, answer, into)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:

@@ -202,7 +202,7 @@ def stop(
     if actor is None:
         return
     if not keep_data and not force:
-        _refuse_last_copies(config)
+        refuse_last_copies(config)
     with contextlib.suppress(Exception):
         ray.get(actor.close_holders.remote(not keep_data), timeout=START_S)
     with contextlib.suppress(Exception):
@@ -210,7 +210,8 @@ def stop(
     ray.kill(actor, no_restart=True)
 
 
-def _refuse_last_copies(config: Config) -> None:
+def refuse_last_copies(config: Config) -> None:
+    """Raise CapacityError, naming job, step and pins, if freeing the RAM would lose a committed step."""
     for job in status(config=config).jobs:
         newest, durable, lost = job.get("committed_step"), job.get("durable_step"), []
         if newest is not None and (durable is None or durable < newest):

@@ -12,13 +12,14 @@ from click.testing import CliRunner
 
 from memstore.api import Reader
 from memstore.cli import main
+from memstore.cluster import refuse_last_copies
 from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError
 from memstore.history import Fork, fork
 from memstore.shell.slot_headers import SlotState
 from memstore.shell.tool import Tool
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, digest, state_digest, together
+from memstore.testing.rank_process import RankNursery, RankProcess, digest, state_digest, together
 
 HOSTS = {"h0": {"memstore": "replica"}, "h1": {"memstore": "replica"}}
 TWO = ["h0", "h1"]
@@ -31,6 +32,12 @@ def restart_everything(cluster: ProcessCluster) -> None:
     for host in cluster.labels:
         cluster.start_holder(host)
     cluster.wait_live(*cluster.labels)
+
+
+def commit_each(ranks: list[RankProcess], first: int, last: int) -> None:
+    """Commit every one of the steps: a newer commit would supersede one that is slow."""
+    for step in range(first, last + 1):
+        together(ranks, "train", first=step, last=step)
 
 
 def lineage(cluster: ProcessCluster, job: str = "train") -> list[tuple[int, int]]:
@@ -62,13 +69,14 @@ def test_three_kept_steps_a_rewind_to_the_oldest_and_a_restart(tmp_path: Path, n
     """keep_steps=3, back to the oldest of them, two steps on, everything killed: the new lineage comes back."""
     with ProcessCluster(tmp_path, HOSTS) as cluster:
         fleet = Fleet(cluster, nursery, keep_steps=3, kib=64)
-        ranks = fleet.begin(TWO, last_step=4)
+        ranks = fleet.begin(TWO, last_step=0)
+        commit_each(ranks, 1, 4)
         wait_for(lambda: lineage(cluster) == [(1, 4), (1, 3), (1, 2)], "three kept steps")
         assert [reply["attempt"] for reply in together(ranks, "rewind", step=2)] == [2, 2]
         got = together(ranks, "get")
         fleet.check(got)
         assert got[0]["step"] == 2
-        together(ranks, "train", first=3, last=4)
+        commit_each(ranks, 3, 4)
         wait_for(lambda: lineage(cluster) == [(2, 4), (2, 3), (1, 2)], "the new lineage")
         fleet.kill(ranks)
         restart_everything(cluster)
@@ -218,6 +226,8 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         ranks = fleet.begin(TWO, last_step=2)
         assert run("pin", "train", "2", "best") == (0, "step 2 of train (attempt 1) is pinned as best\n")
         together(ranks, "train", first=3, last=4)
+        with pytest.raises(CapacityError, match=r"step 4 lives only in RAM .* and what is pinned as best \(step 2\)"):
+            refuse_last_copies(cluster.config)
         code, said = run("fork", "train", "2", "exp-b")
         assert (code, said.split(": ")[0]) == (0, "exp-b begins with step 2 of train")
         code, shown = run("ls")

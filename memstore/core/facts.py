@@ -157,6 +157,7 @@ class JobForked:
     seats: tuple[str, ...]  # by rank: the host that counts as its own
     needs: tuple[int, ...]  # slots, by rank
     level: str
+    level_asked: str  # coarsest spread level that the origin ever had (R18)
     is_degraded: bool
     reason: str
     config: Mapping[str, Any]

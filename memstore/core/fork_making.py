@@ -33,7 +33,7 @@ class ForkMaking:
         origin = self.catalog.jobs.get(fact.from_job)
         job.origin, job.home = fact, origin.placement or origin.home if origin is not None else None
         seats = {rank: Seat(rank, host, "", is_gone=True) for rank, host in enumerate(fact.seats)}
-        attempt = stand_in(fact.attempt, fact.world_size, dict(fact.config), fact.level, seats, fact.needs)
+        attempt = stand_in(fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, seats, fact.needs)
         attempt.steps[fact.step], attempt.opened_s = "committed", fact.wall_s
         job.attempts[fact.attempt] = attempt
         job.commits[StepId(fact.attempt, fact.step)] = StepCommitted(

@@ -22,6 +22,7 @@ from memstore.core.fork_making import ForkMaking, stand_in
 from memstore.core.job import Call, Job, Seat
 from memstore.core.names import check_job_name
 from memstore.errors import ConfigError
+from placement.domains import is_finer
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -225,6 +226,9 @@ class Forks:
             for rank, hosts in found.items()
             if len(self.catalog.hosts.domains(hosts)) < attempt.replicas
         ]
+        level = placement.level if placement is not None else "host"
+        if is_finer(level, attempt.level_asked, self.catalog.hosts.failure_domains):
+            short.insert(0, f"copies are spread over {level}s, not {attempt.level_asked}s")
         return JobForked(
             job=job.name, attempt=attempt.ordinal, step=pending.step.step, world_size=attempt.world_size,
             from_job=pending.origin, from_attempt=pending.step.attempt,
@@ -232,7 +236,7 @@ class Forks:
             hosts=tuple(tuple(sorted(found[rank])) for rank in range(attempt.world_size)),
             seats=tuple(attempt.seats[rank].host_id for rank in range(attempt.world_size)),
             needs=tuple(attempt.needs[rank] for rank in range(attempt.world_size)),
-            level=placement.level if placement is not None else "host", is_degraded=bool(short),
+            level=level, level_asked=attempt.level_asked, is_degraded=bool(short),
             reason="; ".join(short[:3]), config=attempt.config, nonce=pending.nonce, wall_s=self.catalog.wall_s,
         )  # fmt: skip
 
@@ -260,8 +264,8 @@ class Forks:
         for pending in list(self.pending.values()):
             self._progress(pending)
             if not pending.is_recorded and now - pending.since_s > ASK_LIMIT_S:
-                late = ", ".join(sorted(pending.waits or pending.claimed))
-                why = f"hosts {late} did not claim room and look within {ASK_LIMIT_S:g} s"
+                late = ", ".join(sorted(pending.waits or pending.claimed)) or "asked for durable markers"
+                why = f"hosts {late} did not answer within {ASK_LIMIT_S:g} s: see `memstore status`, then ask again"
                 self._refuse(pending, "PeerTimeout", why)
         self.making.tick(now)
 
@@ -270,11 +274,14 @@ class Forks:
     def needed(self, job: Job) -> set[StepId]:
         """Steps of a job that a fork is being made of: not dropped now."""
         steps = {p.step for p in self.pending.values() if p.origin == job.name}
-        for other in self.catalog.jobs.values():
-            fact = other.origin
-            if fact is not None and fact.from_job == job.name and not self.making.is_whole(other):
-                steps.add(StepId(fact.from_attempt, fact.step))
-        return steps
+        facts = [fact for fact in self.of(job) if not self.making.is_whole(self.catalog.jobs[fact.job])]
+        return steps | {StepId(fact.from_attempt, fact.step) for fact in facts}
+
+    def unfinished(self, job: Job) -> list[str]:
+        """The forks of a job that are not whole yet."""
+        pending = [name for name, p in self.pending.items() if p.origin == job.name]
+        made = [fact.job for fact in self.of(job) if not self.making.is_whole(self.catalog.jobs[fact.job])]
+        return pending + made
 
     def of(self, job: Job) -> Iterable[JobForked]:
         """The forks that the store has of a job."""

@@ -248,11 +248,12 @@ class Queries:
                 "alive. Stop it first, or pass --force",
             )  # fmt: skip
             return
-        unfinished = [fact.job for fact in self.catalog.forks.of(job) if self.catalog.forks.needed(job)]
+        unfinished = self.catalog.forks.unfinished(job)
         if unfinished:
             self.catalog.refuse(
                 call, "JobBusyError",
-                f"job {job.name!r} is being forked to {unfinished[0]!r}, which is not whole yet: ask again in a moment",
+                f"job {job.name!r} is being forked to {unfinished[0]!r}, which is not whole yet: ask again later, "
+                "or remove that one first",
             )  # fmt: skip
             return
         if job.pins and not call.body.get("force"):
