@@ -73,6 +73,9 @@ class Config:
     durable: str | None = None  # directory of the durable tier; None: RAM only, with one warning
     durable_every: str | int = "30min"  # text: time between durable steps; int: steps between them
     durable_keep: int = 3
+    durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
+    durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays
+    durable_key_file: str | None = None  # the same path on every host: 32 bytes, mode 0600; steps are encrypted with it
     job_ttl_s: float = 86_400.0
     connect_timeout_s: float = 120.0
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
@@ -102,6 +105,7 @@ class Config:
             )
         if self.placement not in ("mixed", "group", "ring"):
             raise ConfigError(f"placement={self.placement!r} is unknown: use mixed, group or ring", field="placement")
+        _check_durable(self.durable, self.durable_compression, self.durable_key_file)
         if not self.heartbeat_s < self.suspect_after_s < self.repair_after_s:
             raise ConfigError(
                 f"heartbeat_s={self.heartbeat_s} < suspect_after_s={self.suspect_after_s} < "
@@ -144,6 +148,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("keep_steps", 1, 1000),
     ("stall_budget_s", 0, 3600),
     ("durable_keep", 1, 10_000),
+    ("durable_bytes_per_s", 0, 1 << 50),
     ("job_ttl_s", 0, 1e9),
     ("connect_timeout_s", 0.1, 86_400),
     ("max_restores", 1, 1000),
@@ -162,6 +167,22 @@ def _check_tls(files: dict[str, Any]) -> None:
     for name in given:
         if not isinstance(files[name], str) or not files[name].startswith("/") or "\0" in files[name]:
             raise ConfigError(f"{name}={files[name]!r} is not an absolute path", field=name, value=files[name])
+
+
+def _check_durable(place: object, compression: object, key_file: object) -> None:
+    """Refuse credentials before they are logged or stored, and what means something else in another process."""
+    if isinstance(place, str) and "://" in place and ("@" in place or "?" in place):
+        scheme = place.partition("://")[0]
+        raise ConfigError(
+            f"durable={scheme[:16]}://...: credentials and queries have no place in it, for it is logged and stored; "
+            "put credentials into the environment of the holders",
+            field="durable",
+        )
+    if compression not in ("none", "auto"):
+        raise ConfigError(f"durable_compression={compression!r} is unknown: use none or auto",
+                          field="durable_compression", value=compression)  # fmt: skip
+    if key_file is not None and (not isinstance(key_file, str) or not key_file.startswith("/") or "\0" in key_file):
+        raise ConfigError(f"durable_key_file={key_file!r} is not an absolute path", field="durable_key_file")
 
 
 def _plain(value: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import pytest
+
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, together
+from memstore.testing.rank_process import RankFailed, RankNursery, together
 
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
@@ -106,3 +108,30 @@ def test_stuck_storage_is_never_waited_for(tmp_path: Path, nursery: RankNursery)
         assert cluster.job("train")["durable_step"] is None
         gate.touch()
         wait_for(lambda: cluster.job("train")["durable_step"] is not None, "a durable step")
+
+
+def test_a_compressed_and_encrypted_step_comes_back_with_its_key_only(tmp_path: Path, nursery: RankNursery) -> None:
+    """Every process is gone; without the key get says which one is needed, with it every byte is there (R23, R25)."""
+    durable, keys = tmp_path / "durable", [tmp_path / "key", tmp_path / "other"]
+    durable.mkdir()
+    for number, key in enumerate(keys):
+        key.write_bytes(bytes([number]) * 32)
+        key.chmod(0o600)
+    fields = {"durable": str(durable), "durable_every": 1000, "durable_compression": "auto", "kib": 2048}
+    with ProcessCluster(tmp_path / "one", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable_key_file=str(keys[0]), durable_bytes_per_s=32 << 20, **fields)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        fleet.kill(ranks)
+    with ProcessCluster(tmp_path / "two", TWO_RACKS) as cluster:
+        wrong = Fleet(cluster, nursery, durable_key_file=str(keys[1]), **fields)
+        ranks = wrong.launch(["h0", "h1"])
+        for rank in ranks:
+            rank.begin("get")
+        for rank in ranks:
+            with pytest.raises(RankFailed, match="encrypted with key"):
+                rank.finish()
+        wrong.kill(ranks)
+        fleet = Fleet(cluster, nursery, durable_key_file=str(keys[0]), **fields)
+        _, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (0, "durable")

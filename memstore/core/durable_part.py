@@ -27,6 +27,7 @@ MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors with names of a hundred by
 SLICE_LIMIT_BYTES = 64 << 20  # a writer holds one in memory; large enough that a request's cost vanishes
 SLICES_WANTED = 16  # of a smaller shard, so that several hosts can share it and a death costs little
 SALT_BYTES, KEY_NAME_BYTES = 16, 8
+TAG_BYTES = 16  # that encryption adds to every piece
 _MAGIC = b"MEMSPART"
 # magic, version, slice, chunk bytes, payload bytes of the shard, chunks here, manifest as stored, digest, key, salt
 _FIELDS = struct.Struct(f"<8sHxxIIQII16s{KEY_NAME_BYTES}s{SALT_BYTES}s")
@@ -147,7 +148,7 @@ def decode_header(data: bytes, spec: ShardSpec, number: int, *, file_nbytes: int
     header = SliceHeader(number, spec, manifest_nbytes, stored, packed, key_name, salt)
     for index in slice_range(spec, number):
         _, nbytes, is_compressed = header.chunk_place(index)
-        plain = spec.chunk_nbytes(index)
-        if not header.is_encrypted and (nbytes >= plain if is_compressed else nbytes != plain):
+        plain, nbytes = spec.chunk_nbytes(index), nbytes - TAG_BYTES * header.is_encrypted
+        if not 0 < nbytes < plain if is_compressed else nbytes != plain:
             raise IntegrityError(f"chunk {index} of {plain} bytes is said to take {nbytes}")
     return header

@@ -16,7 +16,10 @@ MARKER = "marker"
 
 def place_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a holder needs to know to reach a job's durable storage; None if it has none."""
-    return {"url": config["durable"]} if config.get("durable") else None
+    if not config.get("durable"):
+        return None
+    fields = {name: config.get(f"durable_{name}") for name in ("compression", "key_file", "bytes_per_s")}
+    return {"url": config["durable"], **fields}
 
 
 def slice_name(rank: int, number: int, digest: str) -> str:

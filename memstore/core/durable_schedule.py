@@ -126,6 +126,16 @@ def _why_due(
     return None
 
 
+def paced(now: float, free_s: float, nbytes: int, bytes_per_s: int | None) -> tuple[float, float]:
+    """Return (when a write of `nbytes` may begin, when the next one may), so that the average keeps to the rate.
+
+    >>> paced(10.0, 12.0, 100, 50)
+    (12.0, 14.0)
+    """
+    start_s = max(now, free_s) if bytes_per_s else now
+    return start_s, start_s + nbytes / bytes_per_s if bytes_per_s else now
+
+
 def retire(durable_steps: Iterable[StepId], keep: int) -> tuple[StepId, ...]:
     """Return the steps of one lineage that `durable_keep` lets go, oldest first; never the newest.
 

@@ -6,7 +6,8 @@ is decided by `memstore/core/durable_schedule.py` and `durable_orders.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +26,7 @@ from memstore.core.durable_part import (
 from memstore.core.durable_place import MARKER, slice_name
 from memstore.core.ports import DurableFiles, DurableReader, DurableTier
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, InternalError
+from memstore.shell.durable_codec import Codec, read_key
 from memstore.shell.durable_directory import DirectoryFiles
 from memstore.shell.durable_objects import SCHEMES, ObjectFiles
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
@@ -33,8 +35,8 @@ from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 class PartsTier(DurableTier):
     """Durable parts and markers on `files`, which every host of the job sees alike."""
 
-    def __init__(self, files: DurableFiles) -> None:
-        self.files = files
+    def __init__(self, files: DurableFiles, codec: Codec | None = None) -> None:
+        self.files, self.codec = files, codec or Codec()
 
     def probe(self) -> None:
         """Raise ConfigError unless a file can be written here."""
@@ -60,8 +62,7 @@ class PartsTier(DurableTier):
         found, wanted = [len(piece) for piece in pieces], slice_range(spec, number)
         if found != [spec.chunk_nbytes(index) for index in wanted]:
             raise InternalError(f"slice {number} of {shard} has chunks {wanted} and was given {found} bytes")
-        header = SliceHeader(number, spec, len(head), tuple(found), (False,) * len(found))
-        stored = [header.encode(), head, *pieces]
+        stored = self.codec.seal(spec, number, head, pieces)
         wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
         return None if wrote == "stopped" else sum(len(piece) for piece in stored)
 
@@ -122,8 +123,10 @@ class PartsTier(DurableTier):
         name = slice_name(shard.rank, 0, spec.digest)
         with self.files.opened(shard.job, _step_of(shard), name) as reader:
             header = self._header(reader, shard, spec, 0)
-            manifest = bytearray(header.manifest_nbytes)
-            reader.read_into(header.nbytes, memoryview(manifest))
+            stored = bytearray(header.manifest_nbytes)
+            reader.read_into(header.nbytes, memoryview(stored))
+        with self._naming(f"{self._path(shard)}/{name}"):
+            manifest = self.codec.open_manifest(header, bytes(stored))
         actual = xxhash.xxh3_128_hexdigest(manifest)
         if actual != spec.digest:
             raise DigestMismatch(
@@ -132,7 +135,7 @@ class PartsTier(DurableTier):
                 expected=spec.digest,
                 actual=actual,
             )
-        return bytes(manifest)
+        return manifest
 
     def read_chunk_into(self, shard: ShardId, spec: ShardSpec, index: int, view: memoryview) -> None:
         """Fill `view` with chunk `index`; a view of another size than the chunk's is an IntegrityError."""
@@ -142,9 +145,17 @@ class PartsTier(DurableTier):
                 f"of {spec.chunk_bytes} bytes, {spec.nbytes} in all"
             )
         number = index // slice_chunks(spec)
-        with self.files.opened(shard.job, _step_of(shard), slice_name(shard.rank, number, spec.digest)) as reader:
-            offset, _, _ = self._header(reader, shard, spec, number).chunk_place(index)
-            reader.read_into(offset, view.cast("B"))
+        name = slice_name(shard.rank, number, spec.digest)
+        with self.files.opened(shard.job, _step_of(shard), name) as reader:
+            header = self._header(reader, shard, spec, number)
+            offset, nbytes, is_compressed = header.chunk_place(index)
+            if not (is_compressed or header.is_encrypted):
+                reader.read_into(offset, view.cast("B"))
+                return
+            stored = bytearray(nbytes)
+            reader.read_into(offset, memoryview(stored))
+        with self._naming(f"{self._path(shard)}/{name}"):
+            self.codec.open_chunk(header, index, bytes(stored), view.cast("B"))
 
     def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
         """Remove the marker, make that durable, then remove the parts; a step that is not there is fine."""
@@ -196,6 +207,14 @@ class PartsTier(DurableTier):
             raise IntegrityError(f"{path} belongs to {record.job} attempt {found.attempt} step {found.step}")
         return record
 
+    @contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        """Put the place before what the codec says."""
+        try:
+            yield
+        except (IntegrityError, ConfigError) as exc:
+            raise type(exc)(f"{path}: {exc}") from exc
+
     def _path(self, shard: ShardId) -> str:
         return self.files.path(shard.job, shard.attempt, shard.step)
 
@@ -208,9 +227,11 @@ def open_tier(place: Mapping[str, Any]) -> DurableTier:
     """Return the tier of a job: `place` is what `durable_place.place_of` made of its configuration.
 
     Raises:
-        ConfigError: an unknown scheme, a relative path, a URL with credentials, or a package that is missing.
+        ConfigError: an unknown scheme, a relative path, a URL with credentials, a missing package, or a bad key file.
     """
-    return PartsTier(files_from_url(str(place["url"])))
+    key_file = place["key_file"]
+    codec = Codec(place["compression"] == "auto", read_key(str(key_file)) if key_file is not None else None)
+    return PartsTier(files_from_url(str(place["url"])), codec)
 
 
 def files_from_url(url: str) -> DurableFiles:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.durable_part import slice_range
+from memstore.core.durable_schedule import paced
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.core.manifest import chunk_digest
 from memstore.core.shelf import Shelved
@@ -32,6 +34,8 @@ class Persister:
         self.holder = holder
         self.writers = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
         self.listers = ThreadPoolExecutor(LIST_THREADS, thread_name_prefix="memstore-markers")
+        self.lock = threading.Lock()
+        self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
         self.stops: dict[tuple[str, StepId], threading.Event] = {}
 
     def close(self) -> None:
@@ -94,6 +98,9 @@ class Persister:
         shard = shard_from_wire(shard_body)
         if stop.is_set():
             return False
+        found = self.holder.vault.shelf.find(shard, digest)
+        if found is not None and stop.wait(self._pause_s(body, found, number)):  # before the pin: it may take long
+            return False
         pinned = self.holder.vault.pin(shard, digest)
         if pinned is None:
             raise IntegrityError(f"{shard_body} is not here any more")
@@ -106,6 +113,14 @@ class Persister:
         finally:
             self.holder.vault.unpin(shelved, pin)
         return nbytes is not None
+
+    def _pause_s(self, body: dict[str, Any], shelved: Shelved, number: int) -> float:
+        """Return how long a slice has to wait for its turn under the job's cap for this host."""
+        nbytes = sum(shelved.spec.chunk_nbytes(index) for index in slice_range(shelved.spec, number))
+        now, job = time.monotonic(), str(body["job"])
+        with self.lock:
+            start_s, self.free_s[job] = paced(now, self.free_s.get(job, now), nbytes, body["durable"]["bytes_per_s"])
+        return start_s - now
 
     def _chunks(self, shelved: Shelved, number: int) -> Iterator[memoryview]:
         for index in slice_range(shelved.spec, number):
