@@ -147,3 +147,21 @@ def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
     world.run(3.0)
     assert world.served.durable.state("train").failures_count == 1
     assert ("train", 1, 2) in world.durable.discarded
+
+
+def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
+    """Writes that take longer than the steps are abandoned slice by slice for newer ones; in the end one is whole."""
+    world, ranks = trained(keep_steps=2)
+    for holder in world.holders.values():
+        write = holder._persist
+        holder._persist = lambda body, write=write: world.at(2.5, lambda: write(body))  # type: ignore[method-assign]
+    for step in range(2, 12):
+        assert world.put_all(ranks, step)
+        world.run(1.0)
+    state = world.served.durable.state("train")
+    assert state.abandoned_count >= 1
+    world.run(20.0)
+    newest = max(step for _, _, step in world.durable.markers)
+    assert newest > 2
+    assert all(hosts for hosts in written_by(world, newest).values())
+    assert not [key for key in world.durable.markers if key in world.durable.discarded]
