@@ -174,8 +174,7 @@ class Controller:
     def status_soon(self) -> Future[dict[str, Any]]:
         """What `memstore status` shows, made on the catalog's thread; for metrics."""
         future: Future[dict[str, Any]] = Future()
-        look = lambda catalog: future.set_result(catalog.queries.report.body())  # noqa: E731
-        self.events.put((None, {"k": "look", "look": look}))
+        self.events.put((None, {"k": "status", "future": future}))
         return future
 
     # -- sessions -----------------------------------------------------------------------------
@@ -238,8 +237,8 @@ class Controller:
         if session is None:
             if body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
-            elif body["k"] == "look":
-                body["look"](self.catalog)
+            elif body["k"] == "status":
+                body["future"].set_result(self.catalog.queries.report.body())
             elif body["k"] == "drains":
                 self._handle(DrainsSeen(body["until_s"]))
             elif body["k"] == "term":
