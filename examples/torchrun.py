@@ -2,7 +2,7 @@
 
     ray start --head                                      # once per machine; --address=HEAD on the others
     memstore up                                           # the store outlives the ranks
-    torchrun --nproc-per-node 2 examples/torchrun.py
+    torchrun --standalone --nproc-per-node 2 examples/torchrun.py
 
 Kill it at any moment, even with SIGKILL, and start it again: it goes on after the newest committed step. Without a
 running store the first rank starts one through the machine's Ray; a rank needs Ray for nothing else.

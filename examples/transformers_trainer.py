@@ -41,6 +41,7 @@ if __name__ == "__main__":
             GPT2LMHeadModel(config),
             TrainingArguments(
                 output_dir, max_steps=args.steps, per_device_train_batch_size=8, learning_rate=0.01, logging_steps=1,
+                lr_scheduler_type="constant",
                 save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
