@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore.cli.lifecycle import check_writable
 from memstore.core.durable_place import MARKER
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
 from memstore.shell import durable_objects
@@ -181,3 +182,11 @@ def test_a_server_that_is_gone_in_the_middle_is_a_transport_error(
             write_slice(tier, shard_of(1), 1)
         with pytest.raises(TransportError):
             tier.markers(JOB)
+
+
+def test_up_refuses_a_bucket_it_cannot_write(faults: HttpFaults) -> None:
+    """--durable-check takes URLs: the message names the place and the remedy, and a bucket that is there passes."""
+    check_writable("s3://bucket/x")
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/x.*create the bucket"):
+        check_writable("s3://no-such-bucket/x")
+    assert any("no-such-bucket" in path for _, path, _, _ in faults.seen)

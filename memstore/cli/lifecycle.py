@@ -14,6 +14,7 @@ from memstore.cli.options import Where, check_reachable, config_or_usage, store_
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.durable_tier import files_from_url
 
 POLL_S = 0.2
 RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
@@ -32,7 +33,7 @@ RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 @click.option("--tls-cert", envvar="MEMSTORE_TLS_CERT", metavar="FILE", help="Certificate: TLS between the hosts.")
 @click.option("--tls-key", envvar="MEMSTORE_TLS_KEY", metavar="FILE", help="Its key, mode 0600.")
 @click.option("--tls-ca", envvar="MEMSTORE_TLS_CA", metavar="FILE", help="Authority that signs the certificates.")
-@click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR cannot be written from here.")
+@click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
 @click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest --wait.")
 @store_options
@@ -84,7 +85,10 @@ def _number(text: str) -> int | str:
 
 
 def check_writable(directory: str) -> None:
-    """Raise ConfigError unless a file can be written in the directory from this machine."""
+    """Raise ConfigError unless a file can be written in the directory, or an object at the URL, from this machine."""
+    if "://" in directory:
+        files_from_url(directory).probe()
+        return
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".memstore-check-") as file:
             file.write(b"memstore")
