@@ -9,7 +9,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,objects,compression,encryption,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,dev]'
 	touch $@
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long"

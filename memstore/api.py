@@ -17,6 +17,7 @@ from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, rank_host
 from memstore.shell.launch import detect_launch
 from memstore.shell.rank_link import RankLink
+from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Store
 
@@ -169,6 +170,10 @@ class Reader:
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
         self._tool.ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+
+    def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
+        """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
+        return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
 
     def close(self) -> None:
         """End the reader's link."""

@@ -78,16 +78,17 @@ class OpenRanges:
 
 
 class ShardRanges:
-    """Reads of one job through one link."""
+    """Reads of one job through one link; `attempt` chooses among steps of one number, None leaves it to the lineage."""
 
-    def __init__(self, link: RankLink, job: str, timeout_s: float = 600.0) -> None:
-        self.link, self.job, self.timeout_s = link, job, timeout_s
+    def __init__(self, link: RankLink, job: str, timeout_s: float = 600.0, attempt: int | None = None) -> None:
+        self.link, self.job, self.timeout_s, self.attempt = link, job, timeout_s, attempt
 
     def ask(
         self, step: int | None, rank: int, ranges: Iterable[Range] = (), chunk_bytes: int = 1
     ) -> Future[dict[str, Any]]:
         """Begin to bring ranges of a shard of `chunk_bytes` here; `open` waits for them. No ranges: its manifest."""
-        body = {"job": self.job, "step": step, "rank": rank, "chunks": chunk_runs(ranges, chunk_bytes)}
+        body: dict[str, Any] = {"job": self.job, "step": step, "rank": rank}
+        body |= {"chunks": chunk_runs(ranges, chunk_bytes), "of_attempt": self.attempt}
         return self.link.call_soon("read", body)
 
     def open(self, asked: Future[dict[str, Any]]) -> OpenRanges:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def check_into(layout: bytes, into: object) -> None:
         ProtocolError: the layout is malformed.
     """
     decoded = decode_layout(layout)
-    _guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
+    guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
 
 
 def decode_state(
@@ -63,17 +63,17 @@ def decode_state(
         stream = SlotStream(views, chunk_bytes, decoded.nbytes)
     except ValueError as error:
         raise ProtocolError(f"the bytes do not fit their layout: {error}") from None
-    match = None if into is None else _guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
+    match = None if into is None else guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
     build = StateBuild(decoded, stream, match, is_alias=not copy)
     # Everything is built before the first live byte is written, and all are written before any
     # load_state_dict(), which may read the tensors of another object.
-    state = _guarded(lambda: build.node(decoded.tree))
-    _guarded(build.fill)
+    state = guarded(lambda: build.node(decoded.tree))
+    guarded(build.fill)
     build.load()
     return state
 
 
-def _guarded(work: Callable[[], Any]) -> Any:
+def guarded(work: Callable[[], Any]) -> Any:
     """Run what interprets names and values from a layout; a bad one is the layout's fault, not the caller's."""
     try:
         return work()
@@ -85,11 +85,24 @@ class _Malformed(Exception):
     """A value that passed the layout's checks and still means nothing."""
 
 
+class ByteStream(Protocol):
+    """Where a shard's bytes come from: its slots, or reads of its parts."""
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy stream bytes to host memory."""
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Return stream bytes as an object of their own."""
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return stream bytes without a copy, or None."""
+
+
 class StateBuild:
     """Builds objects out of nodes; `match` says which tensors and Stateful objects are there already."""
 
     def __init__(
-        self, layout: Layout, stream: SlotStream | None, match: StateMatch | None = None, *, is_alias: bool = False
+        self, layout: Layout, stream: ByteStream | None, match: StateMatch | None = None, *, is_alias: bool = False
     ) -> None:
         self._layout, self._stream, self._match, self._is_alias = layout, stream, match, is_alias
         self._places = {} if match is None else match.places

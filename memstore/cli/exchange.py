@@ -1,0 +1,80 @@
+"""`memstore export` and `memstore import`: steps as files of stock libraries, and such files as a job."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memstore.cli.options import Where, check_job, store_options
+from memstore.cli.output import plural, print_json, say, size_text
+from memstore.config import Config, bytes_from_text
+from memstore.errors import ConfigError
+
+FORMAT = click.Choice(["dcp", "torch", "safetensors"])
+NAMES_SHOWN = 10
+
+
+@click.command(short_help="Write a committed step as files that stock libraries read.")
+@click.argument("job")
+@click.argument("step")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--format", "as_format", type=FORMAT, required=True, help="What the files are.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank put.")
+@click.option("--attempt", type=int, metavar="N", help="Whose step, where several have one of that number.")
+@click.option("--prefix", default="", metavar="TEXT", help="safetensors: names that begin with TEXT, without it.")
+@click.option("--file-bytes", default="5GB", show_default=True, metavar="SIZE", help="safetensors: size of a file.")
+@click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
+@store_options
+def export(
+    config: Config, job: str, step: str, directory: Path, as_format: str, rank: int | None, attempt: int | None,
+    prefix: str, file_bytes: str, module: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Write STEP of JOB (a number, or "latest") into the new folder DIRECTORY, while training goes on.
+
+    DIRECTORY appears when it is whole. What the format has no place for is named, here and in memstore.json.
+    """
+    if step != "latest" and not (step.isascii() and step.isdigit()):
+        raise click.UsageError(f"STEP {step!r} is neither a number nor latest")
+    try:
+        limit = bytes_from_text("file_bytes", file_bytes)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    check_job(Where(config).status(), job)
+    from memstore.api import reader
+    from memstore.exchange.exporting import export_step
+
+    if module is not None:
+        importlib.import_module(module)
+    with reader(job, config=config) as source:
+        note = export_step(
+            source, None if step == "latest" else int(step), directory.absolute(), as_format,
+            rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
+        )  # fmt: skip
+    if as_json:
+        print_json(note)
+        return
+    for line in _export_lines(note):
+        say(line)
+
+
+def _export_lines(note: dict[str, Any]) -> list[str]:
+    """Return what a person should know of an export; the JSON has all of it."""
+    lines = [
+        f"step {note['step']:,} of {note['job']} (attempt {note['attempt']}, {plural(note['world_size'], 'rank')}) is "
+        f"in {note['directory']}: {note['format']}, {size_text(note['nbytes'])}, every digest ok"
+    ]
+    if note["not_pinned"]:
+        lines.append(f"it could have been dropped meanwhile: {note['not_pinned']}")
+    left_out = list(note.get("left_out", {}).items())
+    lines += [f"  differs between ranks: {name}" for name in note.get("per_rank", ())[:NAMES_SHOWN]]
+    lines += [f"  not in it: {name}: {why}" for name, why in left_out[:NAMES_SHOWN]]
+    for file in note.get("files", ()) if isinstance(note.get("files"), list) else ():
+        if file["dtensors"]:
+            lines.append(f"  {file['file']}: {plural(file['dtensors'], 'DTensor')} as this rank's own parts")
+        if file["unsafe_globals"]:
+            lines.append(f"  {file['file']}: weights_only=True refuses {', '.join(file['unsafe_globals'])}")
+    more = max(len(note.get("per_rank", ())), len(left_out)) - NAMES_SHOWN
+    return [*lines, "  and more: see memstore.json there"] if more > 0 else lines

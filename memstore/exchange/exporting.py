@@ -1,0 +1,112 @@
+"""Export one committed step into a new folder while training goes on (R7, R19, R27)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memstore.api import Reader
+from memstore.checkpoint import StepInfo
+from memstore.dcp.metadata import SavedLayout
+from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
+from memstore.exchange.dcp_folder import write_dcp
+from memstore.exchange.new_folder import new_folder
+from memstore.exchange.safetensors_files import stock_safetensors, write_safetensors
+from memstore.exchange.shard_bytes import ShardBytes
+from memstore.exchange.step_view import StepView, view_of_dcp_step, view_of_put_step
+from memstore.exchange.torch_files import write_torch
+from memstore.shell.shard_ranges import ShardRanges
+
+FORMATS = ("dcp", "torch", "safetensors")
+NOTE_NAME = "memstore.json"  # in every export: what it is, and what is not in it
+FILE_BYTES = 5 * 10**9
+
+
+def export_step(
+    reader: Reader, step: int | None, target: Path, format: str, *, rank: int | None = None,
+    attempt: int | None = None, prefix: str = "", file_bytes: int = FILE_BYTES,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a step into the folder `target`, which must not exist; return what `memstore.json` in it says.
+
+    Args:
+        step: A committed step; None: the newest of the lineage.
+        format: "dcp", "torch" or "safetensors".
+        rank: Only what this rank put.
+        attempt: Whose step, where several have one of that number.
+        prefix: With safetensors, only names that begin with it, without it.
+        file_bytes: With safetensors, the most bytes of tensors in one file.
+
+    Raises:
+        ConfigError, UnsupportedState: it cannot be written so; says what to do. Nothing is left behind.
+        RecoveryError, IntegrityError, OSError: the same for the step's bytes and the file system.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format={format!r} is unknown: use one of {', '.join(FORMATS)}", field="format")
+    if prefix and format != "safetensors":
+        raise ConfigError(f"prefix={prefix!r} is of format safetensors, not of {format}", field="prefix")
+    if format == "safetensors":
+        stock_safetensors()
+    info = _choose(reader, step, attempt)
+    with new_folder(target) as folder, _pinned(reader, info) as not_pinned:
+        ranges = reader.ranges(attempt=info.attempt)
+        first = ShardBytes(ranges, info.step, rank or 0)
+        is_dcp = SavedLayout.decode(first.manifest.layout) is not None
+        note = {
+            "job": reader.job, "step": info.step, "attempt": info.attempt, "format": format,
+            "put_by": "dcp" if is_dcp else "put", "world_size": first.manifest.world_size, "rank": rank,
+        }  # fmt: skip
+        ranks = range(first.manifest.world_size) if rank is None else [rank]
+        if format == "torch":
+            if is_dcp:
+                raise UnsupportedState(
+                    f"step {info.step} was saved through DCP, where ranks have no state of their own: use --format "
+                    "dcp, then `python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE`"
+                )
+            note["files"] = [write_torch(ShardBytes(ranges, info.step, r), folder) for r in ranks]
+        else:
+            view = _view(ranges, info.step, rank, ranks, is_dcp)
+            note["per_rank"] = view.per_rank
+            if format == "dcp":
+                write_dcp(view, folder)
+            else:
+                note |= write_safetensors(view, folder, prefix=prefix, file_bytes=file_bytes)
+        note["nbytes"] = sum(path.stat().st_size for path in folder.iterdir())
+        (folder / NOTE_NAME).write_text(json.dumps(note, indent=1))
+    return {**note, "directory": str(target), "not_pinned": not_pinned}
+
+
+def _view(
+    ranges: ShardRanges, step: int, rank: int | None, ranks: range | list[int], is_dcp: bool
+) -> StepView:  # fmt: skip
+    if is_dcp:
+        return view_of_dcp_step(ranges, step, rank)
+    return view_of_put_step([ShardBytes(ranges, step, r) for r in ranks])
+
+
+def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
+    """Return the committed step that is meant; of several of one number the one in the lineage, then the newest."""
+    committed = [s for s in reader.steps() if s.committed and attempt in (None, s.attempt)]
+    found = [s for s in committed if (s.in_lineage if step is None else s.step == step)]
+    if not found:
+        have = ", ".join(str(s.step) for s in committed[:10]) or "none"
+        raise RecoveryError(f"job {reader.job!r} has no committed step {'' if step is None else step}: it has {have}")
+    return max(found, key=lambda s: (s.in_lineage, s.step if step is None else 0, s.attempt))
+
+
+@contextlib.contextmanager
+def _pinned(reader: Reader, info: StepInfo) -> Iterator[str]:
+    """Keep the step while it is read; yield "", or why it could not be kept: it may be dropped meanwhile then."""
+    name, why = f"export-{secrets.token_hex(4)}", ""
+    try:
+        reader.pin(info.step, name, attempt=info.attempt)
+    except (CapacityError, RecoveryError) as error:  # no room for one more, or it lies on durable storage only
+        why = str(error)
+    try:
+        yield why
+    finally:
+        if not why:
+            reader.unpin(name)

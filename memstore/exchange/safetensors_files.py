@@ -1,0 +1,108 @@
+"""Global tensors as safetensors files of bounded size, with the index that readers of sharded models look for."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from memstore.errors import ConfigError
+from memstore.exchange.step_view import Item, StepView
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def stock_safetensors() -> Any:
+    """Return safetensors.torch. ConfigError where it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'memstore[safetensors]'", field="format") from error
+    return safetensors.torch
+
+
+def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: int) -> dict[str, Any]:
+    """Write the tensors whose names begin with `prefix`, without it; return `tensors`, `files` and `left_out`.
+
+    A file has at most `file_bytes` of tensors, or one tensor; one file's tensors are in memory at a time.
+
+    Raises:
+        ConfigError: nothing is left to write. What reading the items raises, and OSError.
+    """
+    parts: dict[str, list[Item]] = defaultdict(list)
+    for _, items in view.by_rank(are_interleaved=True):
+        for item in items:
+            parts[item.index.fqn].append(item)
+    left_out = _left_out(view, prefix)
+    batches = _batches({name: _entry(view, name) for name in parts if name not in left_out}, file_bytes)
+    if not batches:
+        raise ConfigError(f"no tensor's name begins with {prefix!r}: see {sorted(parts)[:5]}", field="prefix")
+    weight_map, total = {}, 0
+    for number, names in enumerate(batches, 1):
+        file = "model.safetensors" if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
+        tensors = {name.removeprefix(prefix): _assemble(_entry(view, name), parts[name]) for name in names}
+        stock_safetensors().save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(batches) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True))
+    return {"tensors": len(weight_map), "files": len(batches), "left_out": left_out}
+
+
+def _left_out(view: StepView, prefix: str) -> dict[str, str]:
+    """Return the names that have no place, each with the reason."""
+    found = {}
+    for name, entry in view.entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            found[name] = "an object, not a tensor"
+        elif not name.startswith(prefix) or name == prefix:
+            found[name] = f"its name does not begin with {prefix!r}"
+        elif not _has_type(entry.properties.dtype):
+            found[name] = f"safetensors has no type for {entry.properties.dtype}"
+    return found
+
+
+@functools.cache
+def _has_type(dtype: torch.dtype) -> bool:
+    try:
+        stock_safetensors().save({"x": torch.empty(1, dtype=dtype)})
+    except (KeyError, ValueError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _entry(view: StepView, name: str) -> TensorStorageMetadata:
+    entry = view.entries[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
+
+
+def _batches(entries: dict[str, TensorStorageMetadata], file_bytes: int) -> list[list[str]]:
+    """Cut names, in order, into files."""
+    batches: list[list[str]] = []
+    size = 0
+    for name, entry in entries.items():
+        nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+        if not batches or size + nbytes > file_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(name)
+        size += nbytes
+    return batches
+
+
+def _assemble(entry: TensorStorageMetadata, items: list[Item]) -> torch.Tensor:
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for item in items:
+        assert item.chunk is not None
+        part = item.load()
+        assert isinstance(part, torch.Tensor)
+        box = tuple(slice(at, at + size) for at, size in zip(item.chunk.offsets, item.chunk.sizes, strict=True))
+        whole[box] = part
+    return whole
