@@ -19,7 +19,7 @@ from memstore.shell.slot_headers import SlotState
 from memstore.shell.tool import Tool
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, RankProcess, digest, state_digest, together
+from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess, digest, state_digest, together
 
 HOSTS = {"h0": {"memstore": "replica"}, "h1": {"memstore": "replica"}}
 TWO = ["h0", "h1"]
@@ -44,6 +44,11 @@ def lineage(cluster: ProcessCluster, job: str = "train") -> list[tuple[int, int]
     """(attempt, step) of the committed steps of the lineage, newest first."""
     found = cluster.job(job) or {"steps": []}
     return [(s["attempt"], s["step"]) for s in found["steps"] if s["committed"] and s["in_lineage"]]
+
+
+def steps_in_ram(cluster: ProcessCluster, job: str = "train") -> list[int]:
+    """Steps with a copy in RAM, newest first."""
+    return [step["step"] for step in (cluster.job(job) or {"steps": []})["steps"] if step["shards"]]
 
 
 def used_slots(cluster: ProcessCluster) -> dict[str, int]:
@@ -242,3 +247,23 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         assert run("unpin", "train", "best") == (0, "step 2 of train is not pinned as best any more\n")
         assert run("rm", "train")[0] == 0
         assert read(cluster, "exp-b", 2, 64)
+
+
+def test_a_rewind_to_a_step_that_only_durable_storage_has(tmp_path: Path, nursery: RankNursery) -> None:
+    """The step left RAM, everything was killed since: all ranks go back to it and get its bytes from the directory."""
+    with ProcessCluster(tmp_path / "cluster", HOSTS) as cluster:
+        (tmp_path / "durable").mkdir()
+        fleet = Fleet(cluster, nursery, kib=64, durable=str(tmp_path / "durable"), durable_every=1, durable_keep=9)
+        ranks = fleet.begin(TWO, last_step=0)
+        ranks[0].call("wait", step=0, level="durable", timeout_s=60.0)
+        commit_each(ranks, 1, 2)
+        wait_for(lambda: steps_in_ram(cluster) == [2], "step 0 to leave RAM", 60.0)
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        ranks = fleet.launch(TWO)
+        assert [reply["attempt"] for reply in together(ranks, "rewind", step=0)] == [3, 3]
+        got = together(ranks, "get")
+        fleet.check(got)
+        assert (got[0]["step"], got[0]["verdict"]) == (0, "durable")
+        with pytest.raises(RankFailed, match="no committed step 77"):
+            together(ranks, "rewind", step=77)
