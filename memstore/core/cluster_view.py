@@ -140,14 +140,18 @@ class ClusterView:
                 self.catalog.tell(host, "targets", body)
 
     def send_addresses(self) -> None:
-        """Tell every host how to reach every other one."""
+        """Tell every host how to reach every other one, and which jobs there are.
+
+        A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
+        """
         rows = [
             [s.info.host_id, s.info.address, s.info.port, s.info.incarnation, s.status]
             for s in self.catalog.hosts.states.values()
             if s.status != "dead"
         ]
+        jobs = [*self.catalog.jobs, *self.catalog.forks.pending]
         for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "view", {"hosts": rows})
+            self.catalog.tell(host, "view", {"hosts": rows, "jobs": jobs})
 
     def membership_changed(self, job: Job) -> None:
         """Place anew with the fewest moves, claim room there, then see what commits."""

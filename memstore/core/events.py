@@ -8,10 +8,9 @@ values; shards travel as `[job, attempt, step, rank]`, specs as
 Orders to a holder (`Tell.kind`):
     journal        seq, records | reset         append facts (R16); answered by FactAck
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
-    view           hosts                        addresses of all hosts, for peers
+    view           hosts, jobs                  addresses of all hosts, for peers; room of other jobs is given back
     targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
     reserve        job, attempt, call, ranks, guest_slots      claim room (R10); the call is a pin's or a fork's
-    shares         jobs                         give back room of jobs that the store does not know
     fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
     push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
     stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)

@@ -92,8 +92,6 @@ class Takeover:
         self.catalog.view.send_addresses()
         for name, attempt in self.catalog.removed.items():  # it may have been out of reach then: the room is freed now
             self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
-        # A fork that died with its controller before the fact has left a claim behind.
-        self.catalog.tell(host, "shares", {"jobs": [*self.catalog.jobs, *self.catalog.forks.pending]})
         for job in self.catalog.jobs.values():
             if job.newest is not None:
                 self.catalog.attempts.send_fence(host, job.name, job.newest)

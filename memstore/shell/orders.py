@@ -47,6 +47,7 @@ class Orders:
             self.holder.facts.take(body)
         elif kind == "view":
             self.holder.set_view(body["hosts"])
+            self.reserves.submit(self.holder.logged, drop_unknown_shares, self.vault, body["jobs"])
         elif kind == "fence":
             job, attempt = str(body["job"]), int(body["attempt"])
             self.holder.fences[job] = max(self.holder.fences.get(job, 0), attempt)
@@ -55,8 +56,6 @@ class Orders:
             self.holder.targets[str(body["job"])] = [str(t) for t in body["targets"]]
         elif kind == "reserve":
             self.reserves.submit(self.holder.logged, self._reserve, body)
-        elif kind == "shares":
-            self.reserves.submit(self.holder.logged, drop_unknown_shares, self.vault, body["jobs"])
         elif kind == "fork":
             self.workers.submit(self.holder.logged, self._fork, body)
         elif kind == "push":

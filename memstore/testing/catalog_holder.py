@@ -209,9 +209,6 @@ class FakeHolder:
         why = self.refuses_room
         self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})
 
-    def _on_shares(self, body: Body) -> None:
-        pass
-
     def _on_fork(self, body: Body) -> None:
         self._later(self, lambda: self._fork(body))
 

@@ -285,6 +285,7 @@ class SimHolder:
     def _on_view(self, body: Body) -> None:
         self.view = {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
+        drop_unknown_shares(self.vault, body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
@@ -316,9 +317,6 @@ class SimHolder:
             reply.update(ok=False, why=str(exc))
         self.report("reserved", reply)
         self.grant_job(job)
-
-    def _on_shares(self, body: Body) -> None:
-        drop_unknown_shares(self.vault, body["jobs"])
 
     def _on_fork(self, body: Body) -> None:
         self.spawn(fork(self, body))
