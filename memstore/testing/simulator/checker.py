@@ -50,6 +50,8 @@ class Checker:
         self.journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self.acked: set[StepId] = set()
         self.decided: dict[int, StepId | None] = {}  # attempt -> what it restored
+        self.orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
+        self.seated: dict[tuple[int, int], SimRank] = {}  # (attempt, rank) -> who was told to be it
         self.ever: dict[tuple[ShardId, str], set[str]] = {}  # copy -> hosts that ever had all of it, spoilt or not
         self.whole: dict[str, set[tuple[ShardId, str]]] = {}
         self.steps_put = self.restores = self.acked_after_heal = 0
@@ -248,6 +250,15 @@ class Checker:
         early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
+
+    def ordered(self, rank: SimRank, answer: Body) -> None:
+        """A rank was renumbered: one order for the attempt, and one process for each rank (R27)."""
+        orders = self.orders.setdefault(rank.attempt, set())
+        orders.add(tuple(answer["order"]))
+        other = self.seated.setdefault((rank.attempt, rank.rank), rank)
+        if len(orders) > 1 or other is not rank:
+            who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
+            raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
 
     def restored(self, rank: SimRank, answer: Body) -> int:
         """A get was answered: one step for all, the bytes that were put, and nothing newer was promised (I1-I3)."""

@@ -135,6 +135,12 @@ class SimRank:
             return
         self.attempt = int(answer["attempt"])
         self.resume_step = max(self.resume_step, int(answer["resume_step"]))
+        if scenario.is_ordered:
+            answer = yield from self._call("mesh_order", JOIN_S, nonce=self.nonce, together=1)
+            if answer is None:
+                return
+            self.rank = int(answer["rank"])
+            world.checker.ordered(self, answer)
         if not is_fresh:
             answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
             if answer is None:
