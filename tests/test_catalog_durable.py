@@ -165,3 +165,14 @@ def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
     assert newest > 2
     assert all(hosts for hosts in written_by(world, newest).values())
     assert not [key for key in world.durable.markers if key in world.durable.discarded]
+
+
+def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
+    """One holder writes nothing and says nothing: the next write is the other's alone, and steps become durable."""
+    world, ranks = trained(keep_steps=2)
+    world.holders["h1"]._persist = lambda body: None  # type: ignore[method-assign]
+    for step in range(2, 9):
+        assert world.put_all(ranks, step)
+        world.run(2.0)
+    assert max(step for _, _, step in world.durable.markers) > 2
+    assert world.served.durable.state("train").abandoned_count == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,20 @@ def test_a_compressed_and_encrypted_step_comes_back_with_its_key_only(tmp_path: 
         fleet = Fleet(cluster, nursery, durable_key_file=str(keys[0]), **fields)
         _, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (0, "durable")
+
+
+def test_the_cap_on_what_a_host_writes_is_kept(tmp_path: Path, nursery: RankNursery) -> None:
+    """Two hosts write what two ranks put at 1 MiB/s each: it takes the time that this takes, and commits do not wait."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000, durable_bytes_per_s=1 << 20, kib=2048)
+        ranks, _ = fleet.resume(["h0", "h1"])
+        began_s = time.monotonic()
+        together(ranks, "put", step=0)
+        together(ranks, "wait", step=0)
+        assert cluster.job("train")["durable_step"] is None
+        ranks[0].call("wait", step=0, level="durable")
+        took_s = time.monotonic() - began_s
+        nbytes = sum(path.stat().st_size for path in durable.rglob("rank-*"))
+        assert took_s > 0.7 * nbytes / 2 / (1 << 20)  # a host's last slice may begin, and need not end, within its rate

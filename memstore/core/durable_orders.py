@@ -39,6 +39,12 @@ class Write:
     specs: dict[int, ShardSpec]
     phase: Literal["writing", "marking"] = "writing"
     failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
+    reported: set[str] = field(default_factory=set)  # hosts that wrote something
+
+    def stuck(self) -> set[str]:
+        """Hosts that wrote nothing while others wrote all they owed: their way to the storage hangs."""
+        owing = set(self.waits.values())
+        return owing - self.reported if self.reported - owing else set()
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class DurableState:
     failures_count: int = 0
     problem: str = ""
     last_done_s: float | None = None
+    stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
 
 
 class DurableOrders:
@@ -111,6 +118,7 @@ class DurableOrders:
             able = sorted(able, key=owner.__ne__)  # the owner first: it alone writes a small shard
             spec = write.specs[rank] = hosts[able[0]].spec
             able = [host for host in able if hosts[host].spec == spec]
+            able = [host for host in able if host not in state.stuck] or able
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
         state.active, state.last_started_s, state.last_started_step = write, now, step
@@ -152,6 +160,7 @@ class DurableOrders:
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
         if state.active is not None:
+            state.stuck = state.active.stuck()
             self.catalog.observer.durable(job.name, state.active.step, "abandoned", state.active.since_s, why)
         self._stop(job, state)
         state.abandoned_in_a_row += 1
@@ -189,6 +198,7 @@ class DurableOrders:
             state.failures_count += 1
             return
         del write.waits[piece]
+        write.reported.add(host_id)
         if piece != MARKER:
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"

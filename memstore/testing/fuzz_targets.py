@@ -23,6 +23,7 @@ from memstore.core.layout import decode_layout
 from memstore.core.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
 from memstore.core.wire import Kind
 from memstore.errors import MemstoreError
+from memstore.shell.durable_codec import Codec
 from memstore.shell.state_decode import decode_state
 from memstore.shell.state_encode import plan_state
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
@@ -91,8 +92,10 @@ def state(data: bytes) -> None:
 
 
 def durable(data: bytes) -> None:
-    """The two records of durable storage: a slice's header with the file's size, and a marker."""
+    """What durable storage holds: a slice's header with the file's size, a marker, a compressed chunk."""
+    packed = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True))
     for decode in (
+        lambda: Codec().open_chunk(packed, 1, data, memoryview(bytearray(1024))),
         lambda: decode_header(data[4:], DURABLE_SPEC, 0, file_nbytes=int.from_bytes(data[:4], "little")),
         lambda: decode_marker(data),
     ):
@@ -149,7 +152,8 @@ def _durable_seeds() -> list[bytes]:
     size = struct.pack("<I", len(part) + 10 + 2024)
     specs = {rank: ShardSpec("cd" * 16, 10, 4, 3, 2) for rank in range(2)}
     lineage = {"attempt": 1, "parent_attempt": None, "parent_step": None}
-    return [size + part, encode_marker("job", DurableMarker(StepId(1, 2), 2, specs), lineage)]
+    chunk = Codec(is_compressing=True).seal(DURABLE_SPEC, 1, b"", [bytes(952)])[2]
+    return [size + part, chunk, encode_marker("job", DurableMarker(StepId(1, 2), 2, specs), lineage)]
 
 
 DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
