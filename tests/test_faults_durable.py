@@ -139,7 +139,7 @@ def test_a_compressed_and_encrypted_step_comes_back_with_its_key_only(tmp_path: 
 
 
 def test_the_cap_on_what_a_host_writes_is_kept(tmp_path: Path, nursery: RankNursery) -> None:
-    """Two hosts write what two ranks put at 1 MiB/s each: it takes the time that this takes, and commits do not wait."""
+    """Two hosts write at 1 MiB/s each what two ranks put: that takes its time, and commits do not wait."""
     durable = tmp_path / "durable"
     durable.mkdir()
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
