@@ -166,3 +166,10 @@ def nursery(_nursery: RankNursery) -> Iterator[RankNursery]:
     """Forks real rank processes; those of a test end with it."""
     yield _nursery
     _nursery.kill_all()
+
+
+@pytest.fixture(scope="session")
+def dcp_nursery() -> Iterator[RankNursery]:
+    """Forks ranks that have imported torch.distributed."""
+    with RankNursery("memstore.testing.dcp_ranks") as nursery:
+        yield nursery

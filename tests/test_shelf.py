@@ -146,6 +146,20 @@ def test_ranks_and_guests_cannot_starve_each_other() -> None:
     assert shelf.guest_refusal(SHARDS[0], 9) is None  # its own rank's shard comes back
 
 
+def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None:
+    """Two ranks' large shards do not keep eight ranks from their first put; the excess comes on top (R10, R27)."""
+    shelf = Shelf(SlotTable(20))
+    shelved(shelf, SHARDS[0], 6)  # the helper's shards are of a world of 2
+    shelved(shelf, SHARDS[1], 6)
+    share = Share(2, {0: 2, 4: 2}, guest_slots=5, world_size=8, versions=2)
+    assert shelf.slots_needed("job", share) == 9 + 12 - 9 // 3
+    shelf.set_share("job", share)
+    assert [shelf.leasable("job", rank, leased_count=0) for rank in (0, 4)] == [2, 2]
+    assert shelf.used_by_guests("job") == 0
+    shelf.set_share("job", Share(2, {0: 2, 4: 2}, guest_slots=5, world_size=2, versions=2))
+    assert shelf.leasable("job", 0, leased_count=0) == 0
+
+
 def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     """Copies of a job without a share here take free slots that no share was promised."""
     shelf = Shelf(SlotTable(10))

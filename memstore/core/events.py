@@ -10,7 +10,8 @@ Orders to a holder (`Tell.kind`):
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     view           hosts, jobs                  addresses of all hosts, for peers; room of other jobs is given back
     targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
-    reserve        job, attempt, call, ranks, guest_slots      claim room (R10); the call is a pin's or a fork's
+    reserve        job, attempt, call, ranks, guest_slots, world_size, versions
+                                                claim room (R10); the call is a pin's or a fork's
     fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
     push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
     stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)

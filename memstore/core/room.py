@@ -122,6 +122,7 @@ class Room:
                 "call": call,
                 "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
                 "guest_slots": guests.get(host, 0) + repair,
+                "world_size": attempt.world_size,
                 "replicas": attempt.replicas,
                 "versions": keep,
             }

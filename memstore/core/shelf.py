@@ -66,6 +66,8 @@ class Share:
     attempt: int
     ranks: dict[int, int]  # local rank -> slots
     guest_slots: int
+    world_size: int = 0  # shards of another one count for nobody's part of the share; 0: all count
+    versions: int = 1  # how many versions the slots are for
 
     @property
     def total(self) -> int:
@@ -272,7 +274,9 @@ class Shelf:
         others = sum(s.total for name, s in self.shares.items() if name != job)
         shared = {job, *self.shares}
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
-        return others + unshared + share.total
+        # A step of another world size takes the place of one version; what is more than that comes on top (R10).
+        foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
+        return others + unshared + share.total + max(0, foreign - share.total // (share.versions + 1))
 
     def is_local(self, shard: ShardId) -> bool:
         """True if the shard belongs to a rank that puts from this host."""
@@ -292,8 +296,9 @@ class Shelf:
         return self._count(job, {s.rank for s in (*held, *drafted)} - local)
 
     def _count(self, job: str, ranks: Iterable[int]) -> int:
-        wanted = set(ranks)
-        stored = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
+        wanted, share = set(ranks), self.shares.get(job)
+        mine = (s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
+        stored = sum(len(s.slots) for s in mine if share is None or not _is_foreign(s, share))
         drafts = sum(len(d.wanted) for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
         return stored + drafts
 
@@ -332,3 +337,7 @@ class Shelf:
         used = sum(len(s.slots) for s in self.shards.values() if s.shard.job in self.shares)
         leased = sum(len(numbers) for numbers in self.table.leases.values())
         return max(0, claimed - used - leased)
+
+
+def _is_foreign(shelved: Shelved, share: Share) -> bool:
+    return share.world_size not in (0, shelved.spec.world_size)

@@ -95,7 +95,10 @@ class Orders:
     def _reserve(self, body: dict[str, Any]) -> None:
         """Claim the room, or say with numbers why not (R9, R10)."""
         job = str(body["job"])
-        share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
+        share = Share(
+            int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
+            int(body.get("world_size", 0)), int(body.get("versions", 1)),
+        )  # fmt: skip
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         try:
             self.vault.claim(job, share)

@@ -309,7 +309,10 @@ class SimHolder:
 
     def _on_reserve(self, body: Body) -> None:
         job = str(body["job"])
-        share = Share(int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]))
+        share = Share(
+            int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
+            int(body.get("world_size", 0)), int(body.get("versions", 1)),
+        )  # fmt: skip
         reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
         try:
             self.vault.claim(job, share)
