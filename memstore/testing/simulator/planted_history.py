@@ -70,16 +70,17 @@ def fork_frees_its_origin() -> Any:
     return patch.object(history, "make", moved)
 
 
-@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2)
+@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3)
 def fork_of_another_step() -> Any:
-    """A fork is made of whichever step of the origin a host finds first."""
+    """A fork is made of another step of its origin than the one named."""
 
-    def first(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+    def other(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
         for item in shards:
             wanted = shard_from_wire(item[0])
             held = sorted(s for s, _ in vault.shelf.shards if (s.job, s.rank) == (wanted.job, wanted.rank))
-            found = vault.shelf.find(held[0]) if held else None
+            others = [shard for shard in held if shard != wanted]
+            found = vault.shelf.find(others[0]) if others else None
             if found is not None:
                 yield from make(vault, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
 
-    return patch.object(history, "make", first)
+    return patch.object(history, "make", other)
