@@ -16,7 +16,7 @@ import click
 
 from memstore.cli.drain import drain
 from memstore.cli.events import events
-from memstore.cli.exchange import export
+from memstore.cli.exchange import export, import_
 from memstore.cli.history import fork, pin, unpin
 from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
@@ -101,7 +101,7 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain, metrics, export):
+for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain, metrics, export, import_):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, check_job, store_options
-from memstore.cli.output import plural, print_json, say, size_text
+from memstore.cli.options import Where, check_job, config_or_usage, store_options
+from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config, bytes_from_text
 from memstore.errors import ConfigError
 
@@ -78,3 +78,43 @@ def _export_lines(note: dict[str, Any]) -> list[str]:
             lines.append(f"  {file['file']}: weights_only=True refuses {', '.join(file['unsafe_globals'])}")
     more = max(len(note.get("per_rank", ())), len(left_out)) - NAMES_SHOWN
     return [*lines, "  and more: see memstore.json there"] if more > 0 else lines
+
+
+@click.command("import", short_help="Make a new job out of a DCP directory, torch rank files or safetensors.")
+@click.argument("job")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--format", "as_format", type=FORMAT, help="What the files are.  [default: as they look]")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Its number.  [default: as exported, else 0]")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="World size of the step; not for rank files.")
+@click.option("--replicas", default=Config.replicas, show_default=True, metavar="N", help="Copies of each shard.")
+@click.option("--durable", metavar="DIR", help="Durable storage of the job; waits until the step is there.")
+@click.option("--prefix", default="", metavar="TEXT", help="safetensors: put TEXT before every name.")
+@click.option("--allow-pickle", is_flag=True, help="torch: run what the files pickle. Only if you trust them.")
+@store_options
+@click.pass_context
+def import_(
+    ctx: click.Context, config: Config, job: str, directory: Path, as_format: str | None, step: int | None,
+    ranks: int | None, replicas: int, durable: str | None, prefix: str, allow_pickle: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Commit the files in DIRECTORY as a step of the new JOB.
+
+    Rank files become a step for `store.get()` with as many ranks; all else one for `dcp.load` and `store.dcp_reader()`.
+    Started on several hosts at once with RANK and WORLD_SIZE, each host holds its share. Exits with 4 if the step has
+    fewer copies than asked.
+    """
+    from memstore.exchange.importing import import_job, place_from_environment
+
+    fields = {"replicas": replicas, "min_copies": min(Config.min_copies, replicas), "durable": durable}
+    made = import_job(
+        job, directory, as_format, config=config_or_usage(store=config.store, arena_dir=config.arena_dir, **fields),
+        step=step, ranks=ranks, prefix=prefix, allow_pickle=allow_pickle, place=place_from_environment(),
+    )  # fmt: skip
+    if as_json:
+        print_json(made)
+    else:
+        way = "store.get()" if made["made_by"] == "put" else "dcp.load and store.dcp_reader()"
+        say(f"step {made['step']:,} of {job} is {made['level']}: {plural(made['world_size'], 'rank')}, "
+            f"{size_text(made['nbytes'])}, for {way}")  # fmt: skip
+        if made["degraded"]:
+            say(f"degraded: {made['degraded']}")
+    ctx.exit(ExitCode.DEGRADED if made["degraded"] else ExitCode.FINE)
