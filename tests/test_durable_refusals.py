@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from memstore.errors import (
     MemstoreError,
     TransportError,
 )
+from memstore.shell import durable_objects
+from memstore.shell.durable_codec import Codec
 from memstore.shell.durable_directory import DirectoryFiles
 from memstore.shell.durable_tier import PartsTier, files_from_url
 from memstore.testing.durable_steps import (
@@ -272,3 +275,18 @@ def test_other_urls_are_refused_with_the_way_out(url: str, reason: str) -> None:
         files_from_url(url)
     assert "SECRET" not in str(caught.value)
     assert "KEY" not in str(caught.value).replace("AWS_ACCESS_KEY_ID", "")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object stores, compression and encryption are optional: without a package the message says what to install."""
+    for package in ("obstore", "obstore.store", "zstandard", "cryptography.hazmat.primitives.kdf.hkdf"):
+        monkeypatch.setitem(sys.modules, package, None)
+    durable_objects._store.cache_clear()
+    spec = spec_of(shard_of(1), CHUNK, 1)
+    for call, extra in (
+        (lambda: files_from_url("s3://bucket/x"), "objects"),
+        (lambda: Codec(is_compressing=True).seal(spec, 0, b"m", [bytes(CHUNK)]), "compression"),
+        (lambda: Codec(key=bytes(32)).seal(spec, 0, b"m", [bytes(CHUNK)]), "encryption"),
+    ):
+        with pytest.raises(ConfigError, match=rf"pip install 'memstore\[{extra}\]'"):
+            call()

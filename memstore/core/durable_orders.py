@@ -187,8 +187,9 @@ class DurableOrders:
         if write.waits.get(piece) != host_id:
             return  # another host was given the slice meanwhile; what this one wrote is the same
         if not body["ok"]:
-            why = f"durable write of step {step.step} failed on {host_id}: {body['why']}"
-            self.catalog.note(f"job {job.name!r}: {why}", "warning")
+            if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
+                why = f"durable write of step {step.step} failed on {host_id}: {body['why']}"
+                self.catalog.note(f"job {job.name!r}: {why}", "warning")
             if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
                 return
             self._stop(job, state)
@@ -252,6 +253,7 @@ class DurableOrders:
         """A writer died: what it owed goes to other holders; if there are none the write is over."""
         state, attempt = self.state(job.name), job.newest
         write = state.active
+        state.stuck.discard(host_id)  # its next process has another way to the storage
         if write is None or attempt is None or host_id not in write.waits.values():
             return
         others = [

@@ -25,7 +25,7 @@ class DurableTier(Protocol):
     """
 
     def write_slice(
-        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[memoryview], *,
+        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
         should_stop: Callable[[], bool],
     ) -> int | None:  # fmt: skip
         """Write one slice of a shard so that it is there whole or not at all; writing it again is fine.

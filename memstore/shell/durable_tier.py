@@ -43,7 +43,7 @@ class PartsTier(DurableTier):
         self.files.probe()
 
     def write_slice(
-        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[memoryview], *,
+        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
         should_stop: Callable[[], bool],
     ) -> int | None:  # fmt: skip
         """Write one slice whole or not at all; see `DurableTier.write_slice`.

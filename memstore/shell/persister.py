@@ -34,6 +34,7 @@ class Persister:
         self.holder = holder
         self.writers = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
         self.listers = ThreadPoolExecutor(LIST_THREADS, thread_name_prefix="memstore-markers")
+        self.capped: dict[str, ThreadPoolExecutor] = {}  # a job that has to pause holds up no other one's writes
         self.lock = threading.Lock()
         self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
         self.stops: dict[tuple[str, StepId], threading.Event] = {}
@@ -42,7 +43,8 @@ class Persister:
         """Abandon what is under way."""
         for stop in self.stops.values():
             stop.set()
-        self.writers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.writers, *self.capped.values()):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.listers.shutdown(wait=False, cancel_futures=True)
 
     def order(self, body: dict[str, Any]) -> None:
@@ -56,12 +58,19 @@ class Persister:
             stop = self._stop_of(key)
             for shard, digest, numbers in body["parts"]:
                 for number in numbers:
-                    self.writers.submit(self._guard, body, partial(self._slice, body, shard, digest, number, stop),
-                                        [shard[3], number])  # fmt: skip
+                    work = partial(self._slice, body, shard, digest, number, stop)
+                    self._pool(body).submit(self._guard, body, work, [shard[3], number])
         elif body["what"] == "marker":
             self.writers.submit(self._guard, body, lambda: self._marker(body, step), [-1, 0])
         elif body["what"] == "remove":
             self.writers.submit(self._quietly, lambda: self._remove(body, step))
+
+    def _pool(self, body: dict[str, Any]) -> ThreadPoolExecutor:
+        """Return who writes the slices of a job."""
+        job = str(body["job"])
+        if body["durable"]["bytes_per_s"] and job not in self.capped:
+            self.capped[job] = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
+        return self.capped[job] if body["durable"]["bytes_per_s"] else self.writers
 
     def _stop_of(self, key: tuple[str, StepId]) -> threading.Event:
         """Return what stops the writing of a step: more slices of it may be ordered, and it may begin anew."""
@@ -122,16 +131,17 @@ class Persister:
             start_s, self.free_s[job] = paced(now, self.free_s.get(job, now), nbytes, body["durable"]["bytes_per_s"])
         return start_s - now
 
-    def _chunks(self, shelved: Shelved, number: int) -> Iterator[memoryview]:
+    def _chunks(self, shelved: Shelved, number: int) -> Iterator[bytes]:
         for index in slice_range(shelved.spec, number):
             view = self.holder.vault.chunk_view(shelved, index)
-            if view is not None and chunk_digest(view) != shelved.digests[index]:
+            chunk = bytes(view) if view is not None else None  # digested after it left the slot (R7)
+            if chunk is not None and chunk_digest(chunk) != shelved.digests[index]:
                 self.holder.vault.verify(shelved)  # condemns it, so that repair replaces it
                 self.holder.sealed(shelved)
-                view = None
-            if view is None:
+                chunk = None
+            if chunk is None:
                 raise IntegrityError(f"chunk {index} of {shelved.shard} went bad before it was written")
-            yield view
+            yield chunk
 
     def _marker(self, body: dict[str, Any], step: StepId) -> bool:
         specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
