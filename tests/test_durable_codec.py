@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memstore.config import Config
@@ -70,6 +70,7 @@ def opened(codec: Codec, slices: list[list[bytes]], spec: ShardSpec) -> bytes:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
+@settings(max_examples=40)
 @given(blocks=st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.integers(1, 3000)), max_size=6))
 def test_any_payload_comes_back(codec: Codec, blocks: list[tuple[bytes, int]]) -> None:
     """Repeated and random runs of any length, cut into chunks: bit for bit the same."""
@@ -119,6 +120,7 @@ def test_what_pays_is_compressed_and_what_does_not_is_stored_as_it_is(name: str,
         assert [piece for pieces in slices for piece in pieces[2:]] == [payload]
 
 
+@settings(max_examples=60)
 @given(flip=st.integers(0, 1 << 30), is_compressing=st.booleans())
 def test_no_flipped_bit_passes_an_encrypted_slice(flip: int, is_compressing: bool) -> None:
     """Anywhere in the file: IntegrityError, or ConfigError for another key's name. Never other bytes."""

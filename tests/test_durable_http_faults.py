@@ -49,6 +49,7 @@ def faults(proxy: HttpFaults, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpF
     for name, value in server_environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(durable_objects, "_RETRIES", 3)
+    monkeypatch.setattr(durable_objects, "_BACKOFF_S", (0.01, 0.1))
     durable_objects._store.cache_clear()
     yield proxy
     proxy.clear()
