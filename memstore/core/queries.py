@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.drops import drop_copy
 from memstore.core.durable_place import place_of
-from memstore.core.events import Body, shard_to_wire, spec_to_wire
+from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_wire
 from memstore.core.facts import JobRemoved, StepRetired
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.pins import listed_pins
@@ -23,6 +23,7 @@ from recovery.simulate import what_if
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
+TERM_SHIFT, TERMS = 32, 1 << 29  # a term's numbers stay below 2**61
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
 
 
@@ -43,7 +44,8 @@ class Queries:
         self.report = StatusReport(catalog)
         self.asks: dict[int, Ask] = {}
         self.reads: dict[int, tuple[Call, ShardId, Body]] = {}
-        self.count = 0
+        # Of what is ordered, for its report: none that a former controller ordered may answer a read of ours.
+        self.count = catalog.log.term % TERMS << TERM_SHIFT
 
     def ask(self, verb: str, call: Call) -> None:
         """Dispatch one question."""
@@ -190,10 +192,11 @@ class Queries:
 
     def staged(self, body: Body) -> None:
         """A shard read by `_read` is at its reader's host, or could not be brought there."""
-        found = self.reads.pop(int(body["round"]), None)
-        if found is None:
+        number = int(body["round"])
+        found = self.reads.get(number)
+        if found is None or shard_from_wire(body["shard"]) != found[1]:
             return
-        call, _, answer = found
+        call, _, answer = self.reads.pop(number)
         if body["ok"]:
             self.catalog.answer(call, {**answer, "shard": body["shard"], "digest": body["digest"]})
         else:

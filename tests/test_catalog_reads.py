@@ -1,0 +1,25 @@
+"""Reads of single shards: what is answered is what was asked for, whatever happened meanwhile (R17, R27)."""
+
+from __future__ import annotations
+
+from memstore.core.events import shard_from_wire
+from memstore.testing.catalog_trained import trained
+from memstore.testing.catalog_world import JOB
+
+
+def test_what_a_former_controller_ordered_answers_no_read_of_its_successor() -> None:
+    """A slow staging of its time ends when the successor has as many reads: the reader gets the shard it asked for."""
+    world, ranks = trained(3, last=1)
+    reader = ranks[0]
+    holder = world.holders[reader.host_id]
+    world.work_s = (6.0, 6.0)
+    holder.call(reader, "read", {"job": JOB, "step": 1, "rank": 1})
+    world.run(0.5)
+    assert holder.orders[-1][0] == "stage"
+    holder.calls.clear()  # the reader of rank 1 is gone
+    world.crash_controller(restart_after_s=0.1)
+    assert world.run_until(lambda: world.catalog is not None and world.catalog.is_settled, 5.0)
+    world.work_s = (20.0, 20.0)
+    holder.call(reader, "read", {"job": JOB, "step": 1, "rank": 2})
+    assert world.run_until(lambda: bool(reader.answers.get("read")), 60.0)
+    assert shard_from_wire(reader.answers["read"][-1]["shard"]).rank == 2
