@@ -287,3 +287,46 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     wait_for(lambda: late, "the call")
     reader.relay(shelved, *late[0])
     wait_for(lambda: not reader.holder.stager.excerpts.known, "the late excerpt to go")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_read_that_nobody_opens_is_given_back(
+    reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """A load that fails drops what it asked for ahead, whether that has come already or comes later (R7)."""
+    shelved = pair[0].vault.shelf.find(SHARD)
+    assert shelved is not None
+    before = used_slots(reader.holder)
+    late: list[Any] = []
+    if not is_there:
+        monkeypatch.setattr(reader.holder, "relay", lambda *call: late.append(call))
+    asked = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
+    wait_for(lambda: asked.future.done() or bool(late), "the call")
+    reader.ranges.drop(asked)
+    for call in late:
+        reader.relay(shelved, *call)
+    wait_for(lambda: not reader.holder.stager.excerpts.known, "the excerpt to go")
+    assert used_slots(reader.holder) == before
+
+
+def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slot goes on behind its chunk with bytes that no digest covers: they are refused."""
+    a, b = pair
+    a.vault.ensure_free(1)
+    slots = a.vault.take_slots(1)
+    shelved = a.vault.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
+    reader = Reader(b, shelved, monkeypatch)
+    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES))
+    assert len(found.read(0, 100)) == 100
+    with pytest.raises(IntegrityError, match="ends at 100"):
+        found.read(90, 20)
+    reader.link.close()
+
+
+def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
+    """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
+    for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
+        asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
+        with pytest.raises(IntegrityError, match="read again"):
+            reader.ranges.open(asked)
+    wait_for(lambda: not reader.holder.stager.excerpts.known, "the excerpts to go")

@@ -11,7 +11,6 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future as Asked
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.futures import Future
 from memstore.core.layout import byte_span, row_major
 from memstore.dcp.metadata import Place, SavedLayout, decode_metadata
 from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
-from memstore.shell.shard_ranges import OpenRanges, ShardRanges
+from memstore.shell.shard_ranges import Asked, OpenRanges, ShardRanges
 
 BATCH_BYTES = 256 << 20  # on its way while another is copied: bounds what a load takes of the arena
 COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs
@@ -40,7 +39,6 @@ class Part:
     nbytes: int
     dtype: torch.dtype | None  # None: an object
     strides: tuple[int, ...] = ()  # of the saved item, in elements
-    is_whole: bool = False
 
 
 class DcpReader(StorageReader):
@@ -55,6 +53,7 @@ class DcpReader(StorageReader):
     def __init__(self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None) -> None:
         self.step, self._ranges, self._agree = step, ranges, agree
         self._metadata: Metadata | None = None
+        self._attempt: int | None = None  # that put the step: another lineage may have one of that number
         self._chunk_bytes = 1
         self._rank: int | None = None  # whose own metadata is read, where every rank saved for itself
 
@@ -106,14 +105,18 @@ class DcpReader(StorageReader):
         """
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
         batches = list(_batches(parts))
-        asked: list[Asked[dict[str, Any]]] = [self._ask(batch) for batch in batches[:1]]
-        for number, batch in enumerate(batches):
-            ranges = self._ranges.open(asked[number])
-            try:
-                asked += [self._ask(later) for later in batches[number + 1 : number + 2]]
-                self._load(batch, ranges, planner)
-            finally:
-                ranges.close()
+        coming = [self._ask(batch) for batch in batches[:1]]
+        try:
+            for number, batch in enumerate(batches):
+                ranges = self._ranges.open(coming.pop())
+                try:
+                    coming += [self._ask(later) for later in batches[number + 1 : number + 2]]
+                    self._load(batch, ranges, planner)
+                finally:
+                    ranges.close()
+        finally:
+            for asked in coming:
+                self._ranges.drop(asked)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -141,9 +144,9 @@ class DcpReader(StorageReader):
         return self._decode(rank, saved.metadata)
 
     def _saved(self, rank: int) -> tuple[OpenRanges, SavedLayout]:
-        ranges = self._ranges.open(self._ranges.ask(self.step, rank))
+        ranges = self._ranges.open(self._ranges.ask(self.step, rank, attempt=self._attempt))
         ranges.close()
-        self.step, self._chunk_bytes = ranges.step, ranges.manifest.chunk_bytes
+        self.step, self._attempt, self._chunk_bytes = ranges.step, ranges.attempt, ranges.manifest.chunk_bytes
         saved = SavedLayout.decode(ranges.manifest.layout)
         if saved is None:
             raise ManifestMismatch(
@@ -152,7 +155,8 @@ class DcpReader(StorageReader):
         return ranges, saved
 
     def _decode(self, rank: int, place: tuple[int, int]) -> Metadata:
-        ranges = self._ranges.open(self._ranges.ask(self.step, rank, [place], self._chunk_bytes))
+        asked = self._ranges.ask(self.step, rank, [place], self._chunk_bytes, attempt=self._attempt)
+        ranges = self._ranges.open(asked)
         try:
             data = bytes(ranges.read(*place))
             ranges.verify()
@@ -184,12 +188,15 @@ class DcpReader(StorageReader):
             return Part(item, place, place.offset, 0, entry.properties.dtype, elements)
         first = sum(at * step for at, step in zip(item.storage_offsets, strides, strict=True))
         nbytes = byte_span(item.lengths, strides, itemsize)[1]
-        is_whole = tuple(item.lengths) == tuple(saved)
-        return Part(item, place, place.offset + first, nbytes, entry.properties.dtype, elements, is_whole)
+        if first + nbytes > place.nbytes:
+            raise ManifestMismatch(
+                f"{item.storage_index.fqn!r}: bytes {first} to {first + nbytes} are asked of an item of {place.nbytes}"
+            )
+        return Part(item, place, place.offset + first, nbytes, entry.properties.dtype, elements)
 
-    def _ask(self, batch: Sequence[Part]) -> Asked[dict[str, Any]]:
+    def _ask(self, batch: Sequence[Part]) -> Asked:
         ranges = [(part.offset, part.nbytes) for part in batch]
-        return self._ranges.ask(self.step, batch[0].place.rank, ranges, self._chunk_bytes)
+        return self._ranges.ask(self.step, batch[0].place.rank, ranges, self._chunk_bytes, attempt=self._attempt)
 
     def _load(self, batch: Sequence[Part], ranges: OpenRanges, planner: LoadPlanner) -> None:
         filled: list[tuple[ReadItem, torch.Tensor]] = []

@@ -20,6 +20,7 @@ from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
 from memstore.shell.rank_link import RankLink
 from memstore.shell.slot_stream import address_of, copy_bytes
+from recovery.inventory import ShardId
 
 Range = tuple[int, int]  # first byte of the stream, nbytes
 
@@ -42,6 +43,16 @@ def chunk_runs(ranges: Iterable[Range], chunk_bytes: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A read that is under way; opened or dropped in the end."""
+
+    future: Future[dict[str, Any]]
+    step: int | None
+    attempt: int | None
+    rank: int
+
+
+@dataclass(frozen=True)
 class OpenRanges:
     """Chunks of one shard, pinned for this process until `close`."""
 
@@ -54,6 +65,8 @@ class OpenRanges:
 
     def copy(self, offset: int, address: int, nbytes: int) -> None:
         """Copy stream bytes to host memory, unverified. IntegrityError if they were not asked for."""
+        if offset + nbytes > self.manifest.nbytes:  # the slot goes on behind it, with bytes that nothing digests
+            raise IntegrityError(f"{self.manifest.shard} ends at {self.manifest.nbytes}, wanted {nbytes} from {offset}")
         for index, start, done, size in pieces(offset, nbytes, self.manifest.chunk_bytes):
             if index not in self.views:
                 raise IntegrityError(f"byte {offset + done} of {self.manifest.shard} is not among the chunks read")
@@ -84,34 +97,64 @@ class ShardRanges:
         self.link, self.job, self.timeout_s, self.attempt = link, job, timeout_s, attempt
 
     def ask(
-        self, step: int | None, rank: int, ranges: Iterable[Range] = (), chunk_bytes: int = 1
-    ) -> Future[dict[str, Any]]:
-        """Begin to bring ranges of a shard of `chunk_bytes` here; `open` waits for them. No ranges: its manifest."""
-        body: dict[str, Any] = {"job": self.job, "step": step, "rank": rank}
-        body |= {"chunks": chunk_runs(ranges, chunk_bytes), "of_attempt": self.attempt}
-        return self.link.call_soon("read", body)
+        self, step: int | None, rank: int, ranges: Iterable[Range] = (), chunk_bytes: int = 1, *,
+        attempt: int | None = None,
+    ) -> Asked:  # fmt: skip
+        """Begin to bring ranges of a shard of `chunk_bytes` here; `open` waits for them. No ranges: its manifest.
 
-    def open(self, asked: Future[dict[str, Any]]) -> OpenRanges:
+        `attempt` names who put the step, where several lineages have one of that number.
+        """
+        body = {
+            "job": self.job, "step": step, "rank": rank, "chunks": chunk_runs(ranges, chunk_bytes),
+            "of_attempt": attempt,
+        }  # fmt: skip
+        return Asked(self.link.call_soon("read", body), step, attempt, rank)
+
+    def open(self, asked: Asked) -> OpenRanges:
         """Wait for what was asked for.
 
         Raises:
             RecoveryError: the step or the rank is not there, or some chunk has no good copy.
+            IntegrityError: another shard came than was asked for.
             PeerTimeout: it took too long.
         """
         try:
-            answer = asked.result(self.timeout_s)
+            answer = asked.future.result(self.timeout_s)
         except FutureTimeout:
-            if asked.done():
+            if asked.future.done():
                 raise
-            self.link.forget_call(asked)
+            self.drop(asked)
             raise PeerTimeout(
                 f"chunks of job {self.job!r} were not brought here within {self.timeout_s:g} s: see `memstore status`, "
                 "or raise timeout_s", operation="read", limit_s=self.timeout_s,
             ) from None  # fmt: skip
+        try:
+            return self._opened(asked, answer)
+        except BaseException:
+            self.drop(asked)
+            raise
+
+    def _opened(self, asked: Asked, answer: dict[str, Any]) -> OpenRanges:
         manifest = decode_manifest(bytes(answer["manifest"]))
+        shard, step, attempt = manifest.shard, int(answer["step"]), int(answer["attempt"])
+        wanted = ShardId(
+            self.job, attempt if asked.attempt is None else asked.attempt,
+            step if asked.step is None else asked.step, asked.rank,
+        )  # fmt: skip
+        if shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
         views = {
             index: self.link.view(int(slot), manifest.chunks[index].nbytes)
             for index, slot in enumerate(answer["slots"])
             if slot is not None
         }
-        return OpenRanges(manifest, int(answer["step"]), int(answer["attempt"]), views, int(answer["pin"]), self.link)
+        return OpenRanges(manifest, step, attempt, views, int(answer["pin"]), self.link)
+
+    def drop(self, asked: Asked) -> None:
+        """Nobody opens it any more: what it has brought here, or still brings, is given back."""
+        self.link.forget_call(asked.future)
+        asked.future.add_done_callback(self._give_back)
+
+    def _give_back(self, future: Future[dict[str, Any]]) -> None:
+        if future.exception() is None:
+            self.link.notify({"k": "unpin", "pin": future.result()["pin"]})
