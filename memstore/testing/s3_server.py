@@ -2,7 +2,7 @@
 
     with S3Server(folder) as server, HttpFaults(server.port) as faults:
         os.environ.update(server_environment(faults.port))        what obstore and other S3 clients read
-        server.make_bucket("b")
+        server.make_bucket("bucket")
         faults.add("PUT", "marker", kind="status", status=500, times=2)
 
 The server is moto's: pure Python from PyPI, kept by many, and true in what matters here (ranges, conditional puts,
