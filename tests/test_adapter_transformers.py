@@ -107,7 +107,7 @@ def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(co
     train(tmp_path, config, "job", Losses(), every_n_steps=4)
     mine = folder_of(config, "job")
     mine.mkdir()
-    (mine / "model.safetensors").write_bytes(b"torn")
+    (mine / "pytorch_model.bin").write_bytes(b"torn")
     callback = MemstoreCallback("job", config=config)
     with pytest.raises(RuntimeError, match="planted"):
         start_and_fail(callback, trainer_for(tmp_path), mine)
@@ -118,7 +118,7 @@ def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(co
 def start_and_fail(callback: MemstoreCallback, trainer: Any, mine: Path) -> None:
     with callback.checkpoint_folder(trainer) as folder:
         assert folder == str(mine)
-        assert (mine / "model.safetensors").stat().st_size > 1000
+        assert (mine / "pytorch_model.bin").stat().st_size > 1000
         assert mine.stat().st_mode & 0o777 == 0o700
         raise RuntimeError("planted")
 

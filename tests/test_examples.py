@@ -107,11 +107,24 @@ LONG = ("torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py", "m
 def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Path, example: str) -> None:
     """SIGKILL of everything half-way: the next start goes on at the newest committed step + 1, with equal losses."""
     job = example.removesuffix(".py")
+    check_goes_on(cluster, tmp_path, job, command_of(example, cluster, job))
+
+
+@pytest.mark.drill
+@pytest.mark.long
+def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """The same under torchrun: the Trainer turns to DDP, and every rank resumes from a folder of its own."""
+    python, *words = command_of("transformers_trainer.py", cluster, "ddp")
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check_goes_on(cluster, tmp_path, "ddp", [*torchrun, *words])
+
+
+def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> None:
+    """Start, kill after 20 committed steps, start again, compare what both trained."""
     env = environment(cluster, tmp_path)
     with (tmp_path / "first").open("wb") as out:
         launch = subprocess.Popen(
-            command_of(example, cluster, job, "--steps", "100000"),
-            env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT,
+            [*command, "--steps", "100000"], env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         told = wait_committed(cluster, job, 20, launch)
@@ -120,7 +133,7 @@ def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Pa
     before = losses((tmp_path / "first").read_text())
     committed = newest_committed(cluster, job)
     ran = max(step for _, step in before)
-    output = run(command_of(example, cluster, job, "--steps", str(ran + 10)), env)
+    output = run([*command, "--steps", str(ran + 10)], env)
     [first] = first_steps(output)
     # What was handed over whole before the kill may still have been committed after it: newer than told is fine.
     assert told <= committed <= first - 1 <= ran + 1

@@ -91,8 +91,10 @@ class TrainerState:
         for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(values)
         for callback in _callbacks(trainer):
-            callback.load_state_dict(state["callbacks"].get(callback.state_key, {}))
-        trainer.precision_plugin.load_state_dict(state["precision"])
+            if state["callbacks"].get(callback.state_key):  # as Lightning does: who kept nothing is given nothing
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+        if state["precision"]:
+            trainer.precision_plugin.load_state_dict(state["precision"])
         trainer.lightning_module.on_load_checkpoint(state["module"])
         if _datamodule(trainer) is not None:
             _datamodule(trainer).load_state_dict(state["data"])

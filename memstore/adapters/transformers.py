@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import WEIGHTS_NAME
 
 from memstore.api import connect
 from memstore.config import Config
@@ -70,7 +71,7 @@ class MemstoreCallback(TrainerCallback):
                 if got is not None:
                     self.restored_step = got.step
                     self._folder = self._fresh_folder()
-                    write_folder(self._folder, got.state, trainer.model, rank=args.process_index, ranks=args.world_size)
+                    write_folder(self._folder, got.state, rank=args.process_index, ranks=args.world_size)
                     del got
                 yield None if self._folder is None else str(self._folder)
             finally:
@@ -117,9 +118,9 @@ def whole_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler
     }
 
 
-def write_folder(folder: Path, state: dict[str, Any], model: Any, *, rank: int, ranks: int) -> None:
-    """Write `whole_state` the way the Trainer reads it: the model by save_pretrained, the rest by torch.save."""
-    model.save_pretrained(folder, state_dict=state["model"])
+def write_folder(folder: Path, state: dict[str, Any], *, rank: int, ranks: int) -> None:
+    """Write `whole_state` as the Trainer reads it; not by save_pretrained, which writes on the first rank only."""
+    torch.save(state["model"], folder / WEIGHTS_NAME)
     torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
     torch.save(state["scheduler"], folder / SCHEDULER_NAME)
     torch.save(state["rng"], folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
