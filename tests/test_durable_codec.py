@@ -235,6 +235,7 @@ def test_the_configuration_reaches_the_tier_and_is_checked(tmp_path: Path) -> No
     assert place_of(Config().job_fields()) is None
     for fields in (
         {"durable": "s3://KEY:SECRET@bucket/x"},
+        {"durable": "s3://KEY:a/SECRET@bucket/x"},
         {"durable": "az://account/c?sig=SECRET"},
         {"durable_compression": "gzip"},
         {"durable_key_file": "key"},

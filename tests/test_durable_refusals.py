@@ -260,6 +260,7 @@ def test_paths_and_file_urls_are_directories(url: str) -> None:
         ("az://account/c?sig=SECRET", "no place in it"),
         ("s3://KEY:SECRET@bucket/c", "no place in it"),
         ("s3://KEY@bucket/c", "no place in it"),
+        ("s3://KEY:a/SECRET@bucket/c", "no place in it"),
         ("file://elsewhere/x", "without host"),
         ("file:///x?y=1", "without host"),
         ("relative/path", "not an absolute path"),

@@ -208,7 +208,7 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError as exc:
         raise ConfigError(f"durable: {exc}: it is no URL") from exc
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if "@" in url or parts.query or parts.fragment:  # anywhere: a secret key may have a slash in it
         raise ConfigError(
             f"durable={parts.scheme}://...: credentials, queries and fragments have no place in it, for it is logged "
             "and stored; put credentials into the environment of the holders (AWS_ACCESS_KEY_ID and the like)"
