@@ -171,8 +171,8 @@ def _check_tls(files: dict[str, Any]) -> None:
 
 def _check_durable(place: object, compression: object, key_file: object) -> None:
     """Refuse credentials before they are logged or stored, and what means something else in another process."""
-    if isinstance(place, str) and "://" in place and ("@" in place or "?" in place):  # a secret may have a slash in it
-        scheme = place.partition("://")[0]
+    scheme, is_url, rest = str(place).partition("://")
+    if is_url and scheme != "file" and ("@" in rest or "?" in rest):  # a secret may have a slash in it
         raise ConfigError(
             f"durable={scheme[:16]}://...: credentials and queries have no place in it, for it is logged and stored; "
             "put credentials into the environment of the holders",

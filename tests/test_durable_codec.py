@@ -233,6 +233,7 @@ def test_the_configuration_reaches_the_tier_and_is_checked(tmp_path: Path) -> No
     assert isinstance(tier, PartsTier)
     assert tier.codec == Codec(True, KEY)
     assert place_of(Config().job_fields()) is None
+    assert Config(durable="file:///mnt/user@host").durable == "file:///mnt/user@host"
     for fields in (
         {"durable": "s3://KEY:SECRET@bucket/x"},
         {"durable": "s3://KEY:a/SECRET@bucket/x"},
