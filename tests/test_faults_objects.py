@@ -81,12 +81,13 @@ def test_a_full_bucket_shows_in_status_and_a_later_step_becomes_durable(
     """While every PUT is refused commits go on and status names the bucket; with room the next due step is written."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery, job="s3-full", durable=URL, durable_every=1)
-        full = faults.add("PUT", "/rank-", kind="status", status=507, times=1 << 30)
-        ranks = fleet.begin(["h0", "h1"], last_step=1)
+        quota = b"<Error><Code>QuotaExceeded</Code></Error>"  # with 403: other than a 507 it is not tried again
+        full = faults.add("PUT", "/rank-", kind="status", status=403, body=quota, times=1 << 30)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
         problem = wait_for(lambda: cluster.job("s3-full")["durable_problem"], "the problem in status")
         assert f"{URL}/s3-full/" in problem
         assert "lower durable_keep" in problem
-        together(ranks, "train", first=2, last=3)
+        together(ranks, "train", first=1, last=3)
         full.times = 0
         steps = itertools.count(4)  # how many it takes depends on the patience that abandoned writes have left (R31)
 
