@@ -6,9 +6,11 @@ begun --room--> copied --handed over--> the holder's; its levels come back as ev
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 from memstore.config import Config
@@ -32,6 +34,7 @@ class Puts:
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.Lock()  # of the tickets
         self._open: list[OpenPut] = []  # begun, not handed over yet
+        self._skipping: Future[Any] | None = None
         self._reserved_slots = 0
         self._resume_step = 0
         self._last_step = self._floor = -1
@@ -140,8 +143,24 @@ class Puts:
             if future.exception() is None:
                 self._resume_step = max(self._resume_step, int(future.result()["resume"]))
 
-        body = {**self._body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s}
-        self.link.call_soon("skip", body).add_done_callback(resume)
+        body = {
+            **self._body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
+            "is_failed": level == "failed",
+        }  # fmt: skip
+        self._skipping = self.link.call_soon("skip", body)
+        self._skipping.add_done_callback(resume)
+
+    def give_up(self, step: int, why: str) -> None:
+        """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
+
+        Waits, at most `stall_budget_s`, until the controller knows: ranks that put the next step before would skip it.
+        """
+        with contextlib.suppress(StepConflict):  # an older step takes no room any more
+            ticket = self._same_step(step) or self._new_ticket(step, 0, time.monotonic())
+            if not ticket.is_over:
+                self.skip(ticket, why, "failed")
+        if self._skipping is not None:
+            wait([self._skipping], self.config.stall_budget_s)
 
     # -- tickets ------------------------------------------------------------------------------
 

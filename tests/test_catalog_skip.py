@@ -29,6 +29,25 @@ def test_a_step_one_rank_skips_is_abandoned_everywhere() -> None:
     assert world.put_all(ranks, 2)
 
 
+def test_puts_that_fail_do_not_widen_the_pause() -> None:
+    """Skips for want of room space the puts out ever more; failures of other causes cost their own step only (R12)."""
+    world, ranks = trained()
+    for step in (1, 2, 3, 4):
+        world.put(ranks[0], step)
+        world.run(0.5)
+        world.skip(ranks[1], step, is_failed=True)
+        world.run(1.0)
+        assert ranks[0].resume_step == ranks[1].resume_step == step + 1
+    for step, resume in ((5, 6), (6, 8), (8, 12)):
+        world.skip(ranks[1], step)
+        world.run(1.0)
+        assert ranks[0].resume_step == ranks[1].resume_step == resume
+    world.skip(ranks[1], 12, is_failed=True)
+    world.run(1.0)
+    assert ranks[0].resume_step == 13
+    assert world.put_all(ranks, 13)
+
+
 def test_a_seal_after_the_skip_is_not_counted() -> None:
     """A rank that hears of the skip too late puts in vain: its copy is freed and its ticket told."""
     world, ranks = trained()

@@ -304,8 +304,11 @@ class Steps:
             attempt.steps.setdefault(step.step, "superseded")  # a newer step is whole: nothing to give up
         elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
-            attempt.resume_step = max(attempt.resume_step, newest_seen + attempt.resume_gap)
-            attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
+            # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
+            gap = 1 if body.get("is_failed") is True else attempt.resume_gap
+            attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
+            if body.get("is_failed") is not True:
+                attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n, p in attempt.steps.items() if p == "open" and n >= step.step]:

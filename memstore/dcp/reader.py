@@ -124,35 +124,53 @@ class DcpReader(StorageReader):
     # -- metadata -----------------------------------------------------------------------------
 
     def _global_metadata(self) -> Metadata:
-        first = self._saved(0)
-        world_size = first[0].manifest.world_size
-        for rank in range(min(world_size, COORDINATORS_TRIED)):
-            saved = first[1] if rank == 0 else self._saved(rank)[1]
-            if saved.metadata is not None and saved.is_global:
-                return self._decode(rank, saved.metadata)
-            if saved.metadata is not None:
-                break
+        """Metadata of a group's save; where each saved for itself, of this process's rank, or of the only one."""
+        own: list[tuple[int, tuple[int, int]]] = []  # of ranks that saved for themselves
+        has_any, rank, world_size = False, 0, 1
+        while rank < min(world_size, COORDINATORS_TRIED):
+            ranges, saved = self._saved(rank)
+            world_size = ranges.manifest.world_size
+            has_any |= saved is not None
+            if saved is not None and saved.metadata is not None:
+                if saved.is_global:
+                    return self._decode(rank, saved.metadata)
+                if not own and rank < self._ranges.link.rank < world_size:
+                    mine = self._saved(self._ranges.link.rank)[1]
+                    if mine is not None and mine.metadata is not None:
+                        return self._decode(self._ranges.link.rank, mine.metadata)
+                own.append((rank, saved.metadata))
+                if rank == self._ranges.link.rank:
+                    break
+            rank += 1
+        if not has_any:
+            raise self._not_dcp()
+        if own and (len(own) == 1 or own[-1][0] == self._ranges.link.rank):
+            return self._decode(*own[-1])
+        savers = ", ".join(str(rank) for rank, _ in own[:10]) or "none"
         raise RecoveryError(
-            f"step {self.step} of job {self._ranges.job!r} has no metadata of all ranks: each saved for itself "
-            "(use_collectives=False), or it was put by another group"
+            f"step {self.step} of job {self._ranges.job!r} has no metadata of all ranks. For themselves saved ranks "
+            f"{savers}; rank {self._ranges.link.rank} did not: load it with as many ranks as saved it"
         )
 
     def _metadata_of(self, rank: int) -> Metadata:
         _, saved = self._saved(rank)
+        if saved is None:
+            raise self._not_dcp()
         if saved.metadata is None:
             raise RecoveryError(f"rank {rank} wrote no metadata of its own in step {self.step}")
         return self._decode(rank, saved.metadata)
 
-    def _saved(self, rank: int) -> tuple[OpenRanges, SavedLayout]:
+    def _saved(self, rank: int) -> tuple[OpenRanges, SavedLayout | None]:
+        """Return a shard without its chunks, and what DCP's writer said in it; None if another put it."""
         ranges = self._ranges.open(self._ranges.ask(self.step, rank, attempt=self._attempt))
         ranges.close()
         self.step, self._attempt, self._chunk_bytes = ranges.step, ranges.attempt, ranges.manifest.chunk_bytes
-        saved = SavedLayout.decode(ranges.manifest.layout)
-        if saved is None:
-            raise ManifestMismatch(
-                f"step {self.step} of job {self._ranges.job!r} was put by store.put(): get it with store.get()"
-            )
-        return ranges, saved
+        return ranges, SavedLayout.decode(ranges.manifest.layout)
+
+    def _not_dcp(self) -> ManifestMismatch:
+        return ManifestMismatch(
+            f"step {self.step} of job {self._ranges.job!r} was put by store.put(): get it with store.get()"
+        )
 
     def _decode(self, rank: int, place: tuple[int, int]) -> Metadata:
         asked = self._ranges.ask(self.step, rank, [place], self._chunk_bytes, attempt=self._attempt)

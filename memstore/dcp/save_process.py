@@ -104,7 +104,10 @@ class SaveProcess:
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give the step up on all ranks (R12)."""
         ticket.rise(level, why)
-        body = {"job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step}
+        body = {
+            "job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step,
+            "why": why, "is_failed": level == "failed",
+        }  # fmt: skip
         if self._link is not None:
             self._link.call("skip", body, ADOPT_S)
 

@@ -144,6 +144,14 @@ class DcpWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Bring the planned items into the stream; hand it over, unless the metadata is still to come."""
         future: Future[list[WriteResult]] = Future()
+        try:
+            future.set_result(self._write(plan, planner))
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         tensors = [(item, value.detach()) for item, value in items if isinstance(value, torch.Tensor)]
         objects = [(item, value.getvalue()) for item, value in items if isinstance(value, io.BytesIO)]
@@ -157,9 +165,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         if not self._is_coordinator:
             self._hand_over(None)
             self._end_save(None)
-        future.set_result([WriteResult(item.index, size, Place(self.puts.rank, start, size))
-                           for item, start, size in places])  # fmt: skip
-        return future
+        return [WriteResult(item.index, size, Place(self.puts.rank, start, size)) for item, start, size in places]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Put the metadata behind the coordinator's items, hand over, wait for the level asked for.
@@ -169,9 +175,14 @@ class DcpWriter(StorageWriter, AsyncStager):
         """
         places: dict[MetadataIndex, Place] = {r.index: r.storage_data for rank in results for r in rank}
         metadata.storage_data = places
+        self._is_global &= len(results) > 1 or self.puts.world_size == 1  # else no_dist: this rank's own state
         metadata.storage_meta = self.storage_meta()
-        data = encode_metadata(metadata)
-        self._hand_over((self._append(data), len(data)))
+        try:
+            data = encode_metadata(metadata)
+            self._hand_over((self._append(data), len(data)))
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._end_save(self.wait)
 
     # -- room ---------------------------------------------------------------------------------
@@ -275,6 +286,16 @@ class DcpWriter(StorageWriter, AsyncStager):
             self._room.abandon()
         if self.ticket is not None:
             self.puts.skip(self.ticket, why, "failed")
+
+    def _fail(self, error: BaseException) -> None:
+        """The save failed here, and so on all ranks: none keeps room for the step (R12)."""
+        why = f"its save failed: {error!r}"
+        if self.ticket is not None and not self.ticket.is_over:
+            self._give_up(why)
+        if isinstance(self.puts, SaveProcess):
+            self.puts.close()
+        else:
+            self.puts.give_up(self.step, why)
 
     def _end_save(self, level: str | None) -> None:
         """Wait for a level; a save that waits for one says so on every rank as soon as it cannot be reached."""

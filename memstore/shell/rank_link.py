@@ -313,7 +313,7 @@ class RankLink:
             lent = [n for n in slots if n in self.in_copy]
             self.in_copy.difference_update(lent)
             self.lent.update(lent)
-        self.notify({"k": "lend", "step": step, "slots": slots})
+        self.call("lend", {"step": step, "slots": slots}, SEND_S)  # answered: a child may ask for them from now on
 
     def take_back(self, step: int, slots: list[int]) -> None:
         """End an offer; what no child has is free to fill again, once the holder has said which that is."""

@@ -141,15 +141,12 @@ class RankServer:
                 release()
         elif kind == "bye":
             self._bye(link)
-        elif kind == "lend":
-            with self.lock:
-                self.lendings.lend(link.owner, int(body["step"]), [int(n) for n in body["slots"]])
         elif kind == "checked":
             self.holder.report("checked", {key: body[key] for key in ("job", "round", "rank", "ok", "error")})
 
     def _call(self, link: RankLink, body: dict[str, Any]) -> None:
         verb, inner = str(body["verb"]), dict(body["body"])
-        if verb in ("adopt", "unlend"):
+        if verb in ("lend", "adopt", "unlend"):
             self._lending(link, int(body["id"]), verb, inner)
             return
         if verb == "join":
@@ -161,8 +158,10 @@ class RankServer:
         error: list[str] | None = None
         with self.lock:
             try:
-                if verb == "unlend":
-                    slots = [int(n) for n in body["slots"]]
+                slots = [int(n) for n in body.get("slots", ())]
+                if verb == "lend":
+                    self.lendings.lend(link.owner, int(body["step"]), slots)
+                elif verb == "unlend":
                     answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
                 else:
                     answer = self.lendings.adopt(self.owners.get(link.parent), link.owner, int(body["step"]))

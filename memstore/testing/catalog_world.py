@@ -344,10 +344,10 @@ class CatalogWorld:
             self.put(rank, step)
         return self.run_until(lambda: all(rank.tickets.get(step) == until for rank in ranks), limit_s)
 
-    def skip(self, rank: FakeRank, step: int) -> None:
-        """A rank finds no room for a step."""
+    def skip(self, rank: FakeRank, step: int, *, is_failed: bool = False) -> None:
+        """A rank finds no room for a step, or its put fails."""
         rank.tickets[step] = "skipped"
-        self.call(rank, "skip", step=step)
+        self.call(rank, "skip", step=step, is_failed=is_failed)
 
     # -- what is true -------------------------------------------------------------------------
 

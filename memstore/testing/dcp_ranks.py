@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict  # what ranks need, imported before the first fork
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster
@@ -96,9 +97,11 @@ class DcpRank(Rank):
     """The rank's side."""
 
     program: ModuleType
+    rank: int
 
     def do_group(self, rank: int, world_size: int, file: str, program: str) -> dict[str, Any]:
         """Meet the others of the launch."""
+        self.rank = rank
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         dist.init_process_group(
@@ -115,7 +118,10 @@ class DcpRank(Rank):
 
     def do_run(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a function of the program; what it returns is the reply."""
-        reply: dict[str, Any] = getattr(self.program, name)(self, **arguments) or {}
+        try:
+            reply: dict[str, Any] = getattr(self.program, name)(self, **arguments) or {}
+        except CheckpointException as error:  # which is no Exception
+            raise RuntimeError(f"CheckpointException: {error}") from error
         return reply
 
     def load(self, state: dict[str, Any], step: int | None = None, **options: Any) -> dict[str, Any]:
