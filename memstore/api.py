@@ -167,6 +167,10 @@ class Reader:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
         self._tool.ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
 
+    def pins(self) -> list[str]:
+        """The names of the job's pins."""
+        return sorted(self._tool.ask("steps", {"job": self.job})["pins"])
+
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
         self._tool.ask("unpin", {"job": self.job, "name": check_name("pin", name)})

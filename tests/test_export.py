@@ -21,10 +21,13 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.tensor import Replicate, Shard
 
+from memstore.api import reader
 from memstore.cli import main
+from memstore.exchange.dcp_folder import write_dcp
 from memstore.shell.state_decode import has_device
-from memstore.testing.exchange_steps import bits, odd_tensors, put, save, sharded
-from memstore.testing.processes import ProcessCluster
+from memstore.store import Store
+from memstore.testing.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, save, sharded
+from memstore.testing.processes import ProcessCluster, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,6 +63,12 @@ def refused(cluster: ProcessCluster, job: str, target: Path, *options: str, step
     assert result.exit_code == 1, result.output
     assert sorted(target.parent.iterdir()) == before
     return result.stderr
+
+
+def pins(cluster: ProcessCluster, job: str) -> list[str]:
+    """The names of a job's pins."""
+    with reader(job, config=cluster.config) as source:
+        return source.pins()
 
 
 def test_torch_files_hold_what_each_rank_put(cluster: ProcessCluster, tmp_path: Path) -> None:
@@ -213,6 +222,7 @@ def test_safetensors_hold_the_global_tensors_and_name_what_is_left_out(cluster: 
 STOPPED = """
 import sys
 import memstore.exchange.exporting as exporting
+from memstore.api import reader
 from memstore.cli import main
 
 real = exporting.write_dcp
@@ -227,7 +237,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_an_export_that_is_ended_leaves_no_target(cluster: ProcessCluster, tmp_path: Path, sig: signal.Signals) -> None:
     """Everything was written and nothing renamed: no target, and the next export removes what a kill left."""
     put(cluster, f"ended{sig}", [{"w": torch.ones(100_000)}])
@@ -243,10 +253,36 @@ def test_an_export_that_is_ended_leaves_no_target(cluster: ProcessCluster, tmp_p
     assert process.returncode != 0
     left = [path.name for path in tmp_path.iterdir()]
     assert target.name not in left
-    assert len(left) == (sig is signal.SIGKILL)
+    assert len(left) == len(pins(cluster, f"ended{sig}")) == (sig is signal.SIGKILL)
     export(cluster, f"ended{sig}", target, "--format", "dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert pins(cluster, f"ended{sig}") == []
     assert "exists" in refused(cluster, f"ended{sig}", target, "--format", "dcp")
+
+
+def test_training_goes_on_and_drops_other_steps_meanwhile(
+    cluster: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is read is pinned: two newer commits come, retention drops what is older, the export is whole."""
+    weights = {step: torch.full((50_000,), float(step)) for step in (7, 8, 9)}
+
+    def train(store: Store, rank: int) -> None:
+        store.put(7, {"w": weights[7]}).wait("committed", WAIT_S)
+
+        def write(view: Any, folder: Path) -> None:
+            for step in (8, 9):
+                store.put(step, {"w": weights[step]}).wait("committed", WAIT_S)
+            wait_for(lambda: [s.step for s in store.steps()] == [9, 7], "step 8 to be dropped")
+            write_dcp(view, folder)
+
+        monkeypatch.setattr("memstore.exchange.exporting.write_dcp", write)
+        monkeypatch.setattr("signal.signal", lambda *_: None)  # ranks are threads here
+        assert export(cluster, "goes-on", tmp_path / "out", "--format", "dcp")["not_pinned"] == ""
+
+    as_ranks(cluster, "goes-on", 1, train)
+    state = {"w": torch.zeros(50_000)}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(state["w"], weights[7])
 
 
 @pytest.mark.root

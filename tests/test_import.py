@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from memstore.api import connect, reader
 from memstore.cli import main
 from memstore.dcp.reader import DcpReader
-from memstore.testing.exchange_steps import as_ranks, bits, odd_tensors, put, sharded
+from memstore.testing.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, sharded
 from memstore.testing.processes import ProcessCluster
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -108,7 +108,13 @@ def test_a_dcp_directory_comes_back_as_a_dcp_step(
     wanted = sharded(full, 1, (3,), [Shard(0)])
     assert all(bits(other[name].to_local()) == bits(wanted[name].to_local()) for name in full)
 
-    run(cluster, "export", job, "latest", str(tmp_path / "second"), "--format", "dcp")
+    with connect(job, rank=0, world_size=1, config=cluster.config) as store:  # training goes on from it
+        again = {"model": {name: torch.zeros_like(t) for name, t in full.items()}}
+        dcp.load(again, storage_reader=store.dcp_reader(), no_dist=True)
+        assert all(bits(again["model"][name]) == bits(t) for name, t in full.items())
+        store.put(41, got).wait("committed", WAIT_S)
+    run(cluster, "import", f"{job}-b", str(tmp_path / "out"), "--ranks", str(ranks))
+    run(cluster, "export", f"{job}-b", "latest", str(tmp_path / "second"), "--format", "dcp")
     second = {"model": {name: torch.zeros_like(t) for name, t in full.items()}}
     dcp.load(second, checkpoint_id=tmp_path / "second", no_dist=True)
     assert all(bits(second["model"][name]) == bits(t) for name, t in full.items())

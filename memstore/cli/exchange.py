@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,7 @@ def export(
 
     if module is not None:
         importlib.import_module(module)
-    with reader(job, config=config) as source:
+    with _told_to_end(), reader(job, config=config) as source:
         note = export_step(
             source, None if step == "latest" else int(step), directory.absolute(), as_format,
             rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
@@ -58,6 +62,16 @@ def export(
         return
     for line in _export_lines(note):
         say(line)
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Let SIGTERM end the process as Ctrl-C does: what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _export_lines(note: dict[str, Any]) -> list[str]:

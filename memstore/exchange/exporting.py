@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from memstore.exchange.safetensors_files import stock_safetensors, write_safeten
 from memstore.exchange.shard_bytes import ShardBytes
 from memstore.exchange.step_view import StepView, view_of_dcp_step, view_of_put_step
 from memstore.exchange.torch_files import write_torch
+from memstore.shell.arena_lock import boot_id, is_alive, process_start_time
 from memstore.shell.shard_ranges import ShardRanges
 
 FORMATS = ("dcp", "torch", "safetensors")
@@ -100,7 +102,13 @@ def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
 @contextlib.contextmanager
 def _pinned(reader: Reader, info: StepInfo) -> Iterator[str]:
     """Keep the step while it is read; yield "", or why it could not be kept: it may be dropped meanwhile then."""
-    name, why = f"export-{secrets.token_hex(4)}", ""
+    machine = f"export-{boot_id()[:8]}-"
+    for left in reader.pins():  # by an export that was killed
+        pid, _, rest = left.removeprefix(machine).partition("-")
+        start = rest.partition("-")[0]
+        if left.startswith(machine) and pid.isdigit() and start.isdigit() and not is_alive(int(pid), int(start)):
+            reader.unpin(left)
+    name, why = f"{machine}{os.getpid()}-{process_start_time(os.getpid()) or 0}-{secrets.token_hex(2)}", ""
     try:
         reader.pin(info.step, name, attempt=info.attempt)
     except (CapacityError, RecoveryError) as error:  # no room for one more, or it lies on durable storage only
