@@ -112,7 +112,7 @@ def test_a_dcp_directory_comes_back_as_a_dcp_step(
         again = {"model": {name: torch.zeros_like(t) for name, t in full.items()}}
         dcp.load(again, storage_reader=store.dcp_reader(), no_dist=True)
         assert all(bits(again["model"][name]) == bits(t) for name, t in full.items())
-        store.put(41, got).wait("committed", WAIT_S)
+        store.put(41, {**got, "more": torch.zeros(300_000)}).wait("committed", WAIT_S)
     run(cluster, "import", f"{job}-b", str(tmp_path / "out"), "--ranks", str(ranks))
     run(cluster, "export", f"{job}-b", "latest", str(tmp_path / "second"), "--format", "dcp")
     second = {"model": {name: torch.zeros_like(t) for name, t in full.items()}}
