@@ -89,7 +89,7 @@ class Persister:
                 return
         except MemstoreError as exc:
             report.update(ok=False, why=str(exc))
-        except Exception as exc:
+        except BaseException as exc:  # a panic in obstore's native code is no Exception, and must be reported too
             log.exception("durable write")
             report.update(ok=False, why=repr(exc))
         self.holder.report("persisted", report)
