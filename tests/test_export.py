@@ -24,7 +24,6 @@ from torch.distributed.tensor import Replicate, Shard
 from memstore.api import reader
 from memstore.cli import main
 from memstore.exchange.dcp_folder import write_dcp
-from memstore.shell.state_decode import has_device
 from memstore.store import Store
 from memstore.testing.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, save, sharded
 from memstore.testing.processes import ProcessCluster, wait_for
@@ -87,7 +86,6 @@ def test_torch_files_hold_what_each_rank_put(cluster: ProcessCluster, tmp_path: 
             assert bits(got["model"][name]) == bits(tensor), name
             assert (got["model"][name].dtype, got["model"][name].shape) == (tensor.dtype, tensor.shape)
         assert got["model"]["tied"]["a"].data_ptr() == got["model"]["tied"]["b"].data_ptr()
-    assert not has_device("cuda") or got["model"]["large"].is_cpu
 
 
 def test_torch_files_name_what_weights_only_refuses(cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def refused(cluster: ProcessCluster, job: str, folder: Path, *options: str) -> s
     return result.stderr
 
 
+def reader_steps(cluster: ProcessCluster, job: str) -> list[int]:
+    """The committed steps of a job."""
+    with reader(job, config=cluster.config) as source:
+        return [info.step for info in source.steps() if info.committed]
+
+
 def load(cluster: ProcessCluster, job: str, state: dict[str, Any], step: int) -> None:
     """Fill a state by stock dcp.load out of the store."""
     with reader(job, config=cluster.config) as source:
@@ -75,6 +81,7 @@ def test_rank_files_come_back_as_a_put_step(cluster: ProcessCluster, tmp_path: P
     for rank, got in enumerate(as_ranks(cluster, f"to{count}", count, lambda store, rank: store.get())):
         assert (got.step, got.state["rank"]) == (7, rank)
         assert all(bits(got.state["model"][name]) == bits(t) for name, t in states[rank]["model"].items())
+    assert len(reader_steps(cluster, f"to{count}")) == 1  # and what follows leaves it alone
     assert "exists" in CliRunner().invoke(
         main, ["import", f"to{count}", str(tmp_path / "out"), "--store", cluster.config.store]
     ).stderr  # fmt: skip
@@ -206,3 +213,14 @@ def test_bad_files_are_refused_before_there_is_a_job(cluster: ProcessCluster, tm
     assert "is it the right folder" in refused(cluster, "bad", folder("empty"))
     with connect("bad", rank=0, world_size=1, config=cluster.config) as store:
         assert store.get() is None  # none of it ever was a job
+
+
+def test_an_import_with_too_few_copies_says_so(
+    cluster: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three copies on two hosts: the step is there, degraded, and the exit code is 4 (R18)."""
+    monkeypatch.setattr("memstore.exchange.importing.REPAIR_S", 0.0)
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "in", no_dist=True)
+    made = run(cluster, "import", "thin", str(tmp_path / "in"), "--replicas", "3", code=4)
+    assert "2 of 3" in made["degraded"]
+    assert reader_steps(cluster, "thin") == [0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
-from memstore.api import connect
+from memstore.api import connect, reader
 from memstore.config import Config
-from memstore.errors import ConfigError, IntegrityError, MemstoreError
+from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_shares import put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
 from memstore.exchange.sources import DcpSource, SafetensorsSource, Source
@@ -29,6 +30,8 @@ from memstore.store import Store
 from memstore.ticket import Ticket
 
 COMMIT_S = 600.0
+REPAIR_S = 30.0  # longest wait for copies that the commit did not wait for
+POLL_S = 0.2
 Work = Callable[[Store, int], Ticket]
 
 
@@ -60,23 +63,28 @@ def import_job(
     _check_new(job, config)
     mine = [rank for rank in range(count) if rank * place[1] // count == place[0]]
 
+    opened: list[int] = []
+
     def play(rank: int) -> Ticket:
         with connect(job, rank=rank, world_size=count, config=config) as store:
+            if store.attempt != 1:  # durable storage knows it, or another import was quicker
+                raise _exists(job)
+            opened.append(rank)
             ticket = work(store, rank)
             return ticket.wait("committed" if config.durable is None else "durable", COMMIT_S)
 
     try:
         with ThreadPoolExecutor(len(mine)) as pool:
             tickets = list(pool.map(play, mine))
-    except BaseException:
-        with contextlib.suppress(MemstoreError), any_tool(config) as tool:
-            tool.ask("rm", {"job": job, "force": True})
+    except BaseException as error:
+        if opened and not isinstance(error, FencedError):  # who was fenced has no job to remove: it is another's now
+            with contextlib.suppress(MemstoreError), any_tool(config) as tool:
+                tool.ask("rm", {"job": job, "force": True})
         raise
-    degraded = next((ticket.reason for ticket in tickets if ticket.degraded), "")
     return {
         "job": job, "step": step, "format": format, "made_by": "put" if format == "torch" else "dcp",
         "world_size": count, "ranks": mine, "nbytes": sum(t.nbytes for t in tickets), "level": tickets[0].level,
-        "degraded": degraded,
+        "degraded": _settled(job, step, config),
     }  # fmt: skip
 
 
@@ -102,7 +110,22 @@ def _check_new(job: str, config: Config) -> None:
     with any_tool(config) as tool:
         jobs = tool.ask("status")["jobs"]
     if any(row["job"] == job and row["attempt"] is not None for row in jobs):
-        raise ConfigError(f"job {job!r} exists: import under another name, or `memstore rm {job}` first", field="JOB")
+        raise _exists(job)
+
+
+def _settled(job: str, step: int, config: Config) -> str:
+    """Return "" once the step has all its copies, or what it lacks after REPAIR_S: repair raises what it can (R29)."""
+    deadline_s = time.monotonic() + REPAIR_S
+    with reader(job, config=config) as source:
+        while True:
+            lacks = next(info.degraded for info in source.steps() if info.step == step)
+            if not lacks or time.monotonic() > deadline_s:
+                return lacks
+            time.sleep(POLL_S)
+
+
+def _exists(job: str) -> ConfigError:
+    return ConfigError(f"job {job!r} exists: import under another name, or `memstore rm {job}` first", field="JOB")
 
 
 def _source(format: str, folder: Path, prefix: str) -> Source:
