@@ -14,7 +14,6 @@ from memstore.cli.options import Where, check_reachable, config_or_usage, store_
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
-from memstore.shell.durable_tier import files_from_url
 
 POLL_S = 0.2
 RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
@@ -86,6 +85,8 @@ def _number(text: str) -> int | str:
 
 def check_writable(directory: str) -> None:
     """Raise ConfigError unless a file can be written in the directory, or an object at the URL, from this machine."""
+    from memstore.shell.durable_tier import files_from_url  # numpy, which --help need not load
+
     if "://" in directory:
         files_from_url(directory).probe()
         return
