@@ -105,9 +105,11 @@ class Room:
         keep = self.versions(job, attempt)
         local: dict[str, dict[int, int]] = {}
         guests: dict[str, int] = {}
-        pinned = self._pinned_slots(job)
-        for rank in range(max(attempt.world_size, max(pinned, default=-1) + 1)):
-            slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + pinned.get(rank, 0)
+        beside = self._pinned_slots(job)
+        for rank, slots in self._outgrown_slots(job, attempt).items():
+            beside[rank] = beside.get(rank, 0) + slots
+        for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
+            slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
             if rank < attempt.world_size:
                 local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
             for target in self.catalog.view.guests(job, attempt, rank):
@@ -141,6 +143,23 @@ class Room:
         for pin in self.catalog.pins.facts(job):
             for rank, slots in enumerate(pin.needs):
                 total[rank] = total.get(rank, 0) + slots
+        return total
+
+    def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
+        """Slots by rank that kept steps of older attempts take beyond a version of now (R10).
+
+        A state that has shrunk, or is shared among more ranks, would otherwise find its share full of the step that
+        was restored, and skip for ever: only the first commit lets that step go. Ranks that are no more count whole.
+        """
+        total: dict[int, int] = {}
+        for step in self.catalog.retention.kept(job, attempt):
+            if step.attempt == attempt.ordinal or step in job.pinned_steps():
+                continue
+            for rank, copies in job.copies.get(step, {}).items():
+                now = self.need(job, attempt, rank) if rank < attempt.world_size else 0
+                then = max(copy.spec.chunks_count for copy in copies.values())
+                if then > now:
+                    total[rank] = total.get(rank, 0) + then - now
         return total
 
     def need(self, job: Job, attempt: Attempt, rank: int) -> int:
