@@ -12,9 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 from memstore.shell.rank_link import RankLink
 from memstore.ticket import Ticket
+
+LEND_S = 30.0
 
 
 class OpenPut:
@@ -39,15 +42,24 @@ class OpenPut:
 
     def keep(self, indices: Sequence[int]) -> None:
         """Give back all slots but these; the stream is made of them, in this order."""
+        with self.lock:
+            if not self.is_over:  # else all went back, and may be another put's by now
+                self._keep(indices)
+
+    def _keep(self, indices: Sequence[int]) -> None:
         kept = [self.slots[i] for i in indices]
         self.link.put_back(sorted(set(self.slots).difference(kept)))
         self.slots = kept
 
     def extend(self, count: int, budget_s: float) -> bool:
-        """Take `count` slots more at the end; False if there are none within `budget_s`."""
+        """Take `count` slots more at the end; False if there are none within `budget_s`, or the put is over."""
         more = self.link.acquire(count, budget_s)
-        self.slots = self.slots + (more or [])
-        return more is not None
+        with self.lock:
+            if more is not None and self.is_over:
+                self.link.put_back(more)
+                return False
+            self.slots = self.slots + (more or [])
+            return more is not None
 
     def hand_over(self, layout: bytes, nbytes: int) -> bool:
         """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
@@ -55,7 +67,7 @@ class OpenPut:
             if self.is_over:
                 return False
             self.is_over = True
-            self.keep(range(-(-nbytes // self.chunk_bytes)))
+            self._keep(range(-(-nbytes // self.chunk_bytes)))
             body = {
                 "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
                 "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
@@ -69,9 +81,11 @@ class OpenPut:
     def lend(self) -> None:
         """Let a child of this process take the slots over (R20)."""
         with self.lock:
-            if not self.is_over:
-                self.is_lent = True
-                self.link.lend(self.step, self.slots)
+            if self.is_over:
+                return
+            self.is_lent = True
+            offered = self.link.lend(self.step, self.slots)
+        wait([offered], LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
 
     def abandon(self, *, is_patient: bool = True) -> None:
         """Give everything back; what was lent, as far as no child has it, and when the holder says so.

@@ -55,6 +55,7 @@ class Puts:
         restored = joined.get("restored_step")
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots = 0
+        self.close()
 
     def go_on_from(self, step: int) -> None:
         """A get restored this step."""
@@ -69,6 +70,7 @@ class Puts:
         """Give back the room of what was begun and not ended."""
         for room in self._open:
             room.abandon()
+        self._open = []
 
     # -- puts ---------------------------------------------------------------------------------
 
@@ -248,9 +250,8 @@ class Puts:
         self._open = []
         for room in stale:
             room.abandon()
-            ticket = self.tickets.get(room.step)
-            if ticket is not None and not ticket.is_over:
-                self.skip(ticket, "it was begun, not ended, and its room was needed")
+            if not room.ticket.is_over:
+                self.skip(room.ticket, "it was begun, not ended, and its room was needed")
         return bool(stale)
 
     def _reserve(self, ticket: Ticket, count: int) -> None:

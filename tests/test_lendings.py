@@ -9,6 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +19,11 @@ from memstore.config import Config
 from memstore.core.shelf import Share
 from memstore.errors import CommitError, ConfigError
 from memstore.open_put import OpenPut
-from memstore.shell import lendings
+from memstore.shell import lendings, rank_server, vault
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.rank_link import RankLink
+from memstore.shell.sealer import RankLink as ServedLink
 from memstore.shell.tool import store_root
 from memstore.testing.processes import kill, wait_for
 from memstore.ticket import Ticket
@@ -245,13 +247,17 @@ def restart(site: Site) -> None:
     wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
 
 
-def test_a_holder_that_restarts_has_forgotten_the_offer_not_the_lease(site: Site) -> None:
-    """The child is refused and the parent takes all of it back (R8)."""
+def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:
+    """The lease is in the slots' headers, the offer comes again with the parent's link: the child adopts (R8)."""
     room = site.lend()
     restart(site)
+    wait_for(lambda: site.holder.ranks.lendings.lent, "the offer")
     child = site.child()
     child.do("connect")
-    assert child.do("adopt")["error"] == "CommitError"
+    assert child.do("adopt")["slots"] == room.slots
+    restart(site)
+    assert not site.holder.ranks.lendings.lent, "what a child has is not offered again"
+    child.do("bye")
     room.abandon()
     wait_for(site.is_whole, "the whole share")
 
@@ -281,6 +287,84 @@ def test_slots_used_up_by_a_child_and_leased_anew_are_not_had_twice(site: Site) 
     wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "the new lease")
     room.abandon()
     wait_for(site.is_whole, "the whole share")
+
+
+def test_a_grant_is_not_overtaken_by_the_answer_to_a_taking_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child is done and its slots are leased anew while the parent takes the room back: each is had once."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    real, sent = ServedLink.send, threading.Event()
+
+    def slow(self: ServedLink, body: dict[str, Any]) -> None:
+        if body["k"] == "grant":
+            room.abandon()
+            sent.wait(0.5)  # time for an answer that does not wait
+        real(self, body)
+        if body["k"] == "grant":
+            sent.set()
+
+    monkeypatch.setattr(ServedLink, "send", slow)
+    child.do("bye")
+    assert sent.wait(WAIT_S)
+    site.link.call("unlend", {"step": STEP, "slots": []}, WAIT_S)  # what was sent before has been heard
+    wait_for(site.is_whole, "the whole share")
+    assert len(site.link.pool) == SHARE_SLOTS
+
+
+def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has come, the save process has not looked yet, the link breaks: the slots stay its own (R8)."""
+    monkeypatch.setattr(rank_server, "check_child", lambda *_: None)
+    room = site.lend()
+    heir = RankLink(site.holder.folder, nonce="n/0/5", job="job", rank=0, parent="n", attempt=1)
+    answer = heir.call("adopt", {"step": STEP}, WAIT_S)
+    old = heir.channel
+    old.abort()
+    wait_for(lambda: heir.channel is not old, "the link")
+    with site.holder.vault.lock:
+        owners = {site.holder.vault.table.slots[n].owner for n in answer["slots"]}
+    assert owners == {site.holder.ranks.owners["n/0/5"]}
+    heir.close()
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("where", ["save process", "digest"])
+def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """What a save process has, or what is handed over and being digested, still counts for the rank (R10)."""
+    site.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    room, may_go = site.stage(), threading.Event()
+    if where == "digest":
+        real = vault.chunk_digest
+        monkeypatch.setattr(vault, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
+        assert room.hand_over(b"", 3 * CHUNK_BYTES)
+        wait_for(lambda: site.holder.vault.table.handed, "the hand-over")
+    else:
+        room.lend()
+        wait_for(lambda: site.holder.ranks.lendings.lent, "the offer")
+        child = site.child()
+        child.do("connect")
+        child.do("adopt")
+    site.holder.ranks.reap()
+    with site.holder.vault.lock:
+        leased = sum(len(slots) for slots in site.holder.vault.table.leases.values())
+    may_go.set()
+    assert leased == (3 if where == "digest" else SHARE_SLOTS)
+    assert len(site.link.pool) == 3
+
+
+def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
+    """A save in the background keeps or adds slots after its room was needed: the next put's are not touched (R8)."""
+    room = site.stage(4)
+    room.abandon()
+    other = site.stage(4)
+    assert set(other.slots) & set(room.slots)
+    room.keep([0])
+    assert not room.extend(1, 0.0)
+    assert site.link.in_copy == set(other.slots)
+    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert other.hand_over(b"", 4 * CHUNK_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class SlotTable:
         self.free: list[int] = list(range(slots_count - 1, -1, -1))  # popped from the end: low numbers first
         self.index: dict[bytes, int] = {}
         self.leases: dict[Owner, set[int]] = {}
+        self.handed: dict[Owner, set[int]] = {}  # handed over and not sealed yet: no shard and no draft counts them
         self.dirty: set[int] = set()
 
     def grow(self, slots_count: int) -> None:
@@ -97,9 +98,14 @@ class SlotTable:
         if len(set(wanted)) != len(wanted) or not mine.issuperset(wanted):
             return False
         mine.difference_update(wanted)
+        self.handed.setdefault(owner, set()).update(wanted)
         for number in wanted:
             self._enter(number, SlotState.RECEIVING)
         return True
+
+    def held_count(self, owners: Iterable[Owner]) -> int:
+        """Return how many slots processes have that no shard and no draft counts (R10)."""
+        return sum(len(held.get(owner, ())) for owner in owners for held in (self.leases, self.handed))
 
     def transfer(self, owner: Owner, heir: Owner, numbers: Iterable[int]) -> bool:
         """Move leases to another process; False, changing nothing, if a slot is not leased to the first (R8)."""
@@ -155,7 +161,7 @@ class SlotTable:
             return known
         slot = self.slots[number]
         slot.digest, slot.nbytes, slot.verified_s, slot.refs = digest, nbytes, now, slot.refs + 1
-        slot.owner = None
+        self._disown(number)
         self._enter(number, SlotState.SEALED)
         self.index[digest] = number
         return number
@@ -188,8 +194,7 @@ class SlotTable:
         if slot.state is SlotState.FREE:
             return
         self.condemn(number)
-        if slot.owner is not None:
-            self.leases.get(slot.owner, set()).discard(number)
+        self._disown(number)
         self.slots[number] = Slot()
         self.free.append(number)
         self.dirty.add(number)
@@ -200,6 +205,15 @@ class SlotTable:
         for number in stray:
             self.release(number)
         return len(stray)
+
+    def _disown(self, number: int) -> None:
+        owner, self.slots[number].owner = self.slots[number].owner, None
+        if owner is not None:
+            self.leases.get(owner, set()).discard(number)
+            handed = self.handed.get(owner, set())
+            handed.discard(number)
+            if not handed:
+                self.handed.pop(owner, None)
 
     def _take(self, state: SlotState) -> int:
         number = self.free.pop()

@@ -6,19 +6,27 @@ of its own, so it needs nothing of its parent from then on (R20).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memstore.config import Config
+from memstore.errors import CommitError, ConfigError, MemstoreError, TransportError
 from memstore.open_put import OpenPut
 from memstore.puts import Puts
 from memstore.shell.rank_link import RankLink
 from memstore.ticket import TERMINAL, Ticket
 
 ADOPT_S = 30.0
+# The offer comes on the parent's link and may be behind us; a holder that restarts hears of parent and offer anew.
+OFFER_S = 5.0
+RETRY_S = 0.05
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,13 @@ class SaveProcess:
         staged = self.staged
         nonce = f"{staged.parent}/{os.getpid()}/{step}"
         ticket = self.new_ticket(step)
-        link = RankLink(staged.folder, nonce=nonce, job=staged.job, rank=staged.rank, parent=staged.parent,
-                        attempt=staged.attempt)  # fmt: skip
-        self._link = link
+        until_s = time.monotonic() + OFFER_S
+        link = self._link = _patiently(
+            lambda: RankLink(
+                staged.folder, nonce=nonce, job=staged.job, rank=staged.rank, parent=staged.parent,
+                attempt=staged.attempt,
+            ), until_s,
+        )  # fmt: skip
         room = OpenPut(link, ticket, [], staged.chunk_bytes, staged.attempt, staged.world_size)
 
         def on_event(body: dict[str, Any]) -> None:
@@ -89,12 +101,12 @@ class SaveProcess:
 
         link.on_event = on_event
         try:
-            room.slots = [int(n) for n in link.call("adopt", {"step": step}, ADOPT_S)["slots"]]
-        except BaseException:
+            answer = _patiently(lambda: link.call("adopt", {"step": step}, ADOPT_S), until_s)
+        except BaseException as error:
+            self.skip(ticket, f"its save process could not take it over: {error}", "failed")
             link.close()
             raise
-        with link.room:
-            link.in_copy.update(room.slots)
+        room.slots = [int(n) for n in answer["slots"]]
         return ticket, room
 
     def _leave(self, room: OpenPut) -> None:
@@ -102,16 +114,28 @@ class SaveProcess:
         self.close()
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
-        """Give the step up on all ranks (R12)."""
+        """Give the step up on all ranks (R12); if the controller does not hear of it, a later step supersedes it."""
         ticket.rise(level, why)
         body = {
             "job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step,
             "why": why, "is_failed": level == "failed",
         }  # fmt: skip
         if self._link is not None:
-            self._link.call("skip", body, ADOPT_S)
+            with contextlib.suppress(MemstoreError):
+                self._link.call("skip", body, ADOPT_S)
 
     def close(self) -> None:
         """Give back what was not handed over, and end the link."""
         if self._link is not None:
             self._link.close()
+
+
+def _patiently(ask: Callable[[], T], until_s: float) -> T:
+    """Ask again until it is answered, or `until_s` has passed."""
+    while True:
+        try:
+            return ask()
+        except (ConfigError, CommitError, TransportError):
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(RETRY_S)

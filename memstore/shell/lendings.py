@@ -27,8 +27,14 @@ class Lendings:
         self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
 
     def lend(self, lender: Owner, step: int, slots: list[int]) -> None:
-        """Offer filled slots to a child of the lender."""
-        self.lent[lender, step] = slots
+        """Offer filled slots to a child of the lender, in place of older offers of any of them."""
+        for key, old in list(self.lent.items()):
+            if key[0] == lender and not set(old).isdisjoint(slots):
+                del self.lent[key]
+        with self.vault.lock:
+            is_its_own = self.vault.table.leases.get(lender, set()).issuperset(slots)
+        if slots and is_its_own:  # else a child has them already
+            self.lent[lender, step] = slots
 
     def unlend(self, lender: Owner, step: int, slots: list[int]) -> dict[str, Any]:
         """Take the offer back; say which of the slots are leased to the lender."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.core.wire import Kind, error_from_body
-from memstore.errors import ClosedError, FencedError, MemstoreError, PeerTimeout, PeerUnreachable, TransportError
+from memstore.errors import ClosedError, FencedError, MemstoreError, PeerTimeout, TransportError
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.channel import Channel
@@ -62,6 +62,7 @@ class RankLink:
         self.pool: list[int] = []  # leased and free to fill
         self.in_copy: set[int] = set()  # taken by a put that has not handed over yet
         self.lent: set[int] = set()  # offered to a child, which may have them, or be done with them, by now
+        self.offers: dict[int, list[int]] = {}  # step -> what is offered for it: a holder that restarts forgets it
         self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
@@ -174,6 +175,10 @@ class RankLink:
             with self.room:
                 again = [h for _, h in sorted(self.handovers.items())]
                 calls = [body for _, (_, body) in sorted(self.calls.items())]
+                self.room.notify_all()
+                offers = [(s, slots) for s, slots in self.offers.items() if self.lent.issuperset(slots)]
+            for step, slots in offers:
+                self.call_soon("lend", {"step": step, "slots": slots})
             for handover in again:
                 self.outbox.put(lambda h=handover: self._send(h.body))  # type: ignore[misc]
             for body in calls:
@@ -201,7 +206,9 @@ class RankLink:
         kind = body["k"]
         if kind == "answer":
             with self.room:
-                future, _ = self.calls.pop(int(body["id"]), (None, None))
+                future, asked = self.calls.pop(int(body["id"]), (None, {}))
+                if asked.get("verb") == "adopt" and body["error"] is None:  # ours before the link can break again
+                    self.in_copy.update(int(n) for n in body["body"]["slots"])
             if future is None:
                 if body["error"] is None and "pin" in body["body"]:
                     self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # nobody waits for it any more
@@ -213,6 +220,7 @@ class RankLink:
         elif kind == "grant":
             slots = [int(n) for n in body["slots"]]
             with self.room:
+                self.lent.difference_update(slots)  # a child is done with them
                 self.granting.update(slots)
             self.outbox.put(lambda: self._take_grant(slots))
         elif kind == "level":
@@ -307,16 +315,19 @@ class RankLink:
             self.in_copy.difference_update(slots)
             self.room.notify_all()
 
-    def lend(self, step: int, slots: list[int]) -> None:
-        """Offer filled slots to a child: nothing here may write them any more (R8, R20)."""
+    def lend(self, step: int, slots: list[int]) -> Future[dict[str, Any]]:
+        """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
         with self.room:
             lent = [n for n in slots if n in self.in_copy]
             self.in_copy.difference_update(lent)
             self.lent.update(lent)
-        self.call("lend", {"step": step, "slots": slots}, SEND_S)  # answered: a child may ask for them from now on
+            self.offers[step] = slots
+        return self.call_soon("lend", {"step": step, "slots": slots})
 
     def take_back(self, step: int, slots: list[int]) -> None:
         """End an offer; what no child has is free to fill again, once the holder has said which that is."""
+        with self.room:
+            self.offers.pop(step, None)
         self.call_soon("unlend", {"step": step, "slots": slots}).add_done_callback(
             lambda answer: self._taken_back(slots, answer)
         )
@@ -326,9 +337,7 @@ class RankLink:
         with self.room:
             back = ours.intersection(slots, self.lent)
             self.lent.difference_update(slots)
-            # One that a child used up may have been leased to us anew since.
-            known = {*self.granting, *self.pool, *self.in_copy, *(n for h in self.handovers.values() for n in h.slots)}
-            self.pool.extend(sorted(back - known))
+            self.pool.extend(sorted(back))
             self.room.notify_all()
 
     def hand_over(self, step: int, slots: list[int], body: dict[str, Any]) -> bool:
@@ -352,6 +361,9 @@ class RankLink:
         """Give everything back and end both threads."""
         if self.closed.is_set():
             return
+        with self.room:
+            if self.parent:  # a holder on its way back must hear it: a save process lives on, and so would its lease
+                self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
         self.notify({"k": "bye"})
         self.outbox.put(None)
         if threading.current_thread() is not self._threads[1]:
@@ -384,8 +396,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def unreachable(folder: Path) -> PeerUnreachable:
-    """Return the error for a host whose holder does not answer."""
-    return PeerUnreachable(f"no holder answers at {folder}/holder.sock: run `memstore up`, or see `memstore status`")

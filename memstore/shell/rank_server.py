@@ -56,6 +56,7 @@ class RankServer:
         self.lock = threading.RLock()
         self.links: dict[str, RankLink] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
+        self.parents: dict[str, str] = {}  # nonce of a child among `owners` -> that of the rank's process
         self.sealer = Sealer(self)
         self.lendings = Lendings(self.vault)
         self.calls: dict[int, Call] = {}  # by our own number
@@ -119,6 +120,8 @@ class RankServer:
             self.links[link.nonce] = link
             if not body.get("is_tool"):
                 self.owners[link.nonce] = owner
+                if link.parent:
+                    self.parents[link.nonce] = link.parent
                 self.holder.used()
             committed = self.committed.get(link.job)
         fenced = self.holder.fences.get(link.job, 0)
@@ -156,18 +159,19 @@ class RankServer:
     def _lending(self, link: RankLink, call_id: int, verb: str, body: dict[str, Any]) -> None:
         answer: dict[str, Any] = {}
         error: list[str] | None = None
-        with self.lock:
-            try:
-                slots = [int(n) for n in body.get("slots", ())]
-                if verb == "lend":
-                    self.lendings.lend(link.owner, int(body["step"]), slots)
-                elif verb == "unlend":
-                    answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
-                else:
-                    answer = self.lendings.adopt(self.owners.get(link.parent), link.owner, int(body["step"]))
-            except LookupError as exc:
-                error = ["CommitError", str(exc)]
-        link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
+        with link.grants:
+            with self.lock:
+                try:
+                    slots = [int(n) for n in body.get("slots", ())]
+                    if verb == "lend":
+                        self.lendings.lend(link.owner, int(body["step"]), slots)
+                    elif verb == "unlend":
+                        answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
+                    else:
+                        answer = self.lendings.adopt(self.owners.get(link.parent), link.owner, int(body["step"]))
+                except LookupError as exc:
+                    error = ["CommitError", str(exc)]
+            link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
     def _ask(self, call: Call) -> None:
         with self.lock:
@@ -256,14 +260,16 @@ class RankServer:
 
     def grant(self, link: RankLink) -> None:
         """Lease the rank what its share allows and tell it; never on a link that has ended, where nobody hears it."""
-        with self.lock:
-            if self.links.get(link.nonce) is not link or link.channel.is_closed:
-                return
-            if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0) or link.parent:
-                return
-            slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt)
-        if slots:
-            link.send({"k": "grant", "slots": slots})
+        with link.grants:
+            with self.lock:
+                if self.links.get(link.nonce) is not link or link.channel.is_closed:
+                    return
+                if not link.job or link.rank < 0 or link.attempt < self.holder.fences.get(link.job, 0) or link.parent:
+                    return
+                heirs = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
+                slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt, heirs)
+            if slots:
+                link.send({"k": "grant", "slots": slots})
 
     def _bye(self, link: RankLink) -> None:
         """The rank closed its store: what it leased and did not hand over is free again."""
@@ -273,6 +279,7 @@ class RankServer:
             if self.links.get(link.nonce) is link:  # else the process has connected again, as another owner
                 del self.links[link.nonce]
                 self.owners.pop(link.nonce, None)
+                self.parents.pop(link.nonce, None)
         with self.lock, self.vault.lock:
             self.lendings.forget(link.owner)
             self.vault.table.reclaim(link.owner)
@@ -339,6 +346,7 @@ class RankServer:
         with self.lock:
             gone = [nonce for nonce, owner in self.owners.items() if not is_alive(owner.pid, owner.start)]
             dead = {nonce: self.owners.pop(nonce) for nonce in gone}
+            self.parents = {nonce: parent for nonce, parent in self.parents.items() if nonce in self.owners}
         for nonce, owner in dead.items():
             with self.lock, self.vault.lock:
                 self.lendings.forget(owner)

@@ -45,6 +45,7 @@ class RankLink:
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
     handovers: queue.Queue[Handover | None] = field(default_factory=queue.Queue)
+    grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
     def send(self, body: dict[str, Any]) -> None:

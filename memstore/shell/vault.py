@@ -147,10 +147,10 @@ class Vault:
             with self.lock:
                 self.table.grow(self.arena.slots_count)
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
-        """Lease what the rank's share still allows (R10)."""
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, heirs: Sequence[Owner] = ()) -> list[int]:
+        """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
         with self.lock:
-            count = self.shelf.leasable(job, rank, len(self.table.leases.get(owner, ())))
+            count = self.shelf.leasable(job, rank, self.table.held_count([owner, *heirs]))
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.flush()
             return numbers
