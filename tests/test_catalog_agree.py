@@ -90,3 +90,25 @@ def test_a_host_lost_while_ranks_agree_costs_another_plan() -> None:
     world.kill_host(next(h for h in sorted(world.holders) if h not in seats))
     assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks), 60.0)
     assert {rank.answers["get"][-1]["step"] for rank in ranks} == {2}
+
+
+@pytest.mark.parametrize("phase", ["deciding", "staging"])
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_host_that_dies_before_it_verified_is_planned_around(phase: str, is_back: bool) -> None:
+    """No rank sits on it, and it was to verify a shard: another copy is verified, at once (R23)."""
+    world, _ = trained(4, last=2)
+    for old in list(world.ranks.values()):
+        world.kill_rank(old)
+    ranks = [world.join(rank, 2, "elsewhere", host=f"h{2 + rank}") for rank in range(2)]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in ranks), 15.0)
+    world.work_s = (1.0, 1.5)
+    for rank in ranks:
+        world.call(rank, "get", step=None, timeout_s=300.0, is_agreement=True)
+    rounds = world.served.rounds
+    assert world.run_until(lambda: JOB in rounds.active and rounds.active[JOB].phase == phase, 5.0)
+    assert "h1" in rounds.active[JOB].homes.values()
+    world.kill_host("h1", keep_memory=is_back)
+    if is_back:
+        world.return_host("h1")
+    assert world.run_until(lambda: all(r.answers.get("get") or r.errors.get("get") for r in ranks), 30.0)
+    assert [r.answers["get"][-1]["step"] for r in ranks] == [2, 2]

@@ -72,7 +72,9 @@ class Staging:
         job, result = self.catalog.jobs[active.job], active.plan
         if result is None or result.step is None:
             raise ValueError("staging needs a plan")
-        if any(t.tier == "peer" and not self.catalog.hosts.is_live(str(t.source)) for t in result.transfers):
+        needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
+        needed |= set(active.homes.values()) if active.is_agreement else set()  # where no rank sits that would be missed
+        if not all(self.catalog.hosts.is_live(host) for host in needed):
             self.catalog.rounds.plan_again(now, active)
             return
         active.enter(now, "staging")
