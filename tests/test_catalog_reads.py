@@ -23,3 +23,17 @@ def test_what_a_former_controller_ordered_answers_no_read_of_its_successor() -> 
     holder.call(reader, "read", {"job": JOB, "step": 1, "rank": 2})
     assert world.run_until(lambda: bool(reader.answers.get("read")), 60.0)
     assert shard_from_wire(reader.answers["read"][-1]["shard"]).rank == 2
+
+
+def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
+    """A holder that is back at once has lost the order; its reader asks again, and no copy is kept for ever (R7)."""
+    world, ranks = trained(3, last=1)
+    holder = world.holders[ranks[0].host_id]
+    world.work_s = (5.0, 5.0)
+    holder.call(ranks[0], "read", {"job": JOB, "step": 1, "rank": 1})
+    assert world.run_until(lambda: bool(world.served.queries.reads), 5.0)
+    world.kill_host(holder.host_id, keep_memory=True)
+    world.return_host(holder.host_id)
+    assert world.run_until(lambda: world.served.hosts.is_live(holder.host_id), 5.0)
+    world.run(10.0)
+    assert not world.served.queries.reads

@@ -180,6 +180,7 @@ class Catalog:
                     self.durable.host_died(job, change.host_id)
                     job.drop_host(change.host_id)
                 self.rounds.source_died(self.now, change.host_id)
+                self.queries.host_died(change.host_id)
         if any(change.status in ("live", "dead") for change in changes):
             self.view.send_addresses()
             for job in list(self.jobs.values()):

@@ -230,9 +230,15 @@ class Queries:
                 del self.asks[number]
                 self.catalog.answer(ask.call, {"hosts": ask.answers, "silent": sorted(ask.waits)})
 
+    def host_died(self, host_id: str) -> None:
+        """Whoever died does not answer, also if it is back at once: its ranks ask again."""
+        self.reads = {n: read for n, read in self.reads.items() if read[0].host_id != host_id}
+        for ask in self.asks.values():
+            ask.waits.discard(host_id)
+        self._finish_asks()
+
     def tick(self) -> None:
-        """Hosts that died do not answer."""
-        self.reads = {n: read for n, read in self.reads.items() if self.catalog.hosts.is_live(read[0].host_id)}
+        """Deadlines."""
         self._finish_asks()
 
     def _remove(self, call: Call) -> None:

@@ -73,7 +73,7 @@ class Staging:
         if result is None or result.step is None:
             raise ValueError("staging needs a plan")
         needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
-        needed |= set(active.homes.values()) if active.is_agreement else set()  # where no rank sits that would be missed
+        needed |= set(active.homes.values()) if active.is_agreement else set()  # perhaps where no rank sits
         if not all(self.catalog.hosts.is_live(host) for host in needed):
             self.catalog.rounds.plan_again(now, active)
             return
