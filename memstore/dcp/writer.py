@@ -234,6 +234,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._begin(end, tail_bytes, began_s)
         if self._room is not None:
             self._copy(lambda stream: copy_sources(placed, stream, end), end)
+        if self.ticket is not None:
+            self.ticket.stall_s = time.monotonic() - began_s  # of the copy; a synchronous save goes on waiting
         self._end = end
         return starts
 
