@@ -110,7 +110,7 @@ def test_bad_luck_is_reported_without_evidence(
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
     shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
-    monkeypatch.setattr(stager.Stager, "_may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    monkeypatch.setattr(stager.Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
     assert (report["ok"], report["bad"]) == (False, {})

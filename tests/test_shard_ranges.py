@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from memstore.core.events import shard_to_wire, spec_to_wire
 from memstore.core.shelf import Shelved
-from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell import excerpts, stager
 from memstore.shell.holder import Holder
 from memstore.shell.peer_client import Peer
@@ -186,6 +187,25 @@ def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypa
     assert list(b.stager.excerpts.known) == [-1]
     b.stager.excerpts.release(-1)
     assert used_slots(b) == before
+
+
+def test_readers_of_one_host_take_turns_where_room_is_tight(pair: tuple[Holder, Holder]) -> None:
+    """A read that finds the arena full of another one's chunks waits until they are given back (R10)."""
+    a, b = pair
+    shelved = seal(a.vault)
+    others = seal(a.vault, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
+    b.vault.ensure_free(16)
+    b.vault.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
+    whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
+    assert b.stager.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
+    with pytest.raises(CapacityError):
+        b.stager.excerpts.stage(order(others, [[0, 8]], -2))
+    first = threading.Timer(0.2, b.stager.excerpts.release, [-1])
+    first.start()
+    assert b.stager.excerpts.stage(order(others, [[0, 8]], -3)) == {}
+    first.join()
+    b.stager.excerpts.release(-3)
+    assert used_slots(b) == len(whole)
 
 
 # -- a reader's process ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ holds anyway, of whatever shard, is referenced, not fetched (R13). The reader di
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import shard_from_wire, spec_from_wire
 from memstore.core.manifest import decode_manifest
 from memstore.core.shelf import Draft
-from memstore.errors import IntegrityError, PeerUnreachable
+from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.vault import PIN_S
 from recovery.inventory import ShardId
 
@@ -42,15 +43,30 @@ class Excerpts:
         self.stager = stager
         self.vault, self.holder = stager.vault, stager.holder
         self.lock = threading.Lock()
+        self.tight = threading.Lock()  # of the one read that waits until others have given room back
         self.known: dict[int, Excerpt] = {}  # by the controller's number of the read
 
     def stage(self, body: dict[str, Any]) -> dict[str, list[int]]:
         """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
+        Where other readers have the room, waits for it with nothing in hand, one read after the other.
+
         Raises:
             TransportError, CapacityError: No evidence about the bytes (R25).
             IntegrityError: the shard has no such chunks.
         """
+        with contextlib.suppress(CapacityError):
+            return self._stage(body)
+        with self.tight:
+            deadline_s = self.stager.deadline_s()
+            while True:
+                try:
+                    return self._stage(body)
+                except CapacityError:
+                    if not self.stager.may_wait(body, deadline_s):
+                        raise
+
+    def _stage(self, body: dict[str, Any]) -> dict[str, list[int]]:
         shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
         wanted = _wanted(shard, body["chunks"], spec.chunks_count)
         deadline_s = self.stager.deadline_s()

@@ -160,7 +160,7 @@ class Stager:
         reply = {key: body[key] for key in ("job", "round", "rank")}
         self.holder.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
 
-    def _may_wait(self, body: dict[str, Any], deadline_s: float) -> bool:
+    def may_wait(self, body: dict[str, Any], deadline_s: float) -> bool:
         """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
         number = int(body["round"])
         is_newest = number < 0 or self.newest.get((str(body["job"]), int(body["rank"]))) == number
@@ -198,7 +198,7 @@ class Stager:
             if not problems:
                 return None, lacking
             sources = [s for s in sources if s not in lacking]
-            if not self._may_wait(body, deadline_s):
+            if not self.may_wait(body, deadline_s):
                 raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
 
     def fetch(
@@ -248,7 +248,7 @@ class Stager:
                 lost.update(lacking)
             if all(draft.slots[i] is not None or i in lost for i in chunks):
                 return sorted(lost), ""
-            if not self._may_wait(body, deadline_s if turn + 1 >= len(turns) else float("inf")):
+            if not self.may_wait(body, deadline_s if turn + 1 >= len(turns) else float("inf")):
                 break
         return sorted(lost), problem
 
