@@ -196,6 +196,6 @@ def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatc
     shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
     rot(a.vault, shelved, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        list(a.persister._chunks(shelved))
+        list(a.persister._chunks(shelved, 0))
     assert shelved.missing == {1}
     assert reports[-1][0] == "sealed"
