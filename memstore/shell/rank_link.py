@@ -33,6 +33,7 @@ log = logging.getLogger("memstore")
 CONNECT_S = 5.0
 SEND_S = 30.0
 RECONNECT_S = 0.1
+REFUSED_S = 2.0  # a refusal is an answer: it is not asked about ten times a second
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class RankLink:
                 continue
             except MemstoreError as exc:
                 log.warning("memstore: the holder of this host refuses this process: %s", exc)
+                self.closed.wait(REFUSED_S)
                 continue
             with self.room:
                 again = [h for _, h in sorted(self.handovers.items())]
