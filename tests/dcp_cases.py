@@ -19,6 +19,11 @@ from memstore.errors import StepConflict
 from memstore.testing.dcp_ranks import DcpRank
 
 
+def claim_room(rank: DcpRank) -> dict[str, Any]:
+    """Put a state that is larger than every case's."""
+    return {"step": rank.store.put(1, {"w": torch.zeros(1 << 17)}).wait("committed", 120).step}
+
+
 def run_case(rank: DcpRank, case: str, step: int) -> dict[str, Any]:
     """Run one case; its steps follow `step`. Return the last one."""
     way = Case(rank, step)
