@@ -148,18 +148,16 @@ class Room:
     def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
         """Slots by rank that kept steps of older attempts take beyond a version of now (R10).
 
-        A state that has shrunk, or is shared among more ranks, would otherwise find its share full of the step that
-        was restored, and skip for ever: only the first commit lets that step go. Ranks that are no more count whole.
+        A state that has shrunk would otherwise find its share full of the step that was restored, and skip for ever:
+        only the first commit lets that step go. Steps of another world size are in nobody's part of a share (D75).
         """
         total: dict[int, int] = {}
-        for step in self.catalog.retention.kept(job, attempt):
-            if step.attempt == attempt.ordinal or step in job.pinned_steps():
+        for step in self.catalog.retention.kept(job, attempt) - job.pinned_steps():
+            if step.attempt == attempt.ordinal or job.commits[step].world_size != attempt.world_size:
                 continue
             for rank, copies in job.copies.get(step, {}).items():
-                now = self.need(job, attempt, rank) if rank < attempt.world_size else 0
-                then = max(copy.spec.chunks_count for copy in copies.values())
-                if then > now:
-                    total[rank] = total.get(rank, 0) + then - now
+                excess = max(copy.spec.chunks_count for copy in copies.values()) - self.need(job, attempt, rank)
+                total[rank] = total.get(rank, 0) + max(0, excess)
         return total
 
     def need(self, job: Job, attempt: Attempt, rank: int) -> int:
