@@ -157,6 +157,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The controller goes on; the count is in what `memstore events` answers."""
+    caplog.set_level(logging.WARNING, logger="memstore")
     log, chronicle = EventLog(str(tmp_path / "no" / "folder")), Chronicle(1)
     for _ in range(3):
         chronicle.add("host_dead", 0.0, host="h1")

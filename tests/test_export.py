@@ -218,7 +218,10 @@ def test_safetensors_hold_the_global_tensors_and_name_what_is_left_out(cluster: 
 
 
 STOPPED = """
+import signal
 import sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests in the background ignores it
 import memstore.exchange.exporting as exporting
 from memstore.api import reader
 from memstore.cli import main
