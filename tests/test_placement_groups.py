@@ -206,19 +206,20 @@ def test_nonsense_is_refused_by_name(keywords: dict[str, object], message: str) 
 
 def _seconds_to_place(racks: int) -> tuple[Placement, float]:
     topology = _racks(*[40] * racks)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     placement = place(topology, replicas=3)
-    took_s = time.perf_counter() - started_s
+    took_s = time.process_time() - started_s
     assert placement.unmet == ()
     assert _separated(placement, topology)
     return placement, took_s
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_hosts_take_four_times_as_long_as_a_quarter_of_them() -> None:
-    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in linear time."""
+def test_a_hundred_thousand_hosts_are_placed_in_two_seconds() -> None:
+    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in linear time and under 2 s of one core."""
     quarter_s = min(_seconds_to_place(625)[1] for _ in range(2))
     placement, whole_s = _seconds_to_place(2500)
     print(f"placed 100,000 hosts in {whole_s:.2f} s, a quarter of them in {quarter_s:.2f} s")  # noqa: T201
     assert set(_guests(placement).values()) == {2}
     assert whole_s < 10 * quarter_s  # quadratic would be 16 times
+    assert min(whole_s, _seconds_to_place(2500)[1]) < 2.0

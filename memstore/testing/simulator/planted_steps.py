@@ -53,7 +53,7 @@ def fence_not_kept() -> Any:
     return patch.object(SimHolder, "_on_fence", answer)
 
 
-@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=8)
+@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
 def seal_ignores_fence() -> Any:
     """A holder seals what a rank of a fenced attempt hands over."""
     seal, fence = SimHolder._seal, SimHolder._fence
