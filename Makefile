@@ -9,7 +9,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,dev]'
 	touch $@
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long"
@@ -25,6 +25,7 @@ types: $(STAMP)
 # As ranks should run: a copy of 1 MiB or more then goes around the caches (README, "Tuning").
 bench: $(STAMP)
 	GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 $(BIN)/python -m benchmarks --full --out benchmarks/results
+	$(BIN)/python -m benchmarks.report
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report
 # Seconds for each decoder.

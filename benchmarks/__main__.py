@@ -1,4 +1,4 @@
-"""`python -m benchmarks --quick|--full --out FOLDER`: run the benchmarks, print one table, write one JSON file."""
+"""`python -m benchmarks --quick|--full --out FOLDER`: run benchmarks, print tables, merge one JSON file for each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bench_put_stall, bench_replicate, bench_restore, harness
-from benchmarks.harness import GIB, MIB, Options
+from benchmarks import bench_put_stall, bench_replicate, bench_restore, report, results
+from benchmarks.harness import GIB, MIB, Options, Record
 
-BENCHMARKS = {"put_stall": bench_put_stall.run, "replicate": bench_replicate.run, "restore": bench_restore.run}
+BENCHMARKS = {
+    "put_stall": bench_put_stall.run,
+    "replicate": bench_replicate.run,
+    "restore": bench_restore.run,
+}
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 
 
-def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
+def main(arguments: Sequence[str] | None = None) -> list[Record]:
     """Run what the command line asks for; a missed target is printed, not an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     size = parser.add_mutually_exclusive_group()
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
         "--chunk-bytes", type=int, default=4 * MIB, help="chunk size of the store (default %(default)s)"
     )
     parser.add_argument("--without-ray", action="store_true", help="leave Ray's object store out")
-    parser.add_argument("--out", type=Path, help="folder for the JSON record")
+    parser.add_argument("--out", type=Path, help="folder whose JSON files take the records")
     chosen = parser.parse_args(arguments)
     name = chosen.size or "quick"
     nbytes, rounds = SIZES[name]
@@ -36,23 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> list[harness.Record]:
         nbytes=chosen.nbytes or nbytes, rounds=chosen.rounds or rounds, chunk_bytes=chosen.chunk_bytes,
         with_ray=not chosen.without_ray,
     )  # fmt: skip
-    about = {
-        "size": name,
-        "machine": harness.machine(),
-        "rounds": options.rounds,
-        "warmups": options.warmups,
-        "chunk_bytes": options.chunk_bytes,
-    }
-    print(f"{about['machine']}\n{options.rounds} interleaved rounds after {options.warmups} warm-ups\n")
-    print(harness.HEAD, flush=True)
-    records: list[harness.Record] = []
+    about = results.about(options, name)
+    print(f"{report.described(about)}\n\n{report.HEAD}", flush=True)
+    measured: list[Record] = []
     for key in chosen.only or BENCHMARKS:
-        for record in BENCHMARKS[key](options):
-            records.append(record)
-            print(harness.rows(record), flush=True)
-    if chosen.out is not None:
-        print(f"\nwritten: {harness.write(records, about, chosen.out)}")
-    return records
+        records = BENCHMARKS[key](options)
+        for record in records:
+            record.about = about
+            print(report.rows(record), flush=True)
+        if chosen.out is not None:
+            results.merge(key, records, chosen.out)
+        measured += records
+    return measured
 
 
 if __name__ == "__main__":

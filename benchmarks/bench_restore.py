@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks import gpt_tensors, rig
+from benchmarks import gpt_tensors, rig, targets
 from benchmarks.harness import Options, Record, interleave, require
 
 LOCAL, PEER, COPY = "get, local", "get, from one peer", "plain copy"
@@ -53,7 +53,7 @@ def run(options: Options) -> list[Record]:
 
         seconds = interleave({LOCAL: local, PEER: peer, COPY: copy}, options, refresh)
     record = Record("restore", gpt_tensors.total_nbytes(state), seconds)
-    record.ratio("local get / plain copy", LOCAL, COPY)
+    record.ratio("local get / plain copy", LOCAL, COPY, targets.GET_LOCAL)
     record.ratio("get from one peer / plain copy", PEER, COPY)
     return [record]
 

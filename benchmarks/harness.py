@@ -1,12 +1,12 @@
-"""Interleaved rounds, medians with their spread, ratios within a round, and one JSON record a run.
+"""Interleaved rounds, medians with their spread, ratios within a round, and the record of each benchmark.
 
 Numbers of a shared machine drift by the minute, so contenders take turns inside every round and are
 compared round by round: a ratio's median over rounds is steadier than the ratio of two medians.
+What the records are written to and how they are read back: results.py. How they are shown: report.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GIB = 1 << 30
 MIB = 1 << 20
+AT_MOST, AT_LEAST = "at most", "at least"
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,31 @@ class Options:
     with_ray: bool = True
 
 
+class Target(NamedTuple):
+    """What a figure is held against; `line` names the promise in targets.py that it answers, "" for none."""
+
+    limit: float
+    side: str
+    line: str = ""
+
+
 @dataclass
 class Ratio:
-    """One contender against another, round by round; `target` is (limit, "at most" | "at least") or None."""
+    """A figure with one value a round: by default one contender over another, else in `unit`.
+
+    Args:
+        name: What it is, unique in its record.
+        values: One a round.
+        target: (limit, AT_MOST or AT_LEAST), or a `Target` of targets.py; None where nothing is promised.
+        unit: "" for a ratio, "s", "bytes", "percent" or "count".
+        judged_by: "median", or "highest" where no round may be worse than the target.
+    """
 
     name: str
     values: list[float]
-    target: tuple[float, str] | None = None
+    target: tuple[float, str] | Target | None = None
+    unit: str = ""
+    judged_by: str = "median"
 
     @property
     def median(self) -> float:
@@ -46,42 +65,52 @@ class Ratio:
         return statistics.median(self.values)
 
     @property
+    def judged(self) -> float:
+        """The value that the target is held against."""
+        return max(self.values) if self.judged_by == "highest" else self.median
+
+    @property
     def is_met(self) -> bool | None:
-        """Whether the median keeps the target; None without one."""
+        """Whether the target is kept; None without one."""
         if self.target is None:
             return None
-        limit, side = self.target
-        return self.median <= limit if side == "at most" else self.median >= limit
+        limit, side = self.target[:2]
+        return self.judged <= limit if side == AT_MOST else self.judged >= limit
 
 
 @dataclass
 class Record:
-    """What one benchmark measured: seconds by contender, one value a round, and the ratios that matter."""
+    """What one benchmark measured.
+
+    Args:
+        name: Unique among the records of all benchmarks.
+        nbytes: Bytes of the state; rates are given for it. 0 where a rate means nothing.
+        seconds: Seconds by contender, one value a round.
+        ratios: The ratios and other figures that matter.
+        notes: Sentences that a reader of the numbers needs.
+        absent: Why a contender did not run, by contender.
+        about: Machine, versions, commit, rounds: see `results.about`.
+    """
 
     name: str
     nbytes: int
     seconds: dict[str, list[float]]
     ratios: list[Ratio] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
 
-    def ratio(self, name: str, over: str, under: str, target: tuple[float, str] | None = None) -> None:
+    def ratio(self, name: str, over: str, under: str, target: tuple[float, str] | Target | None = None) -> None:
         """Add seconds[over] / seconds[under] of every round."""
         pairs = zip(self.seconds[over], self.seconds[under], strict=True)
         self.ratios.append(Ratio(name, [a / b for a, b in pairs], target))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain values."""
-        return {
-            "name": self.name,
-            "nbytes": self.nbytes,
-            "seconds": self.seconds,
-            "gb_per_s_median": {k: self.nbytes / statistics.median(v) / 1e9 for k, v in self.seconds.items()},
-            "ratios": [
-                {"name": r.name, "median": r.median, "values": r.values, "target": r.target, "is_met": r.is_met}
-                for r in self.ratios
-            ],
-            "notes": self.notes,
-        }
+    def figure(
+        self, name: str, values: list[float], unit: str, target: tuple[float, str] | Target | None = None,
+        *, judged_by: str = "median",
+    ) -> None:  # fmt: skip
+        """Add a figure that is not a ratio: seconds that are no contender's, bytes, percent, a count."""
+        self.ratios.append(Ratio(name, values, target, unit, judged_by))
 
 
 def interleave(
@@ -158,31 +187,3 @@ def _commit() -> str:
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
-
-
-HEAD = "| benchmark | what | median | lowest to highest | target |\n|---|---|---:|---:|---|"
-
-
-def rows(record: Record) -> str:
-    """Return Markdown table rows: one for every contender, then one for every ratio."""
-    lines = []
-    for name, values in record.seconds.items():
-        middle = statistics.median(values)
-        rate = f"{middle * 1e3:.0f} ms, {record.nbytes / middle / 1e9:.2f} GB/s"
-        lines.append(f"| {record.name} | {name} | {rate} | {min(values) * 1e3:.0f} to {max(values) * 1e3:.0f} ms | |")
-    for ratio in record.ratios:
-        target = ""
-        if ratio.target is not None:
-            target = f"{ratio.target[1]} {ratio.target[0]:g}: {'met' if ratio.is_met else 'MISSED'}"
-        spread = f"{min(ratio.values):.2f} to {max(ratio.values):.2f}"
-        lines.append(f"| {record.name} | **{ratio.name}** | **{ratio.median:.2f}** | {spread} | {target} |")
-    return "\n".join(lines)
-
-
-def write(records: list[Record], about: dict[str, Any], out: Path) -> Path:
-    """Write one JSON file for the run and return its path."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{about['size']}.json"
-    body = {**about, "records": [record.to_dict() for record in records]}
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    return path
