@@ -248,7 +248,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
     try:
         held = link.acquire(2, WAIT_S)
         assert held is not None
-        mapping, before, channel = link.map_arena(), link.view(held[0]), link.channel
+        mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
         site.holder.close()
         vault = site.begin(64).vault
         wait_for(lambda: link.channel is not channel, "the next holder")

@@ -7,7 +7,6 @@ own, sends again what was not sealed, and asks again what was not answered.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -25,9 +24,9 @@ from typing import Any
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import ClosedError, FencedError, MemstoreError, PeerTimeout, TransportError
 from memstore.shell.arena_lock import process_start_time
-from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.channel import Channel
 from memstore.shell.listener import connect_unix
+from memstore.shell.rank_mapping import RankMapping
 
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0
@@ -71,8 +70,7 @@ class RankLink:
         self.closed = threading.Event()
         self.fenced_by = 0
         self.welcome: dict[str, Any] = {}
-        self.mapping: ArenaMapping | None = None
-        self.outgrown: list[ArenaMapping] = []  # still under somebody's copy, perhaps
+        self.mapping = RankMapping(folder)
         self.channel = self._connect()
         _LINKS.add(self)
         self._threads = [
@@ -130,26 +128,9 @@ class RankLink:
             self.pool = sorted({*self.pool, *anew} - stale - self.granting - self.in_copy - taken)
             self.room.notify_all()
 
-    def map_arena(self) -> ArenaMapping:
-        """Map the arena on first use; tools that only ask never do."""
-        if self.mapping is None:
-            self.mapping = ArenaMapping.open(self.folder)
-        return self.mapping
-
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return a slot's bytes; map again if the arena may have grown beyond the mapping (R9)."""
-        try:
-            return self.map_arena().view(slot, nbytes)
-        except IndexError:
-            return self._map_anew().view(slot, nbytes)
-
-    def _map_anew(self) -> ArenaMapping:
-        """The arena's limit was raised since it was mapped; views of the old mapping stay good."""
-        mapping = ArenaMapping.open(self.folder)
-        if self.mapping is not None:
-            self.outgrown.append(self.mapping)
-        self.mapping = mapping
-        return mapping
+        """Return a slot's bytes."""
+        return self.mapping.view(slot, nbytes)
 
     def _read_loop(self) -> None:
         while not self.closed.is_set():
@@ -243,17 +224,15 @@ class RankLink:
             self.on_event(body)
 
     def _take_grant(self, slots: list[int]) -> None:
-        """Pre-fault our mapping of new slots off the training thread, then offer them to put (R9)."""
-        with contextlib.suppress(ClosedError):
-            try:
-                self.map_arena().prefault(slots, self.closed.is_set)
-            except IndexError:
-                self._map_anew().prefault(slots, self.closed.is_set)
+        """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
+        count = len(slots) if self.closed.is_set() else self.mapping.prefault(slots)
         with self.room:
             # The link may have broken meanwhile, and the holder said that some of them are not ours (R8).
-            self.pool.extend(n for n in slots if n in self.granting)
-            self.granting.difference_update(slots)
+            self.pool.extend(n for n in slots[:count] if n in self.granting)
+            self.granting.difference_update(slots[:count])
             self.room.notify_all()
+        if slots[count:]:
+            self.outbox.put(lambda: self._take_grant(slots[count:]))
 
     def fenced_error(self) -> FencedError:
         """Return what a process of an older attempt is told (R21)."""
@@ -378,9 +357,7 @@ class RankLink:
         for future, _ in calls.values():
             future.set_exception(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
-        for mapping in (self.mapping, *self.outgrown):
-            if mapping is not None:
-                mapping.close()
+        self.mapping.close()
 
     def forget(self) -> None:
         """In a forked child: drop the descriptor, leave the parent's connection alone (R8)."""
