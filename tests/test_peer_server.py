@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -11,7 +12,9 @@ import pytest
 
 from memstore.core.events import shard_to_wire
 from memstore.core.shelf import Share
-from memstore.shell.channel import Channel
+from memstore.core.wire import Kind
+from memstore.errors import PeerUnreachable
+from memstore.shell.channel import Channel, Frame
 from memstore.shell.peer_server import PeerServer
 from memstore.shell.vault import Vault
 from memstore.testing.scratch_folder import scratch_folder
@@ -98,3 +101,45 @@ def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, mo
     monkeypatch.setattr(vault, "verify_old", lambda digests, sizes: (real(digests, sizes), vault.drop(shard)))
     assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": False}
     assert len(reported) == 1
+
+
+class Line:
+    """A connection of a peer: what it asks, one by one, then its end."""
+
+    def __init__(self) -> None:
+        self.peer = "tcp:b"
+        self.asked: queue.Queue[Frame | None] = queue.Queue()
+        self.replies: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def recv(self, timeout_s: float | None) -> Frame:
+        frame = self.asked.get(timeout=60)
+        if frame is None:
+            raise PeerUnreachable("the connection ended", peer=self.peer)
+        return frame
+
+    def send(self, kind: Kind, request_id: int, body: dict[str, Any], *, deadline_s: float) -> None:
+        self.replies.put(body)
+
+
+def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
+    """A peer's pushes share its connections and it closes surplus ones: only with the last one its drafts go (R13)."""
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    vault.claim("job", Share(1, {}, 2))
+    shard = ShardId("job", 1, 7, 1)
+    identity = {"host": "b", "incarnation": 1}
+    first, second, older = Line(), Line(), Line()
+    lives = {first: identity, second: identity, older: {**identity, "incarnation": 0}}
+    serving = {
+        line: threading.Thread(target=server.serve, args=(cast(Channel, line), of)) for line, of in lives.items()
+    }
+    for line, thread in serving.items():
+        thread.start()
+        line.asked.put(Frame(Kind.CALL, 1, {"do": "ping"}, 0))
+        assert line.replies.get(timeout=60) == {}
+    body = {"shard": shard_to_wire(shard), "digest": "", "attempt": 1, "sender": "b", "count": 2}
+    first.asked.put(Frame(Kind.CALL, 2, {"do": "offer", **body}, 0))
+    assert first.replies.get(timeout=60) == {"ok": True, "have": False}
+    for line, is_kept in ((first, True), (second, False), (older, False)):
+        line.asked.put(None)
+        serving[line].join(60)
+        assert (vault.shelf.draft("b", shard) is not None) is is_kept

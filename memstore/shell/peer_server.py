@@ -46,7 +46,7 @@ Key = tuple[str, ShardId]  # sender and shard
 
 @dataclass(slots=True)
 class Incoming:
-    """A draft that a peer feeds: over which connections, and when it was last heard of."""
+    """A draft that a peer feeds: all connections of that life of it, and when the draft was last heard of."""
 
     draft: Draft
     channels: set[Channel]
@@ -64,6 +64,8 @@ class PeerServer:
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
         self.incoming: dict[Key, Incoming] = {}
+        self.lives: dict[tuple[str, str], set[Channel]] = {}  # (host, incarnation) -> its open connections
+        self.life_of: dict[Channel, set[Channel]] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
         self.damage = Damage()
@@ -74,6 +76,7 @@ class PeerServer:
             host = identity.get("host")
             if type(host) is not str:
                 raise ProtocolError(f"{channel.peer} calls itself a holder of no host")
+            self._arrive(channel, (host, str(identity.get("incarnation"))))
             while True:
                 frame = channel.recv(timeout_s=None)
                 if frame.kind is Kind.BYE:
@@ -140,7 +143,7 @@ class PeerServer:
         if why is not None:
             return {"ok": False, "why": why, "is_final": False}
         with self.lock:
-            self.incoming[sender, shard] = Incoming(draft, {channel}, self.vault.clock.monotonic())
+            self.incoming[sender, shard] = Incoming(draft, self._life(channel), self.vault.clock.monotonic())
         return {"ok": True, "have": False}
 
     def _chunks(self, channel: Channel, frame: Frame) -> dict[str, Any]:
@@ -152,8 +155,7 @@ class PeerServer:
             return {"ok": False, "why": "no such draft"}
         want, digests, sizes = self._chunks_named(body, len(draft.slots))
         with self.lock:
-            incoming = self.incoming.setdefault((sender, shard), Incoming(draft, set(), 0.0))
-            incoming.channels.add(channel)
+            incoming = self.incoming.setdefault((sender, shard), Incoming(draft, self._life(channel), 0.0))
             incoming.heard_s = self.vault.clock.monotonic()
         lack = self.vault.expect(draft, want, digests, sizes)
         channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
@@ -223,11 +225,23 @@ class PeerServer:
         self.vault.abort_draft(sender, shard)
         return {}
 
-    def _leave(self, channel: Channel) -> None:
-        """A connection ended: drafts that nobody feeds any more give their room back."""
+    def _arrive(self, channel: Channel, life: tuple[str, str]) -> None:
         with self.lock:
-            for incoming in self.incoming.values():
-                incoming.channels.discard(channel)
+            self.life_of[channel] = self.lives.setdefault(life, set())
+            self.life_of[channel].add(channel)
+
+    def _life(self, channel: Channel) -> set[Channel]:
+        """All connections of the peer at the other end, of its present life. Needs the lock."""
+        return self.life_of.get(channel, {channel})
+
+    def _leave(self, channel: Channel) -> None:
+        """A connection ended; with a peer's last one its drafts give their room back.
+
+        Not with the ones that fed a draft: a peer's pushes share its connections, and it closes surplus ones.
+        """
+        with self.lock:
+            self.life_of.pop(channel, set()).discard(channel)
+            self.lives = {life: channels for life, channels in self.lives.items() if channels}
         self._give_up(lambda key, incoming: not incoming.channels)
 
     def keep_senders(self, hosts: set[str]) -> None:
