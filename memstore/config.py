@@ -76,7 +76,7 @@ class Config:
     durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
     durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays
     durable_key_file: str | None = None  # the same path on every host: 32 bytes, mode 0600; steps are encrypted with it
-    job_ttl_s: float = 86_400.0
+    job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
     connect_timeout_s: float = 120.0
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
     crash_window_s: float = 600.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_world import CatalogWorld
+from recovery.inventory import StepId
 
 
 def trained(last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
@@ -176,3 +179,45 @@ def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
         world.run(2.0)
     assert max(step for _, _, step in world.durable.markers) > 2
     assert world.served.durable.state("train").abandoned_count == 1
+
+
+def close_all(world: CatalogWorld, ranks: list[FakeRank]) -> None:
+    """Every rank closes its store, as at the end of a run."""
+    for rank in ranks:
+        world.call(rank, "close")
+    world.run(1.0)
+
+
+def test_a_closed_job_that_is_durable_leaves_ram_in_the_end() -> None:
+    """Only after job_ttl_s, which a new controller counts anew; the next launch restores it from durable storage."""
+    world, ranks = trained(last=2, job_ttl_s=100.0)
+    close_all(world, ranks)
+    world.run(60.0)
+    world.crash_controller()
+    world.run(60.0)
+    assert world.holders_of(StepId(1, 2), 0) != []
+    world.run(60.0)
+    assert world.holders_of(StepId(1, 2), 0) == []
+    assert "train" not in world.served.jobs
+    again = world.launch(2)
+    assert {(a["step"], a["verdict"]) for a in world.get(again)} == {(2, "durable")}
+
+
+@pytest.mark.parametrize("keeper", ["ram only", "running", "crashed", "pinned", "no limit"])
+def test_what_may_be_needed_does_not_expire(keeper: str) -> None:
+    """A step that lies only in RAM, a run that goes on or died, a pinned step, job_ttl_s=0: nothing is freed."""
+    world, ranks = trained(last=2, job_ttl_s=0 if keeper == "no limit" else 100.0)
+    if keeper == "ram only":
+        world.durable.problem = "no space left"
+        assert world.put_all(ranks, 3)
+    if keeper == "pinned":
+        world.call(ranks[0], "pin", step=2, name="best")
+        world.run(1.0)
+    if keeper == "crashed":
+        for rank in ranks:
+            world.kill_rank(rank)
+    elif keeper != "running":
+        close_all(world, ranks)
+    world.run(300.0)
+    newest = 3 if keeper == "ram only" else 2
+    assert len(world.holders_of(StepId(1, newest), 0)) == 2

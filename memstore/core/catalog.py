@@ -38,6 +38,7 @@ from memstore.core.events import (
     copy_from_wire,
     shard_from_wire,
 )
+from memstore.core.expiry import Expiry
 from memstore.core.fact_log import FactLog
 from memstore.core.forks import Forks
 from memstore.core.host_table import Change, HostTable
@@ -104,6 +105,7 @@ class Catalog:
         self.retention = Retention(self)
         self.pins = Pins(self)
         self.forks = Forks(self)
+        self.expiry = Expiry(self)
         self.rounds = Rounds(self)
         self.staging = Staging(self)
         self.repair = Repair(self)
@@ -138,7 +140,7 @@ class Catalog:
             self.changed(self.hosts.tick(now))
             self._flush_waiting()
             self.drains.tick()
-            for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks):
+            for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
                 part.tick(now)
             self.queries.tick()
             self.observer.tick()

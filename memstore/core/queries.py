@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.drops import drop_copy
 from memstore.core.durable_place import place_of
 from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_wire
-from memstore.core.facts import JobRemoved, StepRetired
+from memstore.core.facts import StepRetired
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
@@ -272,12 +272,8 @@ class Queries:
                 f"`memstore unpin {job.name} NAME`, or pass --force",
             )  # fmt: skip
             return
-        shards = [[job.name, s.attempt, s.step, rank] for s, ranks in job.copies.items() for rank in ranks]
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "drop", {"shards": shards, "removed": [job.name, job.newest_ordinal]})
-        self.catalog.record(JobRemoved(job.name, job.newest_ordinal))
         pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
-        self.catalog.answer(call, {"job": job.name, "shards": len(shards), "pins": pins})
+        self.catalog.answer(call, {"job": job.name, "shards": self.catalog.expiry.remove(job), "pins": pins})
 
     def _retire(self, call: Call) -> None:
         """A person says that a step must not be offered again (R25)."""
