@@ -31,9 +31,7 @@ class Expiry:
             attempt = job.newest
             ttl_s = float(attempt.config["job_ttl_s"]) if attempt is not None else 0.0
             if 0 < ttl_s <= now - self.over_since_s[name]:
-                self.catalog.note(
-                    f"job {name}: closed for {ttl_s:g} s and durable: its room in RAM is freed"
-                )
+                self.catalog.note(f"job {name}: closed for {ttl_s:g} s and durable: its room in RAM is freed")
                 self.remove(job)
 
     def _is_over(self, job: Job) -> bool:
