@@ -199,9 +199,14 @@ def durable_directory(given: dict[str, Any], *, is_needed: bool) -> Iterator[str
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
-    logging.getLogger("memstore").setLevel(logging.ERROR)  # what the fault makes the driver's own link say
-    with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
-        yield
+    log = logging.getLogger("memstore")
+    before = log.level
+    log.setLevel(logging.ERROR)  # what the fault makes the driver's own link say
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def teller(as_json: bool) -> Callable[[str], None]:
