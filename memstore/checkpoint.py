@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
-from memstore.errors import DigestMismatch, IntegrityError, ManifestMismatch
+from memstore.core.layout import decode_layout
+from memstore.core.manifest import Manifest, decode_manifest
+from memstore.errors import ManifestMismatch, MemstoreError, ProtocolError
+from memstore.shell.checked_stream import CheckedStream
 from memstore.shell.rank_link import RankLink
-from memstore.shell.state_decode import decode_state
+from memstore.shell.staged_shard import StagedShard
+from memstore.shell.state_decode import build_state
 
 DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
 
@@ -50,30 +52,21 @@ class Checkpoint:
 
 
 def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
-    """Copy a staged shard out, verify that its slots held it until then, and unpin it (R7).
+    """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
+
+    A chunk that is bad here by then is brought again from another copy, and copied again.
 
     Raises:
-        DigestMismatch: The bytes changed under the copy; a state given as `into` is unusable then.
+        DigestMismatch: Some chunk has no good copy; a state given as `into` is unusable then, and the message says so.
     """
     started_s = time.perf_counter()
     manifest = decode_manifest(bytes(answer["manifest"]))
+    source = StagedShard(link, manifest, answer)
+    stream = CheckedStream(manifest, source)
     try:
-        views = shard_views(link, manifest, answer["slots"])
-        if into is not None:
-            check_views(manifest, views, "nothing was copied: call get() again")
-        try:
-            state = decode_state(manifest.layout, views, manifest.chunk_bytes, into=into)
-            if isinstance(state, dict) and DCP_KEY in state:
-                raise ManifestMismatch(
-                    f"step {manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
-                    "dcp.load(state, storage_reader=store.dcp_reader())"
-                )
-        finally:
-            # Only now: a link that broke meanwhile has lost the pin, and others' bytes may lie in the slots.
-            done = "the state given as into= holds wrong bytes: restart this process" if into is not None else ""
-            check_views(manifest, views, done or "call get() again")
+        state = _built(manifest, stream, into)
     finally:
-        link.notify({"k": "unpin", "pin": answer["pin"]})
+        source.close()
     seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
     seconds["load"] = time.perf_counter() - started_s
     return Checkpoint(
@@ -81,8 +74,8 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
         attempt=int(answer["attempt"]),
         state=state,
         nbytes=manifest.nbytes,
-        verdict=str(answer["verdict"]),
-        reason=str(answer["why"]),
+        verdict="mixed" if stream.mended and answer["verdict"] == "local" else str(answer["verdict"]),
+        reason=f"{answer['why']}{_mended(stream)}",
         steps_lost=int(answer.get("steps_lost", 0)),
         ranks_moved=tuple(answer.get("ranks_moved", ())),
         moved_bytes=int(answer.get("moved_bytes", 0)),
@@ -91,21 +84,27 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
     )
 
 
-def shard_views(link: RankLink, manifest: Manifest, slots: Sequence[int | None]) -> list[memoryview]:
-    """Return the slots' bytes in stream order, unverified."""
-    views = []
-    for index, (chunk, slot) in enumerate(zip(manifest.chunks, slots, strict=True)):
-        if slot is None:
-            raise IntegrityError(f"chunk {index} of {manifest.shard} was lost after staging: call get() again")
-        views.append(link.view(slot, chunk.nbytes))
-    return views
+def _mended(stream: CheckedStream) -> str:
+    count = len(stream.mended)
+    return f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
 
 
-def check_views(manifest: Manifest, views: Sequence[memoryview], what_to_do: str) -> None:
-    """Raise DigestMismatch if a slot does not hold what the manifest names."""
-    for index, (chunk, view) in enumerate(zip(manifest.chunks, views, strict=True)):
-        if chunk_digest(view) != chunk.digest:
-            raise DigestMismatch(f"chunk {index} of {manifest.shard} changed after staging; {what_to_do}")
+def _built(manifest: Manifest, stream: CheckedStream, into: Any) -> Any:
+    layout = decode_layout(manifest.layout)
+    if layout.nbytes > manifest.nbytes:
+        raise ProtocolError(f"the layout of {manifest.shard} is of {layout.nbytes} bytes, it has {manifest.nbytes}")
+    try:
+        state = build_state(layout, stream, into=into)
+    except MemstoreError as exc:
+        if into is not None and stream.has_written:
+            raise type(exc)(f"{exc}; the state given as into= is unusable: restart this process") from exc
+        raise
+    if isinstance(state, dict) and DCP_KEY in state:
+        raise ManifestMismatch(
+            f"step {manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
+            "dcp.load(state, storage_reader=store.dcp_reader())"
+        )
+    return state
 
 
 def step_infos(body: dict[str, Any]) -> list[StepInfo]:

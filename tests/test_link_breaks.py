@@ -164,26 +164,51 @@ def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[...
     assert ticket.level != "committed"
 
 
+def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwrite a slot of what host a holds of step 1, after it was staged and before it is copied."""
+    real = memstore.checkpoint.build_state
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        with site.vault.lock:
+            shelved = next(s for s in site.vault.shelf.shards.values() if s.shard.rank == 0)
+        site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(memstore.checkpoint, "build_state", late)
+
+
 @pytest.mark.parametrize("has_into", [False, True])
 def test_bytes_that_change_under_a_get_are_not_returned(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
 ) -> None:
-    """A slot that is recycled between the check before the copy and the copy itself fails the get (R7)."""
+    """A slot that is overwritten between staging and the copy fails the get where there is no other copy (R7)."""
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    real = memstore.checkpoint.decode_state
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        with site.vault.lock:
-            shelved = next(iter(site.vault.shelf.shards.values()))
-        site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(memstore.checkpoint, "decode_state", late)
+    recycle_under_the_copy(site, monkeypatch)
     reader = memstore.api.Reader("job", Tool(site.folder("a")))
-    with reader, pytest.raises(DigestMismatch, match="restart" if has_into else "call get"):
+    with reader, pytest.raises(DigestMismatch, match="no good copy was found") as caught:
         reader.get(into=state(0) if has_into else None)
+    assert ("restart this process" in str(caught.value)) is has_into
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_bytes_that_change_under_a_get_come_from_the_peer(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """With another copy the chunk is brought and copied again: the state is what was put, and get says so (R26)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[lambda s=s: s.put(1, state(s.rank)).wait("committed", WAIT_S) for s in stores])
+    recycle_under_the_copy(site, monkeypatch)
+    target = {"w": torch.zeros_like(state(0)["w"])} if has_into else None
+    with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+        wait_for(lambda: len(stores[0].steps()) == 1 and stores[0].steps()[0].copies == 2, "both copies")
+        got = reader.get(rank=0, into=target)
+    assert torch.equal(got.state["w"], state(0)["w"])
+    assert target is None or torch.equal(target["w"], state(0)["w"])
+    assert got.verdict == "mixed"
+    assert "chunks were bad on its host and came from another copy" in got.reason
 
 
 def test_an_abandon_under_a_seal_fails_that_put_only(

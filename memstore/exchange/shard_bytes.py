@@ -106,6 +106,9 @@ class ShardBytes:
         """Return stream bytes as a tensor that is nobody else's."""
         return torch.frombuffer(self.take(offset, nbytes), dtype=torch.uint8)
 
+    def settle(self) -> None:
+        """Every read is done when it returns."""
+
 
 def have_same_bytes(one: ShardBytes, at: int, other: ShardBytes, other_at: int, nbytes: int) -> bool:
     """Tell whether two ranges hold the same; reads nothing where chunks of equal digest lie under both."""

@@ -91,6 +91,9 @@ class SlotStream:
             return None
         return torch.from_numpy(self._arrays[slot][start : start + nbytes])
 
+    def settle(self) -> None:
+        """Every read is done when it returns."""
+
 
 def move_all(moves: Sequence[Move]) -> None:
     """Make the moves, on several threads if there is enough to do; they must not overlap."""

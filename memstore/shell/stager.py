@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 STAGE_THREADS = 8
 RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
+DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
@@ -47,6 +49,7 @@ class Stager:
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
         self.sources = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-source")
         self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
+        self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.lock = threading.Lock()
         self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
@@ -60,9 +63,8 @@ class Stager:
 
     def close(self) -> None:
         """Stop taking work."""
-        self.workers.shutdown(wait=False, cancel_futures=True)
-        self.sources.shutdown(wait=False, cancel_futures=True)
-        self.ranges.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.workers, self.sources, self.ranges, self.digesters):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, body: dict[str, Any]) -> None:
         shard = shard_from_wire(body["shard"])
@@ -93,7 +95,9 @@ class Stager:
         bad: dict[str, list[int]] = {}
         pinned = self.vault.pin(shard, spec.digest)
         if pinned is not None:
-            lacking = self.vault.verify(pinned[0])
+            # A read verifies what it copies, and mends it: no barrier waits for the word that it is good (R27).
+            is_read = key[1] < 0
+            lacking = sorted(pinned[0].missing) if is_read else self.vault.verify(pinned[0], self.digesters.map)
             if not lacking:
                 self._keep(key, pinned)
                 return {}

@@ -19,6 +19,8 @@ from memstore.shell.state_match import StateMatch
 from memstore.shell.state_walk import FACTORIES
 from memstore.shell.tensor_bytes import DTYPES, dtype_of, leaf_of_array, leaf_of_tensor
 
+WAITING_BYTES_MAX = 256 << 20  # of host memory on its way to a device
+
 
 def check_into(layout: bytes, into: object) -> None:
     """Check that a stored state fits the live one; writes nothing (R26).
@@ -63,12 +65,18 @@ def decode_state(
         stream = SlotStream(views, chunk_bytes, decoded.nbytes)
     except ValueError as error:
         raise ProtocolError(f"the bytes do not fit their layout: {error}") from None
-    match = None if into is None else guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
-    build = StateBuild(decoded, stream, match, is_alias=not copy)
-    # Everything is built before the first live byte is written, and all are written before any
-    # load_state_dict(), which may read the tensors of another object.
-    state = guarded(lambda: build.node(decoded.tree))
+    return build_state(decoded, stream, into=into, is_alias=not copy)
+
+
+def build_state(layout: Layout, stream: ByteStream, *, into: object = None, is_alias: bool = False) -> Any:
+    """Do what `decode_state` does, from any stream that is as long as the layout says."""
+    match = None if into is None else guarded(lambda: StateMatch(layout, into, StateBuild(layout, None).node))
+    build = StateBuild(layout, stream, match, is_alias=is_alias)
+    # Everything is built before the first live byte is written, and all are written, and verified if the stream
+    # does that, before any load_state_dict(), which may read the tensors of another object.
+    state = guarded(lambda: build.node(layout.tree))
     guarded(build.fill)
+    build.settle()
     build.load()
     return state
 
@@ -89,13 +97,16 @@ class ByteStream(Protocol):
     """Where a shard's bytes come from: its slots, or reads of its parts."""
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy stream bytes to host memory."""
+        """Copy stream bytes to host memory, at the latest in the next `settle`."""
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Return stream bytes as an object of their own."""
 
     def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
         """Return stream bytes without a copy, or None."""
+
+    def settle(self) -> None:
+        """Return once every read is done, and verified where this stream verifies."""
 
 
 class StateBuild:
@@ -110,6 +121,8 @@ class StateBuild:
         self._extents: dict[tuple[int, str | None], torch.Tensor] = {}
         self._tensors: dict[int, Any] = {}
         self._loads: list[tuple[Any, Any]] = []
+        self._later: list[Callable[[], object]] = []  # what needs bytes that were read, in order
+        self._waiting_bytes = 0  # of host memory that is kept for them
 
     def node(self, node: Any) -> Any:
         """Return the object of a node."""
@@ -136,6 +149,14 @@ class StateBuild:
             if target is not None and node.tag in (Tag.TENSOR, Tag.ARRAY):
                 self._fill(self._layout.tensors[node.data], target)
 
+    def settle(self) -> None:
+        """Wait for the bytes read so far, then do what needs them."""
+        if self._stream is not None:
+            self._stream.settle()
+        later, self._later, self._waiting_bytes = self._later, [], 0
+        for work in later:
+            work()
+
     def load(self) -> None:
         """Hand every Stateful object its state, inner ones first."""
         for stateful, value in self._loads:
@@ -153,9 +174,11 @@ class StateBuild:
             if isinstance(target, torch.Tensor) and not target.is_inference():
                 torch.autograd.graph.increment_version(target)  # written behind autograd's back
         elif spec.flags & Flag.ARRAY:
-            np.copyto(target, self._array(spec))
+            array = self._array(spec)
+            self._later.append(lambda: np.copyto(target, array))
         else:
-            fill_tensor(target, self._tensor(spec))
+            tensor = self._tensor(spec)
+            self._later.append(lambda: fill_tensor(target, tensor))
 
     def _extent(self, index: int, device: str | None) -> torch.Tensor:
         """Return an extent's bytes, the same object for every tensor that looks into it."""
@@ -170,9 +193,18 @@ class StateBuild:
             alias = torch.empty(nbytes, dtype=torch.uint8)
             self._stream.read(offset, alias.data_ptr(), nbytes)
         if device is not None and has_device(device):
-            alias = alias.to(device)
+            alias = self._on_device(alias, device)
         self._extents[index, device] = alias
         return alias
+
+    def _on_device(self, host: torch.Tensor, device: str) -> torch.Tensor:
+        """Return device memory that gets bytes in host memory once they are there."""
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            self.settle()
+        buffer = torch.empty(host.shape, dtype=host.dtype, device=device)
+        self._later.append(lambda: buffer.copy_(host))
+        self._waiting_bytes += host.nbytes
+        return buffer
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         dtype = DTYPES[spec.dtype]
@@ -213,7 +245,10 @@ class StateBuild:
         mesh = None if self._match is None else self._match.mesh_of(node)
         if mesh is None:
             raise ManifestMismatch("the state holds DTensors: pass into= with the live, sharded state")
-        return subclasses.build_dtensor(self.node(node.children[0]).to(mesh.device_type), node.data, mesh)
+        local = self.node(node.children[0])
+        if local.device.type != mesh.device_type:
+            self.settle()  # its bytes, before they are copied from where they are to lie
+        return subclasses.build_dtensor(local.to(mesh.device_type), node.data, mesh)
 
     def blob(self, data: Any) -> bytes:
         """Return the bytes of a node: inline, or from the stream."""

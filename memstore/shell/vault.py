@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from memstore.shell.shipment import Fresh
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
+Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
 VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
 
 
@@ -314,15 +315,16 @@ class Vault:
         number = shelved.slots[index]
         return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
 
-    def verify(self, shelved: Shelved) -> list[int]:
+    def verify(self, shelved: Shelved, spread: Spread = map) -> list[int]:
         """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
 
-        `on_hurt` hears of the other replicas that used the same slots.
+        `on_hurt` hears of the other replicas that used the same slots. `spread` is a `map` that may use threads.
         """
         hurt: dict[int, Shelved] = {}
-        for index in range(len(shelved.slots)):
-            number, view = shelved.slots[index], self.chunk_view(shelved, index)
-            if number is not None and view is not None and chunk_digest(view) != shelved.digests[index]:
+        held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
+        views = [self.arena.view(number, shelved.spec.chunk_nbytes(index)) for index, number in held]
+        for (index, number), digest in zip(held, spread(chunk_digest, views), strict=True):
+            if digest != shelved.digests[index]:
                 with self.lock:
                     if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
                         hurt.update({id(s): s for s in self.shelf.condemn(number) if s is not shelved})

@@ -1,0 +1,139 @@
+"""Reads of a shard whose slots others may yet lose: copied chunk by chunk, each digested right after (R7, R26).
+
+A chunk is copied and then digested where it lay, while the copy has left it in the cache: that costs a tenth of the
+copy, a pass of its own over memory costs half of it. The digest after proves the copy. A chunk found bad is brought
+again from another copy and copied again; only when none is good does the read fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from memstore.core.layout import pieces
+from memstore.core.manifest import Manifest, chunk_digest
+from memstore.errors import DigestMismatch, MemstoreError
+from memstore.shell.slot_stream import THREADS_MAX, address_of
+
+JOB_BYTES = 16 << 20  # of neighbouring chunks for one thread at a time
+MEND_TRIES = 3  # the first may only find out that this host's copy is bad, and the next is planned without it
+
+Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
+Views = list[tuple[int, memoryview]]  # of chunks, by index
+
+
+class ChunkSource(Protocol):
+    """Chunks of one shard on this host, unverified."""
+
+    def take(self, wanted: Sequence[int]) -> Views:
+        """Return those of the chunks that have come, at least one; wait for it. What it leaves out may come later."""
+
+    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+        """Bring chunks again, from copies that were digested, and let `use` have them."""
+
+
+class CheckedStream:
+    """One shard's stream. Reads are planned; `settle` makes them. Used by one thread."""
+
+    def __init__(self, manifest: Manifest, source: ChunkSource) -> None:
+        self._manifest, self._source = manifest, source
+        self._moves: dict[int, list[Move]] = {}
+        self._private: dict[int, bytes] = {}  # verified copies of the few chunks that plain objects lie in
+        self.mended: set[int] = set()  # chunks that were bad here and came from another copy
+        self.has_written = False
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned."""
+        for chunk, start, done, size in pieces(offset, nbytes, self._manifest.chunk_bytes):
+            self._moves.setdefault(chunk, []).append((address + done, start, size))
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Return verified stream bytes now."""
+        parts = pieces(offset, nbytes, self._manifest.chunk_bytes)
+        return b"".join(self._own(chunk)[start : start + size] for chunk, start, _, size in parts)
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return None: nobody may look into slots that were not verified."""
+        return None
+
+    def settle(self) -> None:
+        """Make every planned copy and verify every chunk that it came from.
+
+        Raises:
+            DigestMismatch: Some chunk is bad in every copy there is; what was read is unusable.
+            MemstoreError: The source's, if chunks do not come.
+        """
+        moves, self._moves = self._moves, {}
+        self.has_written |= bool(moves)
+        self._copy(moves)
+
+    def _own(self, chunk: int) -> bytes:
+        """Return a verified copy of one chunk."""
+        if chunk not in self._private:
+            data = np.empty(self._manifest.chunks[chunk].nbytes, np.uint8)
+            self._copy({chunk: [(address_of(data), 0, data.size)]})
+            self._private[chunk] = data.tobytes()
+        return self._private[chunk]
+
+    def _copy(self, moves: Mapping[int, list[Move]]) -> None:
+        left, bad = dict.fromkeys(moves), []
+        threads_count = min(torch.get_num_threads(), os.cpu_count() or 1, THREADS_MAX)
+        with ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers:  # starts them on demand
+            while left:
+                views = self._source.take(list(left))
+                for index, _ in views:
+                    del left[index]
+                jobs = list(self._jobs(views))
+                spread = map if len(jobs) == 1 else workers.map
+                bad += [index for found in spread(lambda job: self._copy_job(job, moves), jobs) for index in found]
+        if bad:
+            self._mend(sorted(bad), moves)
+
+    def _jobs(self, views: Views) -> Iterable[Views]:
+        count = max(1, JOB_BYTES // self._manifest.chunk_bytes)
+        return (views[i : i + count] for i in range(0, len(views), count))
+
+    def _copy_job(self, views: Views, moves: Mapping[int, list[Move]]) -> list[int]:
+        """Copy chunks; return those that did not hold afterwards what the manifest names."""
+        return [index for index, view in views if not copy_chunk(view, moves[index], self._digest(index))]
+
+    def _digest(self, index: int) -> bytes:
+        return self._manifest.chunks[index].digest
+
+    def _mend(self, bad: list[int], moves: Mapping[int, list[Move]]) -> None:
+        left = set(bad)
+
+        def use(views: Mapping[int, memoryview]) -> None:
+            for index in sorted(left & set(views)):
+                if copy_chunk(views[index], moves[index], self._digest(index)):
+                    left.discard(index)
+
+        problem: MemstoreError | None = None
+        for _ in range(MEND_TRIES):
+            try:
+                self._source.mend(sorted(left), use)
+            except MemstoreError as exc:
+                problem = exc
+            if not left:
+                self.mended.update(bad)
+                return
+        raise DigestMismatch(
+            f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
+            f"{f': {problem}' if problem else ''}"
+        ) from problem
+
+
+def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes) -> bool:
+    """Copy parts of a chunk; tell whether it held, after that, the bytes of this digest."""
+    if not view.nbytes:  # lost after it was staged
+        return False
+    address, memmove = address_of(np.frombuffer(view, np.uint8)), ctypes.memmove
+    for target, start, nbytes in moves:
+        memmove(target, address + start, nbytes)
+    return chunk_digest(view) == digest
