@@ -51,11 +51,7 @@ def run(options: Options) -> list[Record]:
 def _refresh(state: Any, flat: np.ndarray) -> None:
     """Alter every chunk, and give the others the very same bytes."""
     gpt_tensors.touch(state)
-    end = 0
-    for tensor in gpt_tensors.tensors(state):
-        raw = tensor.reshape(-1).numpy().view(np.uint8)
-        flat[end : end + raw.size] = raw
-        end += raw.size
+    gpt_tensors.flatten(state, flat)
 
 
 def _replicate(cluster: Any, store: Any, state: Any, step: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 WIDTHS = (64, 128, 256, 512, 768, 1024, 1600, 2048, 4096)  # GPT-2 and GPT-3 widths, and small ones for tests
@@ -78,6 +79,15 @@ def touch(state: Any) -> None:
     """Change one element per 64 KiB of every tensor: no chunk keeps its digest, so none is free to store or send."""
     for tensor in tensors(state):
         tensor.view(-1)[::TOUCH_ELEMENTS] += 1
+
+
+def flatten(state: Any, flat: np.ndarray) -> None:
+    """Write the bytes of all tensors one after the other."""
+    end = 0
+    for tensor in tensors(state):
+        raw = tensor.reshape(-1).numpy().view(np.uint8)
+        flat[end : end + raw.size] = raw
+        end += raw.size
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import MIB, Options
-from memstore.api import connect, reader
+from memstore.api import Reader, connect, reader
 from memstore.checkpoint import Checkpoint
 from memstore.config import Config
 from memstore.errors import MemstoreError
@@ -47,6 +47,15 @@ def _host(name: str) -> Iterator[None]:
             del os.environ["MEMSTORE_HOST"]
         else:
             os.environ["MEMSTORE_HOST"] = before
+
+
+@contextlib.contextmanager
+def reader_at(host: str, config: Config) -> Iterator[Reader]:
+    """Yield a reader as a process on `host` would open it, for several reads."""
+    with _host(host):
+        source = reader(JOB, config=config)
+    with source:
+        yield source
 
 
 def read_at(host: str, config: Config, step: int, into: object = None) -> Checkpoint:

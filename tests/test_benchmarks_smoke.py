@@ -35,7 +35,16 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ("put_stall", ["put / plain copy"], 2),
         ("replicate", ["speed / raw TCP"], 2),
-        ("restore", ["local get / plain copy", "get from one peer / plain copy"], 3),
+        (
+            "restore",
+            [
+                "local get / plain copy",
+                "local get of all ranks together / plain copy",
+                "get from one peer / plain copy",
+                "get from one peer: speed / raw TCP",
+            ],
+            5,
+        ),
     ],
 )
 def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
