@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memstore.core.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
+from memstore.shell import checked_stream
 from memstore.shell.checked_stream import MEND_TRIES, CheckedStream, Views
 from memstore.shell.slot_stream import address_of
 from recovery.inventory import ShardId
@@ -68,6 +69,12 @@ def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], lis
     return data, ranges, draw(some), draw(some), draw(st.integers(1, count))
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several pieces, as the real ones are."""
+    monkeypatch.setattr(checked_stream, "PIECE_BYTES", 24)
+
+
 @given(cases())
 def test_any_reads_of_any_slots_return_what_was_put(
     case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
@@ -102,6 +109,24 @@ def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest
 
     monkeypatch.setattr("memstore.shell.checked_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 200)]) == [data]
+    assert slots.mended == 1
+
+
+def test_bytes_that_are_read_twice_are_digested_after_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that changes between two copies of the same bytes is found, though its piece was digested in between."""
+    data = bytes(range(64))
+    slots = Slots(data)
+    slots.can_mend = 0
+    real, copies = ctypes.memmove, []
+
+    def overwritten(target: int, source: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        if len(copies) == 4:  # the first read takes three pieces
+            slots.slots[0][5] = 0xEE
+        real(target, source, nbytes)
+
+    monkeypatch.setattr("memstore.shell.checked_stream.ctypes.memmove", overwritten)
+    assert read_all(slots, [(0, 64), (0, 10)]) == [data, data[:10]]
     assert slots.mended == 1
 
 
