@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memstore.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
+from memstore.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
 from memstore.config import Config, check_name
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena_folder import arena_folder
@@ -160,8 +160,8 @@ class Reader:
 
         `attempt` names who put the step, where several lineages have one of that number.
         """
-        answer = self._tool.ask("read", {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}, timeout_s)
-        return open_shard(self._tool.link, answer, into)
+        body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
+        return read_shard(self._tool.link, body, into, timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.core.layout import decode_layout
 from memstore.core.manifest import Manifest, decode_manifest
 from memstore.errors import ManifestMismatch, MemstoreError, ProtocolError
-from memstore.shell.checked_stream import CheckedStream
+from memstore.shell.checked_stream import CheckedStream, ChunkSource
 from memstore.shell.rank_link import RankLink
-from memstore.shell.staged_shard import StagedShard
+from memstore.shell.staged_shard import ShardRead, StagedShard
 from memstore.shell.state_decode import build_state
 
 DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
@@ -59,14 +60,30 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
     Raises:
         DigestMismatch: Some chunk has no good copy; a state given as `into` is unusable then, and the message says so.
     """
-    started_s = time.perf_counter()
     manifest = decode_manifest(bytes(answer["manifest"]))
     source = StagedShard(link, manifest, answer)
-    stream = CheckedStream(manifest, source)
     try:
-        state = _built(manifest, stream, into)
+        return _opened(source, manifest, into, lambda: answer)
     finally:
         source.close()
+
+
+def read_shard(link: RankLink, body: dict[str, Any], into: Any, timeout_s: float) -> Checkpoint:
+    """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
+
+    Raises:
+        RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
+            state given as `into` is unusable then, and the message says so.
+    """
+    with ShardRead(link, body, timeout_s) as read:
+        return _opened(read, read.manifest(), into, read.answer)
+
+
+def _opened(source: ChunkSource, manifest: Manifest, into: Any, answered: Callable[[], dict[str, Any]]) -> Checkpoint:
+    started_s = time.perf_counter()
+    stream = CheckedStream(manifest, source)
+    state = _built(manifest, stream, into)
+    answer = answered()
     seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
     seconds["load"] = time.perf_counter() - started_s
     return Checkpoint(

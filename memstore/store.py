@@ -10,7 +10,7 @@ import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.checkpoint import Checkpoint, StepInfo, open_shard, restore_line, step_infos
+from memstore.checkpoint import Checkpoint, StepInfo, open_shard, read_shard, restore_line, step_infos
 from memstore.config import Config, check_name
 from memstore.core.manifest import decode_manifest
 from memstore.errors import (
@@ -150,7 +150,8 @@ class Store:
         Args:
             step: Read this step instead; adopts nothing (R22).
             rank: Read one rank's shard, without a barrier (R27).
-            into: Filled in place after every rank's bytes are verified (R26).
+            into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
+                fail once it has begun, the error says that the state is unusable.
             must_exist: Raise RecoveryError instead of returning None.
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 
@@ -163,8 +164,7 @@ class Store:
         self._check_open()
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
-            answer = self._link.call("read", {**body, "rank": rank, "step": step}, timeout_s)
-            return open_shard(self._link, answer, into)
+            return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s)
         self._into = into
         try:
             answer = collective(self._link, "get", {**body, "step": step}, timeout_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import secrets
 import shutil
 import threading
@@ -18,13 +20,16 @@ import memstore.checkpoint
 from memstore.config import Config
 from memstore.core.manifest import chunk_digest
 from memstore.core.slots import SlotState
-from memstore.errors import DigestMismatch
+from memstore.errors import DigestMismatch, PeerUnreachable, RecoveryError
+from memstore.shell import checked_stream
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.controller import Controller
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.membership import DirectoryMembership
+from memstore.shell.peer_client import Peer
+from memstore.shell.stager import Stager
 from memstore.shell.tool import Tool, store_root
 from memstore.shell.vault import Vault
 from memstore.store import Store
@@ -330,3 +335,69 @@ def test_a_fence_finishes_every_put_that_was_handed_over(
         rewind.result(WAIT_S)
     with site.vault.lock:
         assert {2, 3} <= {copy.shard.step for copy in site.vault.shelf.copies("a", "job")}
+
+
+def apart(make_site: Callable[..., Site]) -> tuple[Site, dict[str, torch.Tensor]]:
+    """Two ranks on two hosts, one copy each; return what the second one put at step 1, every chunk of it different."""
+    site = make_site("a", "b")
+    site.config = dataclasses.replace(site.config, replicas=1)
+    stores = site.connect()
+    states = [{"w": torch.arange(400_000, dtype=torch.int32) + rank} for rank in (1 << 20, 1 << 21)]
+    together(*[lambda s=s: s.put(1, states[s.rank]).wait("committed", WAIT_S) for s in stores])
+    return site, states[1]
+
+
+def test_chunks_are_copied_while_others_are_still_coming(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read from a peer does not wait for the whole shard: some are copied before the last are sent (R27)."""
+    site, put = apart(make_site)
+    copied, batches = threading.Event(), itertools.count()
+    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+
+    def copy(*args: Any) -> bool:
+        is_good = copy_chunk(*args)
+        copied.set()
+        return is_good
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        assert next(batches) == 0 or copied.wait(WAIT_S)
+        return fetch_batch(peer, *args)
+
+    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(Peer, "_fetch_batch", fetch)
+    target = {"w": torch.zeros_like(put["w"])}
+    with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+        got = reader.get(rank=1, into=target)
+    assert next(batches) > 2
+    assert (got.verdict, torch.equal(target["w"], put["w"])) == ("peer", True)
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_a_read_that_fails_half_way_says_what_it_leaves(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """The source is lost after some chunks were copied: an error, which says that a state filled in place is lost."""
+    site, put = apart(make_site)
+    copied, batches = threading.Event(), itertools.count()
+    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+
+    def copy(*args: Any) -> bool:
+        copied.set()
+        return copy_chunk(*args)
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(batches) == 0:
+            return fetch_batch(peer, *args)
+        assert copied.wait(WAIT_S)
+        raise PeerUnreachable("the source is gone")
+
+    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(Peer, "_fetch_batch", fetch)
+    monkeypatch.setattr(Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    target = {"w": torch.zeros_like(put["w"])} if has_into else None
+    reader = memstore.api.Reader("job", Tool(site.folder("a")))
+    with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
+        reader.get(rank=1, into=target)
+    assert ("given as into= is unusable" in str(caught.value)) is has_into
+    assert not site.vault.shelf.drafts

@@ -179,7 +179,8 @@ class Queries:
             {
                 "job": job.name, "round": -self.count, "rank": rank, "shard": shard_to_wire(shard),
                 "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": place_of(attempt.config), "chunks": call.body.get("chunks"),
+                "durable": place_of(attempt.config),
+                "chunks": call.body.get("chunks"), "stream": call.body.get("stream"),
                 "runs": [
                     [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
                 ],

@@ -66,6 +66,7 @@ class RankLink:
         self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
+        self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self.closed = threading.Event()
         self.fenced_by = 0
@@ -222,6 +223,11 @@ class RankLink:
                 future.set_exception(self.fenced_error())
         elif kind == "check":
             self.on_event(body)
+        elif kind == "came":
+            with self.room:
+                listener = self.listeners.get(int(body["read"]))
+            if listener is not None:
+                listener.put(body)
 
     def _take_grant(self, slots: list[int]) -> None:
         """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
@@ -269,6 +275,18 @@ class RankLink:
                 "(memstore status)",
                 operation=verb, waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
+
+    def hear(self, listener: queue.SimpleQueue[Any]) -> int:
+        """Have what the holder says of a read put there; return the number to ask it under."""
+        number = next(self.call_ids)
+        with self.room:
+            self.listeners[number] = listener
+        return number
+
+    def hear_no_more(self, number: int) -> None:
+        """The read is over."""
+        with self.room:
+            self.listeners.pop(number, None)
 
     def forget_call(self, future: Future[dict[str, Any]]) -> None:
         """Nobody waits for this answer any more: it is not asked again."""

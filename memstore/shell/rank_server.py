@@ -4,7 +4,7 @@ One thread per link reads; another digests hand-overs in order (sealer.py), so t
 acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
     rank -> holder   hello, call (id, verb, body), handover, unpin, checked
-    holder -> rank   welcome, refused, answer (id, body, error), grant, level, resume, check, fenced
+    holder -> rank   welcome, refused, answer (id, body, error), grant, level, resume, check, fenced, came (herald.py)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from memstore.core.events import shard_from_wire
-from memstore.core.shelf import Shelved
+from memstore.core.shelf import Draft, Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind, error_body
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.channel import Channel
+from memstore.shell.herald import Herald
 from memstore.shell.lendings import Lendings, check_child
 from memstore.shell.sealer import SEND_S, RankLink, Sealer
 from recovery.inventory import ShardId
@@ -329,6 +330,12 @@ class RankServer:
                 link.send(
                     {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
                 )
+
+    def herald(self, stream: list[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
+        """Return what tells a reader of this host of its chunks; `stream` is its nonce and its number of the read."""
+        with self.lock:
+            link = self.links.get(str(stream[0])) if stream else None
+        return Herald(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
 
     def fence(self, job: str, attempt: int, timeout_s: float, members: Collection[str] = ()) -> None:
         """Refuse older processes; wait until what they handed over completely is digested (R21).

@@ -1,12 +1,16 @@
-"""A shard that was staged on this host, seen from the process that reads it (R7, R26)."""
+"""A shard that was staged on this host, or is just coming here, seen from the process that reads it (R7, R26, R27)."""
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
 from typing import Any
 
-from memstore.core.manifest import Manifest
-from memstore.errors import IntegrityError
+from memstore.core.manifest import Manifest, decode_manifest
+from memstore.errors import IntegrityError, PeerTimeout
 from memstore.shell.checked_stream import Views
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
@@ -51,3 +55,90 @@ class StagedShard:
     def close(self) -> None:
         """Let go of the slots."""
         self.link.notify({"k": "unpin", "pin": self._pin})
+
+
+class ShardRead:
+    """One rank's shard on its way to this host: chunks can be taken while others are still coming (R27).
+
+    A context manager; what was staged stays pinned until its end.
+
+    Raises:
+        PeerTimeout: from whatever waits, once `timeout_s` have passed.
+        RecoveryError: there is no such shard, or some chunk has no good copy.
+    """
+
+    def __init__(self, link: RankLink, body: dict[str, Any], timeout_s: float) -> None:
+        self._link, self._timeout_s = link, timeout_s
+        self._until_s = time.monotonic() + timeout_s
+        self._manifest: Manifest | None = None
+        self._slots: dict[int, int] = {}  # of chunks that have come, not taken yet
+        self._staged: StagedShard | None = None
+        self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
+        number = link.hear(self._heard)
+        self._number = number
+        self._future = link.call_soon("read", {**body, "stream": [link.nonce, number]})
+        self._future.add_done_callback(self._heard.put)
+
+    def __enter__(self) -> ShardRead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.hear_no_more(self._number)
+        self._link.forget_call(self._future)
+        if self._staged is not None:
+            self._staged.close()
+        else:
+            self._future.add_done_callback(self._give_back)  # it may just have come; later ones the link gives back
+
+    def _give_back(self, future: Future[dict[str, Any]]) -> None:
+        if future.exception() is None:
+            self._link.notify({"k": "unpin", "pin": future.result()["pin"]})
+
+    def manifest(self) -> Manifest:
+        """Wait for the manifest."""
+        while self._manifest is None:
+            self._listen()
+        return self._manifest
+
+    def answer(self) -> dict[str, Any]:
+        """Wait until the whole shard is here, or cannot be brought; return what the controller answered."""
+        while self._staged is None:
+            self._listen()
+        return self._future.result()
+
+    def take(self, wanted: Sequence[int]) -> Views:
+        """Return those of the chunks that have come, at least one."""
+        while self._staged is None:
+            came = [(index, self._slots.pop(index)) for index in wanted if index in self._slots]
+            if came:
+                sizes = self.manifest().chunks
+                return [(index, self._link.view(slot, sizes[index].nbytes)) for index, slot in came]
+            self._listen()
+        return self._staged.take(wanted)
+
+    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+        """Bring chunks again; see `StagedShard.mend`."""
+        self.answer()
+        if self._staged is not None:
+            self._staged.mend(wanted, use)
+
+    def _listen(self) -> None:
+        """Wait for one word of the holder."""
+        try:
+            heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
+        except queue.Empty:
+            raise PeerTimeout(
+                f"read of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
+                "running? (memstore status)",
+                operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
+            ) from None  # fmt: skip
+        if isinstance(heard, Future):
+            answer = heard.result()
+            self._manifest = self._manifest or decode_manifest(bytes(answer["manifest"]))
+            self._staged = StagedShard(self._link, self._manifest, answer)
+            return
+        if self._manifest is None:
+            self._manifest = decode_manifest(bytes(heard["manifest"]))
+        self._slots.update({int(index): int(slot) for index, slot in heard["chunks"]})

@@ -23,6 +23,7 @@ from memstore.core.shelf import Draft, Shelved
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_tier import open_tier
 from memstore.shell.excerpts import Excerpts
+from memstore.shell.herald import TELL_S, Herald
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class Stager:
         draft = self.vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
         try:
             self.vault.ensure_free(len(draft.missing))
-            lost, problems = self.fetch(body, draft, spec.digest, sizes, deadline_s)
+            herald = self.holder.ranks.herald(body.get("stream"), data, draft)
+            lost, problems = self.fetch(body, draft, spec.digest, sizes, deadline_s, herald)
             for source, chunks in lost.items():
                 bad.setdefault(source, []).extend(chunks)
             if draft.missing and problems and not bad:
@@ -206,9 +208,13 @@ class Stager:
                 raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
 
     def fetch(
-        self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int], deadline_s: float
-    ) -> tuple[dict[str, list[int]], list[str]]:
-        """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
+        self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int], deadline_s: float,
+        herald: Herald | None = None,
+    ) -> tuple[dict[str, list[int]], list[str]]:  # fmt: skip
+        """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
+
+        A herald's reader needs plain objects before it can use the rest, and they lie at the end: that comes first.
+        """
         wanted: dict[str, list[int]] = {}
         missing = set(draft.missing)
         for tier, source, first, count in body["runs"]:
@@ -216,11 +222,18 @@ class Stager:
                 lacking = [i for i in range(first, first + count) if i in missing]
                 wanted.setdefault(source or DURABLE, []).extend(lacking)
         futures = {
-            source: self.sources.submit(self._fetch_planned, body, source, draft, digest, chunks, sizes, deadline_s)
+            source: self.sources.submit(
+                self._fetch_planned, body, source, draft, digest, chunks[::-1] if herald else chunks, sizes, deadline_s
+            )
             for source, chunks in wanted.items()
             if chunks
         }
-        wait(futures.values())  # none may still write to the draft when it is given up
+        tell = herald.tell if herald else lambda: None
+        tell()
+        pending = set(futures.values())
+        while pending:  # none may still write to the draft when it is given up
+            pending = wait(pending, TELL_S if herald else None).not_done
+            tell()
         found = {source: future.result() for source, future in futures.items()}
         lost = {source: chunks for source, (chunks, _) in found.items() if chunks}
         return lost, [problem for _, problem in found.values() if problem]
