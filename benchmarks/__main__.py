@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bench_put_stall, bench_replicate, bench_restore, report, results
+from benchmarks import bench_put_stall, bench_replicate, bench_restore, bench_restore_links, report, results
 from benchmarks.harness import GIB, MIB, Options, Record
 
 BENCHMARKS = {
     "put_stall": bench_put_stall.run,
     "replicate": bench_replicate.run,
     "restore": bench_restore.run,
+    "restore_links": bench_restore_links.run,
 }
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 

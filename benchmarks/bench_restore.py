@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ def run(options: Options) -> list[Record]:
             got = get()
             took_s = time.perf_counter() - started_s
             require(got is not None and got.verdict == verdict and gpt_tensors.is_same(twin, state), f"get: {got}")
-            _wipe(twin)
+            gpt_tensors.wipe(twin)
             return took_s
 
         def copy(_: int) -> float:
@@ -57,7 +56,7 @@ def run(options: Options) -> list[Record]:
                 target.copy_(source)
             took_s = time.perf_counter() - started_s
             require(gpt_tensors.is_same(twin, state), "plain copy")
-            _wipe(twin)
+            gpt_tensors.wipe(twin)
             return took_s
 
         def raw(_: int) -> float:
@@ -79,9 +78,3 @@ def run(options: Options) -> list[Record]:
     record.ratio("get from one peer / plain copy", PEER, COPY)
     record.ratio("get from one peer: speed / raw TCP", TCP, PEER, targets.GET_PEER)
     return [record]
-
-
-def _wipe(state: Any) -> None:
-    """Clear what was read, so that the next comparison cannot pass on old bytes."""
-    for tensor in gpt_tensors.tensors(state):
-        tensor.zero_()

@@ -90,6 +90,12 @@ def flatten(state: Any, flat: np.ndarray) -> None:
         end += raw.size
 
 
+def wipe(state: Any) -> None:
+    """Clear what was read, so that the next comparison cannot pass on old bytes."""
+    for tensor in tensors(state):
+        tensor.zero_()
+
+
 def is_same(one: Any, other: Any) -> bool:
     """Compare all tensors of two states byte by byte."""
     mine, theirs = tensors(one), tensors(other)

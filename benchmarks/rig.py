@@ -50,10 +50,19 @@ def _host(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reader_at(host: str, config: Config) -> Iterator[Reader]:
+def rank_at(host: str, job: str, config: Config) -> Iterator[Store]:
+    """Yield the store of the only rank of a job, as a process on `host` would connect it."""
+    with _host(host):
+        store = connect(job, rank=0, world_size=1, config=config)
+    with store:
+        yield store
+
+
+@contextlib.contextmanager
+def reader_at(host: str, config: Config, job: str = JOB) -> Iterator[Reader]:
     """Yield a reader as a process on `host` would open it, for several reads."""
     with _host(host):
-        source = reader(JOB, config=config)
+        source = reader(job, config=config)
     with source:
         yield source
 
