@@ -107,6 +107,7 @@ def test_ranks_that_disagree_on_the_world_are_refused() -> None:
     """All ranks of one launch must name the same world size, and a rank inside it."""
     world = CatalogWorld(2)
     world.join(0, 2, "k")
+    world.run(0.1)  # the first to arrive says how many they are
     other = world.join(1, 3, "k")
     outside = world.join(5, 3, "x")
     world.run(1.0)

@@ -268,8 +268,10 @@ class Attempts:
         """A host refuses older processes now and has sent its inventory."""
         newest = self.catalog.jobs[job].newest if job in self.catalog.jobs else None
         if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
-            self.fence_waits[job][0].discard(host_id)
-            self.progress_fence(now, job)
+            waits, _ = self.fence_waits[job]
+            waits.discard(host_id)
+            if not waits:  # who died meanwhile is looked for on ticks
+                self.progress_fence(now, job)
 
     def progress_fence(self, now: float, name: str) -> None:
         """Open the attempt once every live host answered, or its deadline passed."""

@@ -145,6 +145,7 @@ class Catalog:
             self.queries.tick()
             self.observer.tick()
             for job in self.jobs.values():
+                self.steps.evaluate_all(job)  # whatever changed without a seal
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):
             self.changed(self.hosts.heard(now, event.host_id, event.stats))
@@ -286,8 +287,10 @@ class Catalog:
         """
         if self.is_outranked:
             return False
+        if self.now <= self.lease_until_s:
+            return True
         heard = [self.now - s.last_heard_s <= self.rules.lease_s for s in self.hosts.states.values() if not s.is_gone]
-        return self.now <= self.lease_until_s or (bool(heard) and all(heard))
+        return bool(heard) and all(heard)
 
     def send_journal(self, host: str) -> None:
         """Give a host the whole journal in place of its own."""
@@ -318,13 +321,15 @@ class Catalog:
         if isinstance(fact, f.AttemptOpened | f.JobForked):
             replicas = int(fact.config["replicas"])
         have = self.hosts.domains(h for h in hosts if self.hosts.is_live(h))
-        return bool(have) and len(have) >= min(replicas, len(self.hosts.domains(self.hosts.live_ids())))
+        return bool(have) and len(have) >= self.hosts.live_domains_count(replicas)
 
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """A fact takes effect: it has spread, or it is of the past."""
         now = self.now
         if not is_replay:
             self.observer.fact(fact)
+        if getattr(fact, "job", "") in self.jobs:
+            self.repair.look_again(self.jobs[fact.job])  # type: ignore[union-attr]
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.RoomClaimed):

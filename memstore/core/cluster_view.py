@@ -164,6 +164,7 @@ class ClusterView:
             if attempt.needs or job.copies:
                 catalog.room.order(job, attempt)
             self.send_targets(job)
+        catalog.repair.look_again(job)
         catalog.repair.consider(catalog.now, job)
         catalog.steps.evaluate_all(job)
 

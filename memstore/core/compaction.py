@@ -15,10 +15,9 @@ FACTS_COMPACT_MIN = 256  # journals shorter than this are not worth rewriting
 
 def compact(catalog: Catalog) -> None:
     """Forget facts that are not needed, and rewrite the journals once they are half as long."""
-    size = len(catalog.log.entries)
-    if size < FACTS_COMPACT_MIN:
+    if catalog.log.journal_weight < FACTS_COMPACT_MIN:
         return
-    if catalog.log.compact(lambda fact: is_needed(catalog, fact)) and len(catalog.log.entries) <= size // 2:
+    if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
         for host in catalog.hosts.live_ids():
             catalog.send_journal(host)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memstore.core.facts import Entry, Fact
+from memstore.core.facts import Entry, Fact, StepCommitted
+
+RANKS_PER_WEIGHT = 1024
 
 
 class FactLog:
@@ -23,11 +25,17 @@ class FactLog:
         self.acked: dict[str, int] = {}  # host -> highest seq it has
         self.applied_seq = 0
         self.last_seq = 0  # the highest sequence number given out or heard of
+        self.journal_weight = 0  # of all facts that the holders' journals have, needed or not
 
     @property
     def pending(self) -> list[Entry]:
         """Entries of this term that have not spread yet. What came from older terms was applied when it came."""
-        return [e for e in self.entries if e.term == self.term and e.seq > self.applied_seq]
+        found: list[Entry] = []
+        for entry in reversed(self.entries):  # the newest are last; every event asks, so nobody counts through the past
+            if entry.term != self.term or entry.seq <= self.applied_seq:
+                break
+            found.append(entry)
+        return found[::-1]
 
     def undone(self) -> list[Fact]:
         """Return every fact that is decided and not yet applied."""
@@ -38,6 +46,7 @@ class FactLog:
         union = {(entry.term, entry.seq): entry for journal in journals for entry in journal}
         self.entries = [union[key] for key in sorted(union)]
         self.last_seq = self.applied_seq = max((entry.seq for entry in self.entries), default=0)
+        self.journal_weight = self.weight
         return [entry.fact for entry in self.entries]
 
     def merge(self, journal: Iterable[Entry]) -> list[Fact]:
@@ -56,6 +65,7 @@ class FactLog:
         self.last_seq += 1
         entry = Entry(self.term, self.last_seq, fact)
         self.entries.append(entry)
+        self.journal_weight += weight(fact)
         return entry
 
     def ack(self, host_id: str, seq: int) -> None:
@@ -80,11 +90,27 @@ class FactLog:
             ready.append(entry.fact)
         return ready
 
+    @property
+    def weight(self) -> int:
+        """Of the entries that are left here."""
+        return sum(weight(entry.fact) for entry in self.entries)
+
     def compact(self, is_needed: Callable[[Fact], bool]) -> bool:
-        """Forget applied facts that nothing needs; True if the journals should be rewritten."""
+        """Forget applied facts that nothing needs; True if half of the journals is not needed: rewrite them.
+
+        What the journals have counts, not what is left here: with hundreds of hosts, each of them a fact that stays,
+        the few that one commit makes needless are never half of all.
+        """
         kept = [e for e in self.entries if (e.term == self.term and e.seq > self.applied_seq) or is_needed(e.fact)]
         if self.entries and (not kept or kept[-1] != self.entries[-1]):
             kept.append(self.entries[-1])  # the last one carries the sequence
-        is_smaller = len(kept) < len(self.entries)
         self.entries = kept
-        return is_smaller
+        if self.weight > self.journal_weight // 2:
+            return False
+        self.journal_weight = self.weight
+        return True
+
+
+def weight(fact: Fact) -> int:
+    """Return 1 for a fact of some hundred bytes, more for a commit of thousands of ranks."""
+    return 1 + (fact.world_size // RANKS_PER_WEIGHT if isinstance(fact, StepCommitted) else 0)

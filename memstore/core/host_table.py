@@ -51,11 +51,16 @@ class HostTable:
         self.repair_after_s = repair_after_s
         self.failure_domains = tuple(failure_domains)
         self.states: dict[str, HostState] = {}
+        self._places: dict[str, Host] = {}
+        self._live_domains: dict[str, dict[str, str]] = {}  # by level; made again when a host comes or goes
         self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
 
     def up(self, now: float, info: HostInfo) -> list[Change]:
         """A session began; an older incarnation than the one known is ignored (R3)."""
         state = self.states.get(info.host_id)
+        if state is None or info.incarnation >= state.info.incarnation:
+            self._live_domains.clear()
+            self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
         if state is None:
             self.states[info.host_id] = HostState(info, now, since_s=now)
             return [Change(info.host_id, "live", "joined")]
@@ -94,6 +99,7 @@ class HostTable:
     def _enter(self, now: float, state: HostState, status: Status, why: str) -> list[Change]:
         if status == "dead":
             state.deaths_s = [*state.deaths_s[-9:], now]
+        self._live_domains.clear()
         state.status, state.why, state.since_s = status, why, now
         return [Change(state.info.host_id, status, why)]
 
@@ -118,12 +124,23 @@ class HostTable:
 
     def topology(self, host_ids: Iterable[str]) -> Topology:
         """Return the placement topology of the given known hosts."""
-        infos = (self.states[h].info for h in host_ids if h in self.states)
-        return Topology.of(
-            (Host(i.host_id, dict(i.labels), i.machine, i.is_explicit) for i in infos), self.failure_domains
-        )
+        return Topology.of((self._places[h] for h in host_ids if h in self._places), self.failure_domains)
+
+    def live_domains(self, level: str) -> dict[str, str]:
+        """Return the failure domain at a level of every host that is not dead (R1); not to be changed."""
+        if level not in self._live_domains:
+            self._live_domains[level] = {h: self._places[h].domain(level) for h in self.live_ids()}
+        return self._live_domains[level]
 
     def domains(self, host_ids: Iterable[str]) -> set[str]:
         """Return the distinct host-level failure domains of the given known hosts (R1)."""
-        topology = self.topology(host_ids)
-        return {host.domain("host") for host in topology.hosts.values()}
+        return {self._places[h].domain("host") for h in host_ids if h in self._places}
+
+    def live_domains_count(self, enough: int) -> int:
+        """Return how many distinct domains the live hosts are in, counting no further than `enough`."""
+        found: set[str] = set()
+        for domain in self.live_domains("host").values():
+            if len(found) >= enough:
+                break
+            found.add(domain)
+        return len(found)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memstore.core.facts import AttemptOpened, JobForked, StepCommitted, StepPinned
+from memstore.core.step_phases import StepPhases
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
-
-StepPhase = Literal["open", "committing", "committed", "abandoned", "superseded"]
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class Attempt:
     has_put: bool = False
     has_shed: bool = False  # its first put came: older steps that nobody can restore any more are freed (R10)
     rounds_count: int = 0
-    steps: dict[int, StepPhase] = field(default_factory=dict)
+    steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
     resume_step: int = 0  # ranks skip steps below it (R12)
@@ -123,6 +122,10 @@ class Job:
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
     heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
+    changes: dict[StepId, int] = field(default_factory=dict)  # how often the copies of a step have changed
+    settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
+    hurt: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
+    short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
 
     @property
     def newest(self) -> Attempt | None:
@@ -193,10 +196,14 @@ class Job:
         """Record a verified copy, replacing what was known of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+        self.changes[step] = self.changes.get(step, 0) + 1
+        if copy.missing:
+            self.hurt.add(step)
 
     def drop_copy(self, shard: ShardId, host_id: str) -> None:
         """Forget one copy."""
         step = StepId(shard.attempt, shard.step)
+        self.changes[step] = self.changes.get(step, 0) + 1
         hosts = self.copies.get(step, {}).get(shard.rank, {})
         hosts.pop(host_id, None)
         if not hosts:

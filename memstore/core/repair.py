@@ -6,9 +6,13 @@ are there, so memory stays within what was reserved.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body, shard_to_wire
+from memstore.core.facts import StepCommitted
 from memstore.core.job import Attempt, Job
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -17,7 +21,17 @@ if TYPE_CHECKING:
 
 PUSHES_PER_SOURCE_MAX = 2
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
+LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy is left alone
+
+
+@dataclass(slots=True)
+class Pass:
+    """How far one look at all shards of a step has come."""
+
+    changes: int  # of the step's copies, when it began
+    next_rank: int = 0
+    is_settled: bool = True  # so far nothing is to be done
 
 
 class Repair:
@@ -27,6 +41,8 @@ class Repair:
         self.catalog = catalog
         self.pushes: dict[tuple[ShardId, str], tuple[str, float]] = {}  # (shard, target) -> (source, deadline)
         self.refused_s: dict[tuple[ShardId, str], float] = {}
+        self.passes: dict[tuple[str, StepId], Pass] = {}
+        self._load: Counter[str] = Counter()  # pushes by source
 
     def tick(self, now: float) -> None:
         """Consider every job; forget pushes and refusals that are too old."""
@@ -45,13 +61,31 @@ class Repair:
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
+        self._forget(job)
         held = self.catalog.retention.held(job, attempt)
+        self._load = Counter(source for source, _ in self.pushes.values())
         for step in sorted(job.copies, reverse=True):
             is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if is_open or (step in held and not is_waiting):
+            is_settled = job.settled.get(step) == job.changes.get(step)
+            if not is_settled and (is_open or (step in held and not is_waiting)):
                 self._consider_step(now, job, attempt, step, may_drop=step in held)
-            if is_open and attempt.steps[step.step] == "open":
+            if is_open and step in job.hurt and attempt.steps[step.step] == "open":
                 self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
+
+    def look_again(self, job: Job) -> None:
+        """Something beside the copies has changed: hosts, seats, pins, what is kept."""
+        job.settled.clear()
+        for step in job.changes:
+            self.passes.pop((job.name, step), None)
+
+    def _forget(self, job: Job) -> None:
+        """Steps without copies need nothing any more."""
+        for step in [s for s in job.changes if s not in job.copies]:
+            del job.changes[step]
+            job.settled.pop(step, None)
+            job.short.pop(step, None)
+            job.hurt.discard(step)
+            self.passes.pop((job.name, step), None)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
         """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
@@ -69,28 +103,46 @@ class Repair:
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
         if self.catalog.view.placement(job) is None:
             return
-        commit = job.commits.get(step)
-        for rank, copies in sorted(job.copies[step].items()):
-            shard = ShardId(job.name, step.attempt, step.step, rank)
-            good = {
-                h: c
-                for h, c in copies.items()
-                if self.catalog.hosts.is_live(h) and (commit is None or c.spec.digest == commit.digests[rank])
-            }
-            wanted = self.catalog.view.wanted(job, attempt, rank)
-            seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
-            whole = [h for h, c in good.items() if not c.missing]
-            lacking = [h for h in wanted if h not in whole]
-            if not commit and seat not in copies and wanted[0] not in copies:
-                continue  # still being put: its owner pushes it
-            for target in lacking:
-                self._push(now, shard, target, good, attempt)
-            if may_drop and not lacking and self._is_safe(wanted, attempt):
-                for host in [
-                    h for h in copies if h not in (*wanted, seat) and not self.catalog.queries.is_read(shard, h)
-                ]:
+        commit, found = job.commits.get(step), job.copies[step]
+        look = self.passes.setdefault((job.name, step), Pass(job.changes[step]))
+        ranks = sorted(found)
+        begin = bisect_left(ranks, look.next_rank)
+        for rank in ranks[begin : begin + LOOKS_MAX]:
+            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, may_drop=may_drop)
+            look.is_settled = look.is_settled and is_settled
+        if begin + LOOKS_MAX < len(ranks):
+            look.next_rank = ranks[begin + LOOKS_MAX]
+            return
+        del self.passes[job.name, step]
+        if look.is_settled and look.changes == job.changes.get(step):
+            job.settled[step] = look.changes
+
+    def _consider_shard(
+        self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None, *,
+        may_drop: bool,
+    ) -> bool:  # fmt: skip
+        """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
+        hosts, copies = self.catalog.hosts, job.copies[step].get(rank, {})
+        shard = ShardId(job.name, step.attempt, step.step, rank)
+        good = {
+            h: c
+            for h, c in copies.items()
+            if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
+        }
+        wanted = self.catalog.view.wanted(job, attempt, rank)
+        seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
+        lacking = [h for h in wanted if h not in good or good[h].missing]
+        surplus = [h for h in copies if h not in wanted and h != seat]
+        if not commit and seat not in copies and wanted[0] not in copies:
+            return False  # still being put: its owner pushes it
+        for target in lacking:
+            self._push(now, shard, target, good, attempt)
+        if may_drop and surplus and not lacking and self._is_safe(wanted, attempt):
+            for host in surplus:
+                if not self.catalog.queries.is_read(shard, host):
                     self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                     job.drop_copy(shard, host)
+        return not lacking and not surplus
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
         """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
@@ -111,11 +163,11 @@ class Repair:
         # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
         if not sources and target in good:
             sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
-        load = {h: sum(1 for source, _ in self.pushes.values() if source == h) for h in sources}
-        free = [h for h in sources if load[h] < PUSHES_PER_SOURCE_MAX]
+        free = [h for h in sources if self._load[h] < PUSHES_PER_SOURCE_MAX]
         if not free:
             return
-        source = min(free, key=lambda h: (load[h], h))
+        source = min(free, key=lambda h: (self._load[h], h))
+        self._load[source] += 1
         self.pushes[shard, target] = (source, now + PUSH_DEADLINE_S)
         digest = good[source].spec.digest
         self.catalog.tell(

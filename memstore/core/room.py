@@ -77,7 +77,8 @@ class Room:
         if active is None or active.attempt != attempt.ordinal:
             active = self.active[job.name] = Reservation(attempt.ordinal)
         active.calls[int(body["rank"])] = call
-        if not self._missing(job, attempt) and not active.is_ordered:
+        is_first = not attempt.has_put and len(attempt.needs) < attempt.world_size  # every rank asks: none looks at all
+        if not is_first and not self._missing(job, attempt) and not active.is_ordered:
             active.is_ordered = True
             if not attempt.has_put:
                 self.catalog.retention.shed(job)
@@ -185,7 +186,8 @@ class Room:
         active.waits.discard(host_id)
         if not body["ok"]:
             active.refusals[host_id] = str(body["why"])
-        self._finish(self.catalog.jobs[str(body["job"])], active)
+        if not active.waits:
+            self._finish(self.catalog.jobs[str(body["job"])], active)
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """A host that joined an attempt under way has its share, or is asked again: room may become free there."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from memstore.core.commit_rule import CommitRule, Held
 from memstore.core.events import Body, shard_to_wire
 from memstore.core.facts import StepAbandoned, StepCommitted
 from memstore.core.job import Attempt, Call, Job
@@ -39,9 +41,9 @@ class Steps:
         if owner is not None and shard.rank >= owner.world_size:
             catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
             return False
+        is_over = step not in job.commits and self._is_given_up(job, step)
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
-        is_staged = step in catalog.steps_in_use(job)
-        if step not in job.commits and not is_staged and self._is_given_up(job, step):
+        if is_over and step not in catalog.steps_in_use(job):
             level = "skipped" if job.is_abandoned(step) else "superseded"
             catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
             return False
@@ -76,15 +78,17 @@ class Steps:
                 seat.last_active_s, seat.step = now, max(seat.step, shard.step)
                 if copy.host == seat.host_id:
                     self._give_up_passed(job, attempt, shard)
-            attempt.steps.setdefault(shard.step, "open")
-        self.evaluate(job, StepId(shard.attempt, shard.step))
+            attempt.steps.begin(shard.step)
+        step = StepId(shard.attempt, shard.step)
+        if job.short.get(step, shard.rank) == shard.rank:  # else the rank that kept it from being committed still does
+            self.evaluate(job, step)
 
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
         """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
 
         Nobody skipped it (the rank's copy failed, or it never put), and it would hold the other ranks' room for ever.
         """
-        for number in sorted(n for n, phase in attempt.steps.items() if phase == "open" and n < shard.step):
+        for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.ordinal, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
                 self._give_up(job, attempt, number)
@@ -125,7 +129,7 @@ class Steps:
             if step.attempt != attempt.ordinal:
                 continue
             attempt.has_put = True
-            attempt.steps.setdefault(step.step, "open")
+            attempt.steps.begin(step.step)
             for rank in ranks:
                 if rank in attempt.seats:
                     attempt.seats[rank].step = max(attempt.seats[rank].step, step.step)
@@ -147,9 +151,8 @@ class Steps:
         """Look again at every step that is not finished, oldest first, and at degraded commits."""
         attempt = job.newest
         if attempt is not None:
-            for number in sorted(attempt.steps):
-                if attempt.steps[number] == "open":
-                    self.evaluate(job, StepId(attempt.ordinal, number))
+            for number in sorted(attempt.steps.open):
+                self.evaluate(job, StepId(attempt.ordinal, number))
         for step, commit in list(job.commits.items()):
             if commit.is_degraded:
                 self.evaluate(job, step)
@@ -167,15 +170,12 @@ class Steps:
             return
         if attempt.steps.get(step.step) != "open":
             return
-        if step.step < self._newest_decided(attempt):
+        if step.step < attempt.steps.newest_decided:
             return  # commits only go forward: the newer one supersedes this one
         fact = self.commit_rule(job, attempt.world_size, step)
         if fact is not None:
             attempt.steps[step.step] = "committing"
             self.catalog.record(fact)
-
-    def _newest_decided(self, attempt: Attempt) -> int:
-        return max((n for n, phase in attempt.steps.items() if phase in ("committing", "committed")), default=-1)
 
     def _is_recording(self, fact: StepCommitted) -> bool:
         """True while a commit fact of the same step has not spread yet."""
@@ -186,41 +186,34 @@ class Steps:
     # -- the rule -----------------------------------------------------------------------------
 
     def commit_rule(self, job: Job, world_size: int, step: StepId) -> StepCommitted | None:
-        """Return the commit fact if every shard is on as many domains as the cluster now allows (R18)."""
-        ranks, commit = job.copies.get(step, {}), job.commits.get(step)
-        newest = job.newest  # it owns the step now, and its seats decide where the copies go (R22)
-        placement = self.catalog.view.placement(job)
-        if newest is None or placement is None or any(rank not in ranks for rank in range(world_size)):
+        """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
+
+        Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
+        each of its ranks. To mend a degraded commit only a whole one will do.
+        """
+        newest, commit, placement = job.newest, job.commits.get(step), self.catalog.view.placement(job)
+        if newest is None or placement is None:
             return None
-        topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
-        # Who has no room for its share and refused a shard lately would refuse this one too, ten seconds later.
-        full = {h for _, h in job.refusals if (job.name, h) in self.catalog.room.unroomed}
-        digests: list[str] = []
-        hosts: list[tuple[str, ...]] = []
         reasons: list[str] = []
-        for rank in range(world_size):
-            copies = {h: c for h, c in ranks[rank].items() if self.catalog.hosts.is_live(h) and not c.missing}
-            if commit is not None:  # its digests are the truth; another shard is no copy of it (R14)
-                copies = {h: c for h, c in copies.items() if c.spec.digest == commit.digests[rank]}
-            if not copies or len({c.spec.digest for c in copies.values()}) != 1:
-                return None
-            shard = ShardId(job.name, step.attempt, step.step, rank)
-            wanted = self.catalog.view.wanted(job, newest, rank)
-            able = [h for h in wanted if h in copies or ((shard, h) not in job.refusals and h not in full)]
-            have = {topology.hosts[h].domain(placement.level) for h in copies}
-            need = {topology.hosts[h].domain(placement.level) for h in able if h in topology.hosts}
-            if len(have) < max(len(need), int(newest.config["min_copies"])):
-                return None
-            if len(have) < newest.replicas:
-                reasons.append(f"rank {rank} has {len(have)} of {newest.replicas} copies")
-            reasons += [f"{h}: {job.refusals[shard, h]}" for h in wanted if (shard, h) in job.refusals]
-            digests.append(next(iter(copies.values())).spec.digest)
-            hosts.append(tuple(sorted(copies)))
         if is_finer(placement.level, newest.level_asked, self.catalog.hosts.failure_domains):
-            reasons.insert(0, f"copies are spread over {placement.level}s, not {newest.level_asked}s")
+            reasons.append(f"copies are spread over {placement.level}s, not {newest.level_asked}s")
+        if commit is not None and reasons:
+            return None  # no copy more brings it a level further
+        rule = CommitRule(self.catalog, job, newest, step, placement.level)
+        held: dict[int, Held] = {}
+        first = min(job.short.get(step, 0), world_size)
+        for rank in chain(range(first, world_size), range(first)):
+            found = rule.held(rank)
+            if found is None or (commit is not None and found.reasons):
+                job.short[step] = rank
+                return None
+            held[rank] = found
+        job.short.pop(step, None)
+        shards = [held[rank] for rank in range(world_size)]
+        reasons += [why for shard in shards for why in shard.reasons]
         return StepCommitted(
-            job.name, step.attempt, step.step, world_size, tuple(digests), tuple(hosts), placement.level,
-            bool(reasons), "; ".join(reasons[:3]), self.catalog.wall_s,
+            job.name, step.attempt, step.step, world_size, tuple(x.digest for x in shards),
+            tuple(x.hosts for x in shards), placement.level, bool(reasons), "; ".join(reasons[:3]), self.catalog.wall_s,
         )  # fmt: skip
 
     # -- facts applied ------------------------------------------------------------------------
@@ -241,7 +234,7 @@ class Steps:
         if attempt is not None and attempt is job.newest:
             body = {"degraded": fact.is_degraded, "reason": fact.reason}
             self._tell_level(job, attempt, fact.step, "committed", body)
-            for number in [n for n, phase in attempt.steps.items() if n < fact.step and phase == "open"]:
+            for number in [n for n in attempt.steps.open if n < fact.step]:
                 attempt.steps[number] = "superseded"
                 self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
         self.catalog.retention.retain(job)
@@ -300,8 +293,9 @@ class Steps:
             self.catalog.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
             return
         step = StepId(attempt.ordinal, int(body["step"]))
-        if self._newest_decided(attempt) > step.step:
-            attempt.steps.setdefault(step.step, "superseded")  # a newer step is whole: nothing to give up
+        if attempt.steps.newest_decided > step.step:
+            if step.step not in attempt.steps:
+                attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
         elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
@@ -311,7 +305,7 @@ class Steps:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
             attempt.holes.append((step.step, attempt.resume_step))
-            for number in [n for n, p in attempt.steps.items() if p == "open" and n >= step.step]:
+            for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken

@@ -275,7 +275,8 @@ class Controller:
         for action in actions:
             self._execute(action)
         self.event_log.take(self.catalog.observer.chronicle)
-        self._close_dead()
+        if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
+            self._close_dead()
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Note):

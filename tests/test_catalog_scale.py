@@ -1,0 +1,130 @@
+"""What a step costs the catalog grows with its ranks, not with their square: counted in looks, not in seconds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from memstore.core.commit_rule import CommitRule
+from memstore.core.events import Heard, Tick
+from memstore.core.fact_log import FactLog
+from memstore.core.facts import HostJoined, StepCommitted
+from memstore.core.repair import LOOKS_MAX, Repair
+from memstore.testing.catalog_fleet import JOB, CatalogFleet
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """Count the calls of a method from now on."""
+    real, calls = getattr(owner, name), [0]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+    return calls
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("hosts_count", [8, 64])
+def test_the_seals_of_a_step_look_at_each_rank_a_few_times(
+    hosts_count: int, is_shuffled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every seal may bring the commit, and all of them together ask the rule at most four times a rank."""
+    fleet = CatalogFleet(hosts_count)
+    order = list(range(fleet.world_size))
+    if is_shuffled:
+        random.Random(1).shuffle(order)
+    looks = counted(monkeypatch, CommitRule, "held")
+    fleet.put(1, order)
+    assert fleet.committed == {1}
+    assert looks[0] <= 4 * fleet.world_size
+
+
+def test_a_step_that_lacks_one_copy_is_not_committed_and_the_last_copy_commits_it() -> None:
+    """Looking only at the rank that was short forgets none of the others."""
+    fleet = CatalogFleet(4, ranks_per_host=2)
+    for rank in range(fleet.world_size):
+        fleet.seal(fleet.host_of(rank), rank, 1, is_own=True)
+    for rank in reversed(range(1, fleet.world_size)):
+        fleet.seal(fleet.targets[fleet.host_of(rank)][0], rank, 1, is_own=False)
+    assert not fleet.committed
+    fleet.seal(fleet.targets[fleet.host_of(0)][0], 0, 1, is_own=False)
+    assert fleet.committed == {1}
+
+
+def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repair looks at every shard once after a commit, and again only when something has changed."""
+    fleet = CatalogFleet(16)
+    fleet.put(1)
+    fleet.handle(Tick())
+    looks = counted(monkeypatch, Repair, "_consider_shard")
+    for _ in range(10):
+        fleet.handle(Tick())
+    assert looks[0] == 0
+    job = fleet.catalog.jobs[JOB]
+    step = next(iter(job.commits))
+    gone = job.copies[step][3][fleet.hosts[0]]
+    job.drop_copy(gone.shard, gone.host)
+    fleet.handle(Tick())
+    assert looks[0] == fleet.world_size
+    assert (gone.shard, gone.host) in fleet.catalog.repair.pushes
+
+
+def test_a_tick_looks_at_no_more_shards_than_its_limit_and_comes_to_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job of more ranks is looked at over several ticks, so that no tick holds up the seals."""
+    fleet = CatalogFleet(LOOKS_MAX // 8 + 16)
+    fleet.put(1)
+    fleet.catalog.repair.look_again(fleet.catalog.jobs[JOB])
+    looks = counted(monkeypatch, Repair, "_consider_shard")
+    fleet.handle(Tick())
+    assert looks[0] == LOOKS_MAX
+    fleet.handle(Tick())
+    assert looks[0] == fleet.world_size
+    fleet.handle(Tick())
+    assert looks[0] == fleet.world_size
+
+
+def test_a_seal_that_comes_while_all_shards_are_looked_at_is_looked_at_too() -> None:
+    """A step counts as settled only if none of its copies changed since the look began."""
+    fleet = CatalogFleet(LOOKS_MAX // 8 + 16)
+    fleet.put(1)
+    catalog = fleet.catalog
+    job = catalog.jobs[JOB]
+    catalog.repair.look_again(job)
+    fleet.handle(Tick())
+    step = next(iter(job.commits))
+    gone = job.copies[step][0][fleet.hosts[0]]
+    job.drop_copy(gone.shard, gone.host)
+    for _ in range(4):
+        fleet.handle(Tick())
+    assert (gone.shard, gone.host) in catalog.repair.pushes
+
+
+def test_a_heartbeat_of_a_live_host_orders_nothing() -> None:
+    """Four thousand of them come every second from two thousand hosts."""
+    fleet = CatalogFleet(4)
+    assert fleet.catalog.handle(fleet.now, Heard(fleet.hosts[0])) == []
+
+
+def test_journals_are_rewritten_also_where_hundreds_of_hosts_are_facts_themselves() -> None:
+    """What counts is how much of the journals is needed: or two hundred joins would keep every old commit in them."""
+
+    def commit(step: int) -> StepCommitted:
+        return StepCommitted("train", 1, step, 1, ("d",), (("a", "b"),), "host", False, "", 0.0)
+
+    log = FactLog(term=1)
+    for number in range(200):
+        log.append(HostJoined(f"h{number}"))
+    rewrites, longest = 0, 0
+    for step in range(1000):
+        log.append(commit(step))
+        log.applied_seq = log.last_seq
+        longest = max(longest, log.journal_weight)
+        rewrites += log.compact(lambda fact, step=step: isinstance(fact, HostJoined) or fact.step == step)
+    assert 3 <= rewrites <= 10
+    assert longest <= 2 * 202 + 2
