@@ -6,7 +6,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bench_put_stall, bench_replicate, bench_restore, bench_restore_links, report, results
+from benchmarks import (
+    bench_catalog,
+    bench_commit,
+    bench_planner,
+    bench_put_stall,
+    bench_replicate,
+    bench_restore,
+    bench_restore_links,
+    bench_wire,
+    report,
+    results,
+)
 from benchmarks.harness import GIB, MIB, Options, Record
 
 BENCHMARKS = {
@@ -14,6 +25,10 @@ BENCHMARKS = {
     "replicate": bench_replicate.run,
     "restore": bench_restore.run,
     "restore_links": bench_restore_links.run,
+    "commit": bench_commit.run,
+    "wire": bench_wire.run,
+    "catalog": bench_catalog.run,
+    "planner": bench_planner.run,
 }
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 

@@ -287,10 +287,7 @@ class Catalog:
         """
         if self.is_outranked:
             return False
-        if self.now <= self.lease_until_s:
-            return True
-        heard = [self.now - s.last_heard_s <= self.rules.lease_s for s in self.hosts.states.values() if not s.is_gone]
-        return bool(heard) and all(heard)
+        return self.now <= self.lease_until_s or self.hosts.is_heard_of_all(self.now, self.rules.lease_s)
 
     def send_journal(self, host: str) -> None:
         """Give a host the whole journal in place of its own."""
@@ -328,8 +325,7 @@ class Catalog:
         now = self.now
         if not is_replay:
             self.observer.fact(fact)
-        if getattr(fact, "job", "") in self.jobs:
-            self.repair.look_again(self.jobs[fact.job])  # type: ignore[union-attr]
+        self.repair.fact(getattr(fact, "job", ""))
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.RoomClaimed):

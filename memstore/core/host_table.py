@@ -113,6 +113,11 @@ class HostTable:
         state = self.states.get(host_id)
         return state is not None and state.status == "live"
 
+    def is_heard_of_all(self, now: float, within_s: float) -> bool:
+        """True if every host was heard of lately, silent ones included and those that are gone for certain excepted."""
+        heard = [now - s.last_heard_s <= within_s for s in self.states.values() if not s.is_gone]
+        return bool(heard) and all(heard)
+
     def live_ids(self) -> list[str]:
         """Every host that is not dead, sorted."""
         return sorted(h for h, s in self.states.items() if s.status != "dead")

@@ -72,6 +72,11 @@ class Repair:
             if is_open and step in job.hurt and attempt.steps[step.step] == "open":
                 self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
 
+    def fact(self, name: str) -> None:
+        """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
+        if name in self.catalog.jobs:
+            self.look_again(self.catalog.jobs[name])
+
     def look_again(self, job: Job) -> None:
         """Something beside the copies has changed: hosts, seats, pins, what is kept."""
         job.settled.clear()
