@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test test-long demo lint types bench drill sim fuzz
+.PHONY: venv test test-long demo lint types bench bench-peers drill sim fuzz
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -25,6 +25,10 @@ types: $(STAMP)
 # As ranks should run: a copy of 1 MiB or more then goes around the caches (README, "Tuning").
 bench: $(STAMP)
 	GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 $(BIN)/python -m benchmarks --full --out benchmarks/results
+	$(BIN)/python -m benchmarks.report
+# Each peer gets an environment of its own under .peers; one that does not run is reported with the reason.
+bench-peers: $(STAMP)
+	$(BIN)/python -m benchmarks.peers --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.report
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report

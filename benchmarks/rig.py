@@ -21,19 +21,31 @@ NEAR, FAR = "near", "far"
 
 
 @contextlib.contextmanager
-def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
-    """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
+def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iterator[ProcessCluster]:
+    """Yield a cluster of two hosts that holds `versions` of the state on each; its ranks are yet to come.
+
+    For one rank: keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
+    """
     labels = {"memstore": "replica"}
-    # keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
-    arena_bytes = int(3.5 * options.nbytes) + 64 * MIB
     with tempfile.TemporaryDirectory() as folder:
         cluster = ProcessCluster(
-            Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}}, arena_bytes=arena_bytes,
-            chunk_bytes=options.chunk_bytes, heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0,
-            replicas=replicas,
+            Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
+            arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
+            heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, replicas=replicas,
         )  # fmt: skip
-        with cluster, _host(NEAR), connect(JOB, rank=0, world_size=1, config=cluster.config) as store:
-            yield cluster, store
+        with cluster:
+            yield cluster
+
+
+@contextlib.contextmanager
+def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
+    """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
+    with (
+        two_hosts(options, replicas=replicas) as cluster,
+        _host(NEAR),
+        connect(JOB, rank=0, world_size=1, config=cluster.config) as store,
+    ):
+        yield cluster, store
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""What a user would pick instead of memstore, each in an environment and processes of its own, timed beside it."""

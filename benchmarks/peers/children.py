@@ -1,0 +1,147 @@
+"""The processes of one contestant, one for each rank, seen from the benchmark: commands with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.peers import environments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ANSWER_S = 140.0
+CLOSE_S = 10.0
+
+
+class PeerFailed(Exception):
+    """A contestant did not run; the text is the last line that said why."""
+
+
+class Team:
+    """One contestant. A context manager: its processes and files are gone afterwards.
+
+    Args:
+        name: Of the contestant, and of its environment.
+        nbytes: Of every rank's state.
+        ranks: 1 or 2 processes.
+        options: Handed to the contestant.
+
+    Raises:
+        PeerFailed: It cannot be installed, or a rank fails or does not answer within ANSWER_S.
+    """
+
+    def __init__(self, name: str, nbytes: int, ranks: int = 1, **options: Any) -> None:
+        self.name = name
+        self.nbytes = 0
+        self._ranks = ranks
+        self._stack = contextlib.ExitStack()
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start(nbytes, options)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, nbytes: int, options: dict[str, Any]) -> None:
+        try:
+            python = environments.interpreter(self.name)
+        except environments.CannotInstall as error:
+            raise PeerFailed(f"not installed: {error}") from error
+        memory = self._stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-"))
+        disk = self._stack.enter_context(tempfile.TemporaryDirectory(dir=ROOT, prefix=".bench-"))
+        port = _free_port()
+        for rank in range(self._ranks):
+            environment = {
+                **os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "RANK": str(rank), "WORLD_SIZE": str(self._ranks), "GLOO_SOCKET_IFNAME": "lo",
+            }  # fmt: skip
+            child = subprocess.Popen(
+                [str(python), "-m", "benchmarks.peers.child"], cwd=memory, env=environment, bufsize=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(), start_new_session=True,
+            )  # fmt: skip
+            self._children.append(child)
+        answers = self._ask_all(
+            [{"do": "prepare", "name": self.name, "nbytes": nbytes, "rank": rank, "world_size": self._ranks,
+              "memory": memory, "disk": disk, "options": options} for rank in range(self._ranks)]
+        )  # fmt: skip
+        self.nbytes = answers[0]["nbytes"]
+
+    def _log(self) -> Any:
+        """What the processes print: shown where BENCH_PEERS_LOG names a file, else dropped."""
+        return self._stack.enter_context(open(os.environ.get("BENCH_PEERS_LOG", os.devnull), "ab"))
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(PeerFailed, OSError):
+            self._ask_all([{"do": "close"}] * self._ranks, CLOSE_S)
+        self._end()
+
+    def _end(self) -> None:
+        """Kill every process group that was started, and remove the files."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._stack.close()
+
+    def round(self, way: str, step: int) -> tuple[float, float]:
+        """Run one round on all ranks.
+
+        Returns:
+            The longest stall of a rank, and the time from the first rank's start until the last one's end, in seconds.
+        """
+        ranks = self._ask_all([{"do": "round", "way": way, "step": step}] * self._ranks)
+        stall_s = max(rank["released"] - rank["started"] for rank in ranks)
+        return stall_s, max(rank["ended"] for rank in ranks) - min(rank["started"] for rank in ranks)
+
+    def is_same(self, way: str) -> bool:
+        """Have all ranks compare the bytes of the last round."""
+        return all(answer["is_same"] for answer in self._ask_all([{"do": "check", "way": way}] * self._ranks))
+
+    def _ask_all(self, commands: list[dict[str, Any]], limit_s: float = ANSWER_S) -> list[dict[str, Any]]:
+        for child, command in zip(self._children, commands, strict=True):
+            if child.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # the answer says what happened
+                    child.stdin.write(json.dumps(command).encode() + b"\n")
+        deadline_s = time.monotonic() + limit_s
+        answers = [self._answer(child, command["do"], deadline_s)
+                   for child, command in zip(self._children, commands, strict=True)]  # fmt: skip
+        for answer in answers:
+            if "error" in answer:
+                raise PeerFailed(str(answer["error"]))
+        return answers
+
+    def _answer(self, child: subprocess.Popen[bytes], what: str, deadline_s: float) -> dict[str, Any]:
+        assert child.stdout is not None  # it was started with a pipe
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([child.stdout], [], [], left_s)[0]:
+                return {"error": f"no answer to {what} before the deadline"}
+            got = os.read(child.stdout.fileno(), 1 << 16)
+            if not got:
+                return {"error": f"the process ended during {what}, exit status {child.wait()}"}
+            line += got
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
