@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks import (
     bench_catalog,
     bench_commit,
+    bench_first_put,
     bench_planner,
     bench_put_stall,
     bench_replicate,
@@ -21,6 +22,7 @@ from benchmarks import (
 from benchmarks.harness import GIB, MIB, Options, Record
 
 BENCHMARKS = {
+    "first_put": bench_first_put.run,
     "put_stall": bench_put_stall.run,
     "replicate": bench_replicate.run,
     "restore": bench_restore.run,

@@ -42,14 +42,15 @@ def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[Pro
     """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
     with (
         two_hosts(options, replicas=replicas) as cluster,
-        _host(NEAR),
+        on_host(NEAR),
         connect(JOB, rank=0, world_size=1, config=cluster.config) as store,
     ):
         yield cluster, store
 
 
 @contextlib.contextmanager
-def _host(name: str) -> Iterator[None]:
+def on_host(name: str) -> Iterator[None]:
+    """Make this process, and those it starts, ranks and readers of a host."""
     before = os.environ.get("MEMSTORE_HOST")
     os.environ["MEMSTORE_HOST"] = name
     try:
@@ -64,7 +65,7 @@ def _host(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def rank_at(host: str, job: str, config: Config) -> Iterator[Store]:
     """Yield the store of the only rank of a job, as a process on `host` would connect it."""
-    with _host(host):
+    with on_host(host):
         store = connect(job, rank=0, world_size=1, config=config)
     with store:
         yield store
@@ -73,7 +74,7 @@ def rank_at(host: str, job: str, config: Config) -> Iterator[Store]:
 @contextlib.contextmanager
 def reader_at(host: str, config: Config, job: str = JOB) -> Iterator[Reader]:
     """Yield a reader as a process on `host` would open it, for several reads."""
-    with _host(host):
+    with on_host(host):
         source = reader(job, config=config)
     with source:
         yield source
@@ -81,7 +82,7 @@ def reader_at(host: str, config: Config, job: str = JOB) -> Iterator[Reader]:
 
 def read_at(host: str, config: Config, step: int, into: object = None) -> Checkpoint:
     """Read rank 0's shard as a process on `host` would; its verdict says where the bytes lay."""
-    with _host(host), reader(JOB, config=config) as source:
+    with on_host(host), reader(JOB, config=config) as source:
         got = source.get(step, rank=0, into=into)
     if got is None:
         raise MemstoreError(f"step {step} of job {JOB!r} is gone: retention was faster than the benchmark")

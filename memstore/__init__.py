@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memstore.cluster import stop as stop
     from memstore.history import Fork as Fork
     from memstore.history import fork as fork
+    from memstore.preparation import Preparation as Preparation
     from memstore.shell.registry import register as register
     from memstore.store import Store as Store
     from memstore.ticket import Ticket as Ticket
@@ -41,6 +42,7 @@ _HOMES = {
     "Checkpoint": "memstore.checkpoint",
     "ClusterStatus": "memstore.cluster",
     "Fork": "memstore.history",
+    "Preparation": "memstore.preparation",
     "Reader": "memstore.api",
     "StepInfo": "memstore.checkpoint",
     "Store": "memstore.store",

@@ -14,8 +14,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from memstore.config import Config
-from memstore.errors import ClosedError, StepConflict
+from memstore.errors import ClosedError, MemstoreError, StepConflict
 from memstore.open_put import OpenPut
+from memstore.preparation import Preparation
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -36,6 +37,8 @@ class Puts:
         self._open: list[OpenPut] = []  # begun, not handed over yet
         self._skipping: Future[Any] | None = None
         self._reserved_slots = 0
+        self._has_room = False  # some put of this attempt had
+        self._preparation: Preparation | None = None
         self._resume_step = 0
         self._last_step = self._floor = -1
 
@@ -54,7 +57,7 @@ class Puts:
         self._resume_step = int(joined["resume_step"])
         restored = joined.get("restored_step")
         self._last_step = self._floor = int(restored) if restored is not None else -1
-        self._reserved_slots = 0
+        self._reserved_slots, self._has_room = 0, False
         self.close()
 
     def go_on_from(self, step: int) -> None:
@@ -68,6 +71,9 @@ class Puts:
 
     def close(self) -> None:
         """Give back the room of what was begun and not ended."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.cancel()
         for room in self._open:
             room.abandon()
         self._open = []
@@ -242,6 +248,7 @@ class Puts:
             raise self.link.fenced_error()
         if slots is None:
             self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
+        self._has_room = self._has_room or slots is not None
         return slots
 
     def _abandon_open(self) -> bool:
@@ -254,19 +261,51 @@ class Puts:
                 self.skip(room.ticket, "it was begun, not ended, and its room was needed")
         return bool(stale)
 
+    def prepare(self, nbytes: int) -> Preparation:
+        """Begin what a first put of `nbytes` would wait for, or return what is under way or done for as much (R10).
+
+        Waits for a smaller one that is under way to end: a rank has one question of room at a time.
+        """
+        count = max(1, -(-nbytes // self.chunk_bytes))
+        known = self._preparation
+        if known is not None and not known.has_failed:
+            if count <= known.slots_count:
+                return known
+            with contextlib.suppress(MemstoreError):  # then the larger one says why, alike
+                known.wait_claimed()
+        config = self.config
+        self._preparation = Preparation(
+            self.link, self._body(slots=count), self.chunk_bytes,
+            versions=config.keep_steps + 1 + (config.durable is not None),
+            timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
+        )  # fmt: skip
+        return self._preparation
+
     def _reserve(self, ticket: Ticket, count: int) -> None:
         """Claim room: a collective round at the first put, in the background later (R10, R11)."""
-        body = self._body(slots=max(1, count))
-        if self._reserved_slots == 0:
-            self.link.call("reserve", body, self.config.connect_timeout_s + RESERVE_SLACK_S)
-            self._reserved_slots = max(1, count)
+        known = self._preparation
+        if known is not None and known.is_ready and count <= known.slots_count:
+            self._reserved_slots = known.slots_count
+            return
+        if not self._has_room:
+            preparation = self.prepare(count * self.chunk_bytes)
+            preparation.wait_claimed()
+            self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
             slots = self.link.acquire(count, self.config.connect_timeout_s)
             if slots is not None:
                 self.link.put_back(slots)
             return
-        self.link.call_soon("reserve", body).add_done_callback(lambda f: self._grown(count, f.exception()))
+        self.link.call_soon("reserve", self._body(slots=count)).add_done_callback(
+            lambda f: self._grown(count, f.exception())
+        )
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
+
+    def on_room(self, body: dict[str, Any]) -> None:
+        """This host makes room."""
+        preparation = self._preparation
+        if preparation is not None:
+            preparation.on_room(body)
 
     def _grown(self, count: int, error: BaseException | None) -> None:
         if error is None:

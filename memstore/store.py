@@ -18,12 +18,14 @@ from memstore.errors import (
     MemstoreError,
     RecoveryError,
 )
+from memstore.preparation import Preparation
 from memstore.puts import Puts
 from memstore.shell.collective import CALL_SLACK_S, collective
 from memstore.shell.launch import Launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.state_decode import check_into
+from memstore.shell.state_encode import plan_state
 from memstore.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -116,6 +118,25 @@ class Store:
         self._check_open()
         return self.puts.put(step, state, timeout_s)
 
+    def prepare(self, state: Any) -> Preparation:
+        """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
+
+        Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready
+        waits for it. get() of a whole step begins it by itself, for a state of the restored one's size.
+
+        Args:
+            state: What will be put: it is planned, not copied. An int is the number of its bytes.
+
+        Returns:
+            At once; `wait()` on it raises what the first put would (CapacityError, CommitError, ...).
+
+        Raises:
+            UnsupportedState: put would refuse this state.
+            FencedError, ClosedError.
+        """
+        self._check_open()
+        return self.puts.prepare(state if type(state) is int else plan_state(state).nbytes)
+
     # -- events of the link (reader thread) -------------------------------------------------------
 
     def on_event(self, body: dict[str, Any]) -> None:
@@ -124,6 +145,8 @@ class Store:
             self.puts.on_level(body)
         elif body["k"] == "check":
             self._on_check(body)
+        elif body["k"] == "room":
+            self.puts.on_room(body)
         elif body["k"] == "fenced":
             self.puts.fail_all(f"attempt {body['attempt']} of the job was opened")
 
@@ -177,6 +200,7 @@ class Store:
         got = open_shard(self._link, answer, into)
         if step is None:
             self.puts.go_on_from(got.step)
+            self.puts.prepare(got.nbytes)
         if self.rank == 0:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got

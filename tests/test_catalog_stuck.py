@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -289,10 +290,10 @@ def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkey
     """The claim under way would put the share back after its removal: the removal waits for it (R10)."""
     go, inside, grow = threading.Event(), threading.Event(), vault._grow_to
 
-    def slow(slots_count: int) -> None:
+    def slow(slots_count: int, *args: Any) -> None:
         inside.set()
         go.wait(10.0)
-        grow(slots_count)
+        grow(slots_count, *args)
 
     monkeypatch.setattr(vault, "_grow_to", slow)
     claiming = threading.Thread(target=vault.claim, args=(JOB, Share(1, {0: 4}, 0)))

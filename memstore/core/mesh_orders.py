@@ -35,7 +35,7 @@ class MeshOrders:
         self.asked: dict[str, Asked] = {}
 
     def ask(self, now: float, call: Call) -> None:
-        """A rank wants the order. Once the attempt has one, or has got or put anything, it keeps what it has."""
+        """A rank wants the order. Once the attempt has one, or has got, put or prepared, it keeps what it has."""
         body = call.body
         job = self.catalog.jobs[str(body["job"])]
         attempt = job.newest
@@ -44,7 +44,7 @@ class MeshOrders:
             return
         if self.catalog.attempts.is_repeated(job.name, call):
             return
-        if attempt.order or attempt.has_restored or attempt.has_put:
+        if attempt.order or attempt.has_restored or attempt.has_put or attempt.needs:
             self.catalog.attempts.answer_member(job.name, attempt, call)
             return
         asked = self.asked.get(job.name)

@@ -28,6 +28,8 @@ class Reservation:
 
     attempt: int
     calls: dict[int, Call] = field(default_factory=dict)
+    late: dict[int, Call] = field(default_factory=dict)  # want more than was ordered: a reservation of their own, next
+    before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     is_ordered: bool = False
@@ -55,7 +57,7 @@ class Room:
         self.unroomed: dict[tuple[str, str], tuple[int, float]] = {}  # (job, late host) -> (attempt, when to ask again)
 
     def reserve(self, call: Call) -> None:
-        """A rank's first put, or one that has outgrown its share."""
+        """A rank's preparation or first put, or a put that has outgrown its share."""
         body = call.body
         job = self.catalog.jobs[str(body["job"])]
         attempt = job.newest
@@ -72,18 +74,42 @@ class Room:
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
             )  # fmt: skip
             return
-        attempt.needs[int(body["rank"])] = int(body["slots"])
         active = self.active.get(job.name)
         if active is None or active.attempt != attempt.ordinal:
+            self._dismiss(active, "FencedError", f"job {job.name!r}: a newer attempt was opened")
             active = self.active[job.name] = Reservation(attempt.ordinal)
-        active.calls[int(body["rank"])] = call
+        rank, slots = int(body["rank"]), int(body["slots"])
+        known = attempt.needs.get(rank)
+        attempt.needs[rank] = slots
+        if rank in active.late or (active.is_ordered and slots > (known or 0)):
+            active.late[rank] = call
+        else:
+            active.calls[rank] = call
+        active.before.setdefault(rank, known)
+        self._order_if_all(job, attempt, active)
+
+    def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
         is_first = not attempt.has_put and len(attempt.needs) < attempt.world_size  # every rank asks: none looks at all
-        if not is_first and not self._missing(job, attempt) and not active.is_ordered:
-            active.is_ordered = True
-            if not attempt.has_put:
-                self.catalog.retention.shed(job)
-            active.waits = self.order(job, attempt)
-            self._finish(job, active)
+        if active.is_ordered or is_first or self._missing(job, attempt):
+            return
+        active.is_ordered = True
+        if not attempt.has_put:
+            self.catalog.retention.shed(job)
+        active.waits = self.order(job, attempt)
+        self._finish(job, active)
+
+    def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
+        """Nobody waits for this room any more."""
+        for call in {**active.calls, **active.late}.values() if active is not None else ():
+            self.catalog.refuse(call, error, why)
+
+    def _take_back(self, attempt: Attempt, active: Reservation) -> None:
+        """The room was refused: who asked needs what it needed before."""
+        for rank, slots in active.before.items():
+            if slots is None:
+                attempt.needs.pop(rank, None)
+            else:
+                attempt.needs[rank] = slots
 
     def _missing(self, job: Job, attempt: Attempt) -> list[int]:
         """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
@@ -227,16 +253,14 @@ class Room:
         host, why = sorted(active.refusals.items())[0]
         if job.pins:
             why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
-        for call in active.calls.values():
-            if not attempt.has_put:
-                attempt.needs.pop(int(call.body["rank"]), None)
-            self.catalog.refuse(call, "CapacityError", f"{job.name} does not fit on {host}: {why}")
+        self._take_back(attempt, active)
+        self._dismiss(active, "CapacityError", f"{job.name} does not fit on {host}: {why}")
 
     def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
         """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
         job = self.catalog.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
-        if attempt is None:
+        if job is None or attempt is None:
             return
         attempt.has_shed = True
         attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
@@ -245,13 +269,15 @@ class Room:
             del self.active[fact.job]
             for call in active.calls.values():
                 self.catalog.answer(call, {})
+            if active.late:
+                again = self.active[fact.job] = Reservation(fact.attempt, active.late)
+                again.before = {rank: active.before[rank] for rank in active.late}
+                self._order_if_all(job, attempt, again)
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for room any more."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
-        active = self.active.pop(name, None)
-        for call in active.calls.values() if active is not None else ():
-            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+        self._dismiss(self.active.pop(name, None), "FencedError", f"job {name!r} was removed")
 
     def tick(self, now: float) -> None:
         """Ranks that never made their first put; hosts that died while claiming."""
@@ -266,11 +292,10 @@ class Room:
                 missing = listed(self._missing(job, attempt))
                 why = (
                     f"first put of job {name!r}: after {limit_s:g} s ranks {missing} of {attempt.world_size} have not "
-                    "put. Every rank must put every step; raise connect_timeout_s if they are merely slow"
+                    "put, nor prepared. Every rank must put every step; raise connect_timeout_s if they are merely slow"
                 )
-                for rank, call in active.calls.items():
-                    self.catalog.refuse(call, "GatherTimeout", why)
-                    attempt.needs.pop(rank, None)
+                self._dismiss(active, "GatherTimeout", why)
+                self._take_back(attempt, active)
                 active.calls.clear()
             if not active.calls and not active.is_claimed:
                 self.active.pop(name, None)

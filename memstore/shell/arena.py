@@ -111,13 +111,16 @@ class Arena:
         """Bytes of memory behind the claimed slots."""
         return self.slots_count * self.chunk_bytes
 
-    def grow(self, slots_count: int, should_stop: Callable[[], bool] | None = None) -> int:
+    def grow(
+        self, slots_count: int, should_stop: Callable[[], bool] | None = None,
+        on_step: Callable[[int, int], None] = lambda done_bytes, wanted_bytes: None,
+    ) -> int:  # fmt: skip
         """Claim slots until there are `slots_count` in all, in steps of 64 MiB without the GIL.
 
         Each step is allocated and pre-faulted; the new slots count only when all of them are there.
         If they cannot all be there, or `should_stop` says so, what this call had claimed is given
         back by punching a hole, and earlier slots stay as they were. Returns the slots there are.
-        One call at a time; meant for a background thread.
+        One call at a time; meant for a background thread. `on_step` hears the bytes done, of those wanted.
 
         Raises:
             CapacityError: Beyond the limit, or the file system or memory is full.
@@ -141,6 +144,7 @@ class Arena:
                 nbytes = min(STEP_NBYTES, end - at)
                 _allocate(self.folder, self._fd, at, nbytes, wanted=(start, end))
                 self.mapping.populate(at, nbytes)
+                on_step(at + nbytes - start, end - start)
             is_whole = True
         finally:
             if not is_whole:

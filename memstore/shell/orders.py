@@ -5,8 +5,9 @@ Whatever can block runs in a thread of `workers`; an order that fails ends no se
 
 from __future__ import annotations
 
+import functools
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import copy_to_wire, shard_from_wire
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("memstore")
 FENCE_DRAIN_S = 5.0
+CONNECT_S = 1.0  # room is not withheld for longer because a target does not answer
 
 
 class Orders:
@@ -100,10 +102,13 @@ class Orders:
             int(body.get("world_size", 0)), int(body.get("versions", 1)),
         )  # fmt: skip
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
+        # Meanwhile: a first put that has to connect finds nothing warm.
+        connecting = self.workers.submit(self.holder.logged, self.holder.pusher.connect, job)
         try:
-            self.vault.claim(job, share)
+            self.vault.claim(job, share, functools.partial(self.holder.ranks.room, job))
         except CapacityError as exc:
             reply.update(ok=False, why=str(exc))
+        wait([connecting], CONNECT_S)
         self.holder.report("reserved", reply)
         self.holder.ranks.grant_job(job)
 

@@ -102,6 +102,12 @@ class Peer:
                 return
         channel.close()
 
+    def connect(self) -> None:
+        """Open every stream and keep it; those that are idle count."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(self._streams):
+                stack.enter_context(self.channel())
+
     def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """One request, one reply."""
         return self._converse(lambda channel: channel.request(body, timeout_s=timeout_s).body)

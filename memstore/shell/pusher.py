@@ -61,6 +61,14 @@ class Pusher:
             self.submit(shard, digest, target, is_repair=False, done=done, fresh=fresh)
         return bool(targets)
 
+    def connect(self, job: str) -> None:
+        """Open the streams to a job's targets before the first push needs them."""
+        for target in list(self.holder.targets.get(job, ())):
+            try:
+                self.holder.peer(target).connect()
+            except TransportError as exc:
+                log.info("job %s: host %s cannot be reached yet: %s", job, target, exc)
+
     def order(self, body: dict[str, Any]) -> None:
         """A push ordered by the controller."""
         self.submit(

@@ -4,7 +4,8 @@ One thread per link reads; another digests hand-overs in order (sealer.py), so t
 acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
     rank -> holder   hello, call (id, verb, body), handover, unpin, checked
-    holder -> rank   welcome, refused, answer (id, body, error), grant, level, resume, check, fenced, came (herald.py)
+    holder -> rank   welcome, refused, answer (id, body, error), grant, room, level, resume, check, fenced,
+                     came (herald.py)
 """
 
 from __future__ import annotations
@@ -294,6 +295,11 @@ class RankServer:
         """Links of a job's ranks on this host."""
         with self.lock:
             return [link for link in self.links.values() if link.job == job and link.rank >= 0]
+
+    def room(self, job: str, done_bytes: int, wanted_bytes: int) -> None:
+        """Tell a job's ranks how far the room that they asked for has grown."""
+        for link in self.of_job(job):
+            link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
 
     def grant_job(self, job: str) -> None:
         """Room may have become free for a job's ranks."""

@@ -114,12 +114,12 @@ class Vault:
 
     # -- room (R9, R10) -----------------------------------------------------------------------
 
-    def claim(self, job: str, share: Share) -> None:
+    def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot."""
         with self._grow_lock:
             with self.lock:
                 needed = self.shelf.slots_needed(job, share)
-            self._grow_to(needed)
+            self._grow_to(needed, on_step)
             with self.lock:
                 self.shelf.set_share(job, share)
 
@@ -132,7 +132,7 @@ class Vault:
             if short > 0:
                 self._grow_to(needed)
 
-    def _grow_to(self, slots_count: int) -> None:
+    def _grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
         if slots_count > self.arena.slots_count:
             if slots_count * self.chunk_bytes > self.limit_bytes:
                 raise CapacityError(
@@ -144,7 +144,7 @@ class Vault:
             refusal = self._admit(slots_count * self.chunk_bytes, self.arena.claimed_bytes) if self._admit else None
             if refusal is not None:
                 raise CapacityError(refusal, asked_bytes=slots_count * self.chunk_bytes)
-            self.arena.grow(slots_count)
+            self.arena.grow(slots_count, on_step=on_step)
             with self.lock:
                 self.table.grow(self.arena.slots_count)
 

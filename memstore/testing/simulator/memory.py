@@ -109,7 +109,7 @@ class MemoryArena(Arena):
         """Return a slot's bytes."""
         return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
 
-    def grow(self, slots_count: int, should_stop: Any = None) -> int:
+    def grow(self, slots_count: int, should_stop: Any = None, on_step: Any = None) -> int:
         """Claim slots; CapacityError if the file system is full."""
         memory = self.memory
         if memory.is_full or slots_count > self.limit_slots:

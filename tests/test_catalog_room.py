@@ -1,0 +1,96 @@
+"""Room at a preparation, a first put, and when states grow: on all hosts, for all ranks, or refused (R10)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.testing.catalog_holder import CHUNKS, FakeRank
+from memstore.testing.catalog_trained import trained
+from memstore.testing.catalog_world import CatalogWorld
+
+
+def watch_orders(world: CatalogWorld) -> dict[str, list[dict[str, Any]]]:
+    """Return what every host is ordered to reserve from now on."""
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in world.holders}
+    for name, holder in world.holders.items():
+        obey = holder.obey
+
+        def note(kind: str, body: dict[str, Any], name: str = name, obey: Any = obey) -> None:
+            if kind == "reserve":
+                seen[name].append(body)
+            obey(kind, body)
+
+        holder.obey = note  # type: ignore[method-assign]
+    return seen
+
+
+def answered(ranks: list[FakeRank], count: int) -> bool:
+    return all(len(r.answers.get("reserve", ())) + len(r.errors.get("reserve", ())) >= count for r in ranks)
+
+
+def test_a_larger_put_after_a_preparation_gets_its_room_on_every_rank() -> None:
+    """Each rank asks for more while the first one's order is under way: no answer comes before its own room (R10)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.reserve(ranks)
+    orders = watch_orders(world)
+    for rank in ranks:
+        world.call(rank, "reserve", slots=3 * CHUNKS)
+        world.run(0.001)  # the first call is ordered before the last has come
+    assert world.run_until(lambda: answered(ranks, 2), 10.0)
+    for rank in ranks:
+        wanted = [dict(body["ranks"]).get(rank.rank) for body in orders[rank.host_id]]
+        assert wanted[-1] == 2 * 3 * CHUNKS, f"rank {rank.rank} was answered, its host reserved {wanted}"
+    assert world.put_all(ranks, 1)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_refused_growth_leaves_the_room_that_was_claimed(last: int) -> None:
+    """CapacityError names the host; what the attempt needed before stands, and its puts go on (R10, R11)."""
+    world, ranks = trained(2, last=last)
+    if not last:
+        world.reserve(ranks)
+    before = dict(world.job().attempts[1].needs)
+    world.holders[ranks[1].host_id].refuses_room = "no memory left"
+    world.call(ranks[0], "reserve", slots=50 * CHUNKS)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("reserve")), 10.0)
+    assert "no memory left" in ranks[0].error("reserve")
+    world.holders[ranks[1].host_id].refuses_room = ""
+    assert world.job().attempts[1].needs == before
+    assert world.put_all(ranks, last + 1)
+
+
+def test_a_preparation_of_some_ranks_and_the_first_put_of_the_others_are_one_round() -> None:
+    """Nobody is answered before all ranks have asked (R10)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.call(ranks[0], "reserve", slots=CHUNKS)
+    world.run(2.0)
+    assert not ranks[0].answers.get("reserve")
+    world.call(ranks[1], "reserve", slots=CHUNKS)
+    assert world.run_until(lambda: answered(ranks, 1), 10.0)
+    assert world.put_all(ranks, 1)
+
+
+def test_a_preparation_before_a_get_that_the_job_needs_is_refused() -> None:
+    """Preparing frees what no lineage can restore, as a first put does: not before get() has been asked (R19)."""
+    world, _ = trained(2)
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    assert all("store.get()" in rank.error("reserve") for rank in ranks)
+    world.get(ranks)
+    assert world.put_all(ranks, 2)
+
+
+def test_the_ranks_keep_their_numbers_once_they_have_prepared() -> None:
+    """Room is by rank: mesh_order() after prepare() returns the order that stands (R27)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    for rank in ranks:
+        world.call(rank, "mesh_order", nonce=rank.nonce, together=1)
+    assert world.run_until(lambda: all(rank.answers.get("mesh_order") for rank in ranks), 10.0)
+    assert [rank.answers["mesh_order"][-1]["order"] for rank in ranks] == [[], []]

@@ -1,0 +1,150 @@
+"""store.prepare(): the first put's room is there before the put; refusals as at a first put (R9, R10, R19)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memstore.api import connect
+from memstore.errors import CapacityError, CommitError, GatherTimeout
+from memstore.store import Store
+from memstore.testing.processes import ProcessCluster
+
+LABELS = {"memstore": "replica"}
+WAIT_S = 60.0
+CHUNK = 64 << 10
+
+
+def state_of(nbytes: int, value: float = 1.0) -> dict[str, Any]:
+    return {"weight": torch.full((nbytes // 4,), value)}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessCluster]:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": LABELS, "h2": LABELS}, arena_bytes=32 << 20) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def ranks(cluster: ProcessCluster, count: int, job: str = "job", **more: Any) -> Iterator[list[Store]]:
+    """All ranks of a launch, in this process: each call of `together` runs on a thread of its own."""
+    config = cluster.config.with_fields({"connect_timeout_s": WAIT_S, **more})
+    with contextlib.ExitStack() as stack:
+        joined = together(
+            [lambda rank=rank: connect(job, rank=rank, world_size=count, config=config) for rank in range(count)]
+        )
+        yield [stack.enter_context(store) for store in joined]
+
+
+def together(calls: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(2 * WAIT_S) for future in [pool.submit(call) for call in calls]]
+
+
+def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(cluster: ProcessCluster) -> None:
+    """When wait() returns both versions are leased and entered, on the peer too; a put asks for nothing any more."""
+    with ranks(cluster, 2) as stores:
+        state = state_of(20 * CHUNK)
+        preparations = [store.prepare(state) for store in stores]
+        for preparation in preparations:
+            assert preparation.wait(WAIT_S).is_ready
+            assert preparation.fraction == 1.0
+            assert preparation.seconds > 0
+        assert all(len(store._link.pool) >= 2 * 20 for store in stores)
+        asked: list[str] = []
+        for store in stores:
+            ask = store._link.call_soon
+            store._link.call_soon = lambda verb, body, ask=ask: asked.append(verb) or ask(verb, body)  # type: ignore
+        tickets = [store.put(1, state) for store in stores]
+        for ticket in tickets:
+            ticket.wait("committed", WAIT_S)
+        assert asked == []
+        stats = {row["host"]: row for row in cluster.status()["hosts"]}
+        assert set(stats) == {"h1", "h2"}
+
+
+def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for the log: bytes of a put, bytes new on this host, seconds by part."""
+    with caplog.at_level(logging.INFO, "memstore"), ranks(cluster, 1) as (store,):
+        preparation = store.prepare(16 * CHUNK).wait(WAIT_S)
+        assert preparation.nbytes == 16 * CHUNK
+        assert caplog.messages.count(preparation.cost) == 1
+        # Two versions and one to mend a neighbour's copy (R10).
+        assert f"{3 * 16 * CHUNK / 1e9:.3g} GB new on this host" in preparation.cost
+        assert store.prepare(16 * CHUNK) is preparation
+
+
+def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
+    """The optimizer had no state yet when prepare() was called: the first put gets all of its room, and waits."""
+    with ranks(cluster, 2) as stores:
+        for store in stores:
+            store.prepare(state_of(2 * CHUNK))
+        larger = state_of(30 * CHUNK)
+        tickets = together([lambda store=store: store.put(1, larger) for store in stores])
+        assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
+
+
+def test_a_larger_state_can_be_prepared_for_while_training(cluster: ProcessCluster) -> None:
+    """Without it, a grown state costs the step in which it has grown (R11)."""
+    with ranks(cluster, 1) as (store,):
+        store.put(1, state_of(2 * CHUNK)).wait("committed", WAIT_S)
+        store.prepare(20 * CHUNK).wait(WAIT_S)
+        assert store.put(2, state_of(20 * CHUNK)).wait("committed", WAIT_S).level == "committed"
+
+
+def test_what_cannot_fit_is_refused_on_all_ranks_alike_and_again_at_the_put(cluster: ProcessCluster) -> None:
+    """CapacityError at wait(), with the numbers; a put asks again, and a state that fits is put (R10)."""
+    with ranks(cluster, 2) as stores:
+        preparations = [store.prepare(64 << 20) for store in stores]
+        for preparation in preparations:
+            with pytest.raises(CapacityError, match="does not fit on h1"):
+                preparation.wait(WAIT_S)
+            assert preparation.has_failed
+
+        def refused(store: Store) -> None:
+            with pytest.raises(CapacityError):
+                store.put(1, state_of(64 << 20))
+
+        together([lambda store=store: refused(store) for store in stores])
+        tickets = together([lambda store=store: store.put(1, state_of(CHUNK)) for store in stores])
+        assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
+
+
+def test_a_restart_may_not_prepare_before_it_has_asked_for_its_history(cluster: ProcessCluster) -> None:
+    """As a first put, prepare() would free what it did not look at (R19); get() prepares by itself."""
+    with ranks(cluster, 1) as (store,):
+        store.put(1, state_of(4 * CHUNK)).wait("committed", WAIT_S)
+    with ranks(cluster, 1) as (store,):
+        with pytest.raises(CommitError, match=r"store\.get\(\)"):
+            store.prepare(CHUNK).wait(WAIT_S)
+        assert store.get().step == 1
+        prepared = store.prepare(4 * CHUNK)
+        assert prepared.wait(WAIT_S).is_ready
+        assert store.prepare(4 * CHUNK) is prepared
+        assert store.put(2, state_of(4 * CHUNK, 2.0)).wait("committed", WAIT_S).level == "committed"
+
+
+def test_a_rank_that_waits_alone_is_told_who_is_missing(cluster: ProcessCluster) -> None:
+    """The deadline is the job's connect_timeout_s; what waits ends with it, and a timeout of its own does not."""
+    with ranks(cluster, 2, connect_timeout_s=2.0) as stores:
+        preparation = stores[0].prepare(CHUNK)
+        with pytest.raises(TimeoutError, match="goes on"):
+            preparation.wait(0.05)
+        with pytest.raises(GatherTimeout, match="1 of 2"):
+            preparation.wait(WAIT_S)
+
+
+def test_closing_ends_a_preparation_that_waits(cluster: ProcessCluster) -> None:
+    """No thread and no question outlives the store."""
+    with ranks(cluster, 2) as stores:
+        preparation = stores[0].prepare(CHUNK)
+        stores[0].close()
+        assert preparation.has_failed
