@@ -22,7 +22,9 @@ NOT_RECORDS = {"faults", "simulator"}  # files of other shapes, written by bench
 def amount(value: float, unit: str) -> str:
     """Write a figure with its unit."""
     if unit == "s":
-        return f"{value * 1e6:.3g} µs" if value < 1e-3 else f"{value * 1e3:.3g} ms" if value < 10 else f"{value:.3g} s"
+        return (
+            f"{value * 1e6:.3g} µs" if value < 1e-3 else f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+        )
     if unit == "bytes":
         power = max((p for p in range(4) if value >= 1024**p), default=0)
         return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
