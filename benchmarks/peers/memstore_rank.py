@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
@@ -24,9 +23,8 @@ class MemstoreRank(Contestant):
         os.environ["MEMSTORE_HOST"] = HOSTS[task.rank]
         self._store = connect(self._job, rank=task.rank, world_size=task.world_size, config=self._config)
         self._step = -1
-        prepare: Any = getattr(self._store, "prepare", None)
-        if task.options["prepare"] and prepare is not None:
-            prepare(task.state).wait(timeout_s=120.0)
+        if task.options["prepare"]:
+            self._store.prepare(task.state).wait(timeout_s=120.0)
 
     def run(self, way: str, step: int) -> Stamps:
         """Put and wait."""
