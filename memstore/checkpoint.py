@@ -82,8 +82,13 @@ def read_shard(link: RankLink, body: dict[str, Any], into: Any, timeout_s: float
 def _opened(source: ChunkSource, manifest: Manifest, into: Any, answered: Callable[[], dict[str, Any]]) -> Checkpoint:
     started_s = time.perf_counter()
     stream = CheckedStream(manifest, source)
-    state = _built(manifest, stream, into)
-    answer = answered()
+    try:
+        state = _built(manifest, stream, into)
+        answer = answered()
+    except MemstoreError as exc:
+        if into is not None and stream.has_written:
+            raise type(exc)(f"{exc}; the state given as into= is unusable: restart this process") from exc
+        raise
     seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
     seconds["load"] = time.perf_counter() - started_s
     return Checkpoint(
@@ -110,12 +115,7 @@ def _built(manifest: Manifest, stream: CheckedStream, into: Any) -> Any:
     layout = decode_layout(manifest.layout)
     if layout.nbytes > manifest.nbytes:
         raise ProtocolError(f"the layout of {manifest.shard} is of {layout.nbytes} bytes, it has {manifest.nbytes}")
-    try:
-        state = build_state(layout, stream, into=into)
-    except MemstoreError as exc:
-        if into is not None and stream.has_written:
-            raise type(exc)(f"{exc}; the state given as into= is unusable: restart this process") from exc
-        raise
+    state = build_state(layout, stream, into=into)
     if isinstance(state, dict) and DCP_KEY in state:
         raise ManifestMismatch(
             f"step {manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
