@@ -10,6 +10,7 @@ from benchmarks import (
     bench_catalog,
     bench_commit,
     bench_first_put,
+    bench_overlap,
     bench_planner,
     bench_put_stall,
     bench_replicate,
@@ -24,6 +25,7 @@ from benchmarks.harness import GIB, MIB, Options, Record
 BENCHMARKS = {
     "first_put": bench_first_put.run,
     "put_stall": bench_put_stall.run,
+    "overlap": bench_overlap.run,
     "replicate": bench_replicate.run,
     "restore": bench_restore.run,
     "restore_links": bench_restore_links.run,

@@ -34,6 +34,7 @@ class OpenPut:
         self.attempt, self.world_size = attempt, world_size
         self.is_over = False
         self.is_lent = False
+        self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
         self.lock = threading.RLock()
 
     def views(self) -> list[memoryview]:
@@ -90,12 +91,13 @@ class OpenPut:
     def abandon(self, *, is_patient: bool = True) -> None:
         """Give everything back; what was lent, as far as no child has it, and when the holder says so.
 
-        Waits for whoever writes into the slots, or, not `is_patient`, leaves them to him.
+        Waits for whoever writes into the slots, or, not `is_patient`, leaves them to him. An overlapped copy is never
+        waited for: it gives them back itself.
         """
         if not self.lock.acquire(blocking=is_patient):
             return
         try:
-            if self.is_over:
+            if self.is_over or self.is_filled_late:
                 return
             self.is_over = True
             if self.is_lent:

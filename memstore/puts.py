@@ -10,16 +10,21 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memstore.config import Config
 from memstore.errors import ClosedError, MemstoreError, StepConflict
 from memstore.open_put import OpenPut
+from memstore.overlap import Overlap
 from memstore.preparation import Preparation
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("memstore")
 TICKETS_KEPT = 64
@@ -41,6 +46,7 @@ class Puts:
         self._preparation: Preparation | None = None
         self._resume_step = 0
         self._last_step = self._floor = -1
+        self.overlap = Overlap(self)
 
     @property
     def job(self) -> str:
@@ -80,16 +86,21 @@ class Puts:
 
     # -- puts ---------------------------------------------------------------------------------
 
-    def put(self, step: int, state: Any, timeout_s: float | None) -> Ticket:
+    def put(
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False
+    ) -> Ticket:
         """Do what `Store.put` promises."""
         began_s = time.monotonic()
         ticket = self._same_step(step)
         if ticket is not None:
             return ticket
+        memory = self.overlap.steady_memory(overlap)
         plan = plan_state(state)
         ticket, room = self.begin(step, plan.nbytes, began_s=began_s, timeout_s=timeout_s)
         try:
-            if room is not None:
+            if room is not None and memory is not None:
+                self.overlap.copy(room, plan, memory)
+            elif room is not None:
                 self._copy(room, plan)
         except BaseException:
             self._forget(step)
@@ -119,6 +130,7 @@ class Puts:
         known = self._same_step(step)
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
+        self.overlap.wait()
         ticket = self._new_ticket(step, nbytes, began_s)
         try:
             slots = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s)
@@ -140,8 +152,12 @@ class Puts:
             room.abandon()
             self.skip(ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        if not room.hand_over(plan.layout, plan.nbytes):
-            self.skip(ticket, "this host's holder restarted while the state was copied")
+        self.hand_over(room, plan.layout, plan.nbytes)
+
+    def hand_over(self, room: OpenPut, layout: bytes, nbytes: int) -> None:
+        """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
+        if not room.hand_over(layout, nbytes):
+            self.skip(room.ticket, "this host's holder restarted while the state was copied")
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give a step up; collective: the controller abandons it everywhere (R12)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ from memstore.shell.state_encode import plan_state
 from memstore.ticket import Ticket
 
 if TYPE_CHECKING:
+    import torch
+
     from memstore.dcp.reader import DcpReader
     from memstore.dcp.writer import DcpWriter
 
@@ -99,13 +102,17 @@ class Store:
 
     # -- put ----------------------------------------------------------------------------------
 
-    def put(self, step: int, state: Any, *, timeout_s: float | None = None) -> Ticket:
+    def put(
+        self, step: int, state: Any, *, overlap: bool | Iterable[torch.Tensor] = False, timeout_s: float | None = None
+    ) -> Ticket:
         """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
 
         Args:
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
             state: Any nesting DESIGN 5 lists.
+            overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
+                `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
 
         Returns:
@@ -113,10 +120,28 @@ class Store:
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
+            ConfigError: `overlap=True` without a fenced optimizer.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
-        return self.puts.put(step, state, timeout_s)
+        return self.puts.put(step, state, timeout_s, overlap)
+
+    def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
+        """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
+
+        A tensor that was changed before the fence makes its step fail, by name, on all ranks. Seen are in-place
+        operations that autograd counts, freed or resized memory, and what changes some of the cache lines of which one
+        in a MiB is compared: a write to a few elements through `.data` or numpy is not. A fence that waited
+        `stall_budget_s`, or `timeout_s`, in vain makes the step fail as well, and training goes on (R11, R12).
+
+        Raises:
+            ConfigError: `optimizer` has no hook in front of its step.
+        """
+        if optimizer is None:
+            self.puts.overlap.wait(timeout_s)
+        else:
+            self._check_open()
+            self.puts.overlap.fence(optimizer)
 
     def prepare(self, state: Any) -> Preparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -185,6 +210,7 @@ class Store:
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout.
         """
         self._check_open()
+        self.fence()  # into= may be what is being copied
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
             return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s)
@@ -211,6 +237,7 @@ class Store:
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
+        self.fence()
         body: dict[str, Any] = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
             "is_agreement": True,
@@ -265,6 +292,7 @@ class Store:
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
+        self.fence()
         body = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
             "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
@@ -304,6 +332,7 @@ class Store:
         if self._is_closed:
             return
         self._is_closed = True
+        self.puts.overlap.close()
         self.puts.close()
         if not self._link.fenced_by:
             body = {"job": self.job, "attempt": self.attempt, "rank": self.rank}

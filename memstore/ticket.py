@@ -14,7 +14,8 @@ TERMINAL = ("skipped", "superseded", "failed")
 class Ticket:
     """Returned by put; `level` rises by itself.
 
-    Attributes: step, nbytes, stall_s (seconds put blocked), level, degraded, reason.
+    Attributes: step, nbytes, stall_s (seconds that put blocked, and a fence for its overlapped copy), level, degraded,
+    reason.
     """
 
     def __init__(self, step: int, nbytes: int = 0, began_s: float = 0.0) -> None:

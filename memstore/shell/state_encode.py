@@ -8,7 +8,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,27 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
     Raises:
         ValueError: the views are too few, too small or read-only.
     """
+    copy_all_but(plan, slot_stream(plan, views, chunk_bytes), ())
+
+
+def slot_stream(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> SlotStream:
+    """Return the slots as one stream to write to; raises what `copy_into` does."""
     if any(view.readonly for view in views):
         raise ValueError("a slot's view is read-only")
-    stream = SlotStream(views, chunk_bytes, plan.nbytes)
+    return SlotStream(views, chunk_bytes, plan.nbytes)
+
+
+def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> None:
+    """Copy the planned stream but for the sources of these numbers in `plan.placed`, which lie in host memory."""
     devices: set[torch.device] = set()
     moves: list[Move] = []
     end = 0
-    for offset, source in plan.placed:
+    for number, (offset, source) in enumerate(plan.placed):
         if offset > end:
             stream.zero(end, offset - end)
-        if source.address is not None:
+        if number in late:
+            pass
+        elif source.address is not None:
             stream.plan_write(offset, source.address, source.nbytes, moves)
         else:
             flat = dense_bytes(source.owner)

@@ -1,0 +1,229 @@
+"""Puts whose copy overlaps the next step's forward and backward, and the fence that ends it (R11).
+
+put:    what may change before the fence is copied at once, moves of the rest are queued; a copy thread makes them
+fence:  in front of the optimizer's step: joins in with what is left, waits for the end; then the optimizer may write
+
+A put, get, agree, rewind or close is a fence as well. At the end of the interpreter the copy is given up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memstore.core.layout import decode_layout
+from memstore.core.tensor_names import name_at
+from memstore.errors import ConfigError
+from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
+from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
+from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
+from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
+
+if TYPE_CHECKING:
+    from memstore.open_put import OpenPut
+    from memstore.puts import Puts
+
+# Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
+NICENESS = 10
+EXIT_S = 5.0
+
+
+class Hook(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook back."""
+
+
+class Overlap:
+    """The overlapped copies of one store; at most one is under way."""
+
+    def __init__(self, puts: Puts) -> None:
+        self._puts = puts
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Hook] = []
+        self._late: tuple[LateCopy, OpenPut] | None = None
+        self._queue: queue.SimpleQueue[LateCopy | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        _OVERLAPS.add(self)
+
+    def fence(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait in front of every step of this optimizer; its parameters and state are copied late from now on.
+
+        Raises:
+            ConfigError: It is no torch.optim.Optimizer.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
+                "step: put with overlap=<the tensors that it alone changes>, and call store.fence() before it steps",
+                field="optimizer",
+            )
+        if any(known is optimizer for known in self._optimizers):
+            return
+        this = weakref.ref(self)
+
+        def before_step(*_: Any) -> None:
+            overlap = this()
+            if overlap is not None:
+                overlap.wait()
+
+        self._hooks.append(optimizer.register_step_pre_hook(before_step))
+        self._optimizers.append(optimizer)
+
+    def steady_memory(self, overlap: bool | Iterable[torch.Tensor]) -> SteadyMemory | None:
+        """Return the memory that is to be copied late, or None for a put that does not overlap.
+
+        Raises:
+            ConfigError: Nobody would wait for the copy.
+        """
+        if overlap is False:
+            return None
+        if overlap is not True:
+            return SteadyMemory(overlap)
+        if not self._optimizers:
+            raise ConfigError(
+                "put(overlap=True) needs an optimizer that waits for the copy: call store.fence(optimizer) once before",
+                field="overlap",
+            )
+        return SteadyMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))
+
+    # -- a copy ---------------------------------------------------------------------------------
+
+    def copy(self, room: OpenPut, plan: StatePlan, memory: SteadyMemory) -> None:
+        """Copy what may change and queue the rest; the put that took the room is handed over when that is done."""
+        late: dict[int, tuple[WatchedSource, list[Move]]] = {}
+        try:
+            stream = slot_stream(plan, room.views(), room.chunk_bytes)
+            for number, (offset, source) in enumerate(plan.placed):
+                owners = memory.owners_of(source)
+                if owners and source.address is not None:
+                    watched = WatchedSource(owners, owners[-1].untyped_storage(), source.address, source.nbytes)
+                    late[number] = watched, []
+                    stream.plan_write(offset, source.address, source.nbytes, late[number][1])
+            with room.lock:
+                copy_all_but(plan, stream, late)
+                room.is_filled_late = not room.is_over
+        except BaseException as exc:
+            room.abandon()
+            self._puts.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
+            raise
+        # Not the plan itself: it keeps alive what was copied at once.
+        layout, nbytes = plan.layout, plan.nbytes
+        offsets = [plan.placed[number][0] for number in late]
+        copy = LateCopy(
+            list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
+            on_end=lambda problem: self._end(room, layout, nbytes, problem),
+            name_of=lambda number: name_at(decode_layout(layout), offsets[number]),
+        )  # fmt: skip
+        self._late = copy, room
+        self._start(copy)
+
+    def _start(self, copy: LateCopy) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_copy_all, args=(self._queue,), name="memstore-copy", daemon=True)
+            self._thread.start()
+        self._queue.put(copy)
+
+    def _end(self, room: OpenPut, layout: bytes, nbytes: int, problem: str) -> None:
+        """Hand the put over, or give its step up on all ranks (R12)."""
+        room.is_filled_late = False
+        if not problem:
+            self._puts.hand_over(room, layout, nbytes)
+            return
+        room.abandon()
+        if not room.ticket.is_over:
+            self._puts.skip(room.ticket, problem, "failed")
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the sources of the copy under way may be written; at once if there is none.
+
+        A copy that has not ended after `timeout_s` (the stall budget) fails its step, and training goes on. Any thread.
+        """
+        late = self._late
+        if late is None:
+            return
+        copy, room = late
+        began_s = time.monotonic()
+        if not copy.ended.is_set():
+            budget_s = self._puts.config.stall_budget_s if timeout_s is None else timeout_s
+            self._join_in(copy, began_s + budget_s)
+            if not copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic())):
+                copy.stop(f"it was not copied within {budget_s:g} s at the fence")
+        # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
+        name = copy.counted_change()
+        if name and not room.ticket.is_over and room.ticket.level != "committed":
+            self._puts.skip(room.ticket, changed_message(name), "failed")
+        room.ticket.stall_s += time.monotonic() - began_s
+        if self._late is late:
+            self._late = None
+
+    def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
+        """Help the copy thread with the moves that are left, with as many threads as a put would take."""
+        count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
+        for _ in range(count - 2):  # this one and the copy thread are two
+            threading.Thread(target=copy.work, args=(deadline_s,), daemon=True).start()
+        copy.work(deadline_s)
+
+    def close(self) -> None:
+        """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._optimizers = [], []
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(EXIT_S)
+
+    def give_up(self) -> None:
+        """At exit: no thread of ours reads memory that the interpreter frees."""
+        if self._late is not None:
+            self._late[0].stop("the process ended")
+        self._end_thread()
+
+    def forget(self) -> None:
+        """In a forked child: the copy is the parent's, and so is the thread."""
+        self._late = self._thread = None
+        self._queue = queue.SimpleQueue()
+
+
+def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    while True:
+        copy = copies.get()
+        if copy is None:
+            return
+        copy.work()
+        del copy  # nothing of a state is kept alive until the next
+
+
+_OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()
+
+
+def _give_up_all() -> None:
+    for overlap in list(_OVERLAPS):
+        overlap.give_up()
+
+
+def _forget_all() -> None:
+    for overlap in list(_OVERLAPS):
+        overlap.forget()
+
+
+atexit.register(_give_up_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,182 @@
+"""Memory moves that are made while training goes on, and how a change of their sources meanwhile is seen (R11).
+
+A tensor's version counter is raised by every in-place operation that autograd sees, but only when the operation is
+done, and not at all by fused optimizers (torch 2.13), by writes through `.data` or through numpy. So besides the
+counters a cache line in every MiB of a source, its first among them, is noted before and compared after: an operation
+over the whole of a tensor, still at work when the copy ends or unseen by autograd, has changed some of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from memstore.shell.slot_stream import Move
+
+# A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
+# Python loop gives up every 5 ms.
+MOVE_BYTES = 16 << 20
+SAMPLE_EVERY_BYTES = 1 << 20  # half a millisecond a GiB
+SAMPLE_BYTES = 64  # a cache line: as cheap to read as one of its bytes
+
+
+@dataclass(slots=True)
+class WatchedSource:
+    """Host memory of one tensor between put and fence; keeps it alive even if the tensor gets other memory.
+
+    Args:
+        tensors: Whose version counters rise when it is written: the tensor, and for a DTensor its local part.
+        storage: Its memory.
+        address, nbytes: What of it is copied; at least `SAMPLE_BYTES`.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    storage: torch.UntypedStorage
+    address: int
+    nbytes: int
+    _versions: list[int] = field(init=False)
+    _storage_address: int = field(init=False)
+    _samples: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._storage_address = self.storage.data_ptr()
+        self._samples = self._lines().copy()
+
+    def is_there(self) -> bool:
+        """Tell whether the memory was neither freed nor moved by a resize of its storage."""
+        return self.storage.data_ptr() == self._storage_address
+
+    def is_counted_change(self) -> bool:
+        """Tell whether an operation that autograd sees has changed it, or its memory is gone."""
+        return not self.is_there() or self._versions != [tensor._version for tensor in self.tensors]
+
+    def is_changed(self) -> bool:
+        """Tell whether it has changed, as far as counters and samples show."""
+        return self.is_counted_change() or not np.array_equal(self._samples, self._lines())
+
+    def _lines(self) -> np.ndarray:
+        memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        count = (self.nbytes - SAMPLE_BYTES) // SAMPLE_EVERY_BYTES + 1
+        lines: np.ndarray = np.ndarray((count, SAMPLE_BYTES), np.uint8, memory, 0, (SAMPLE_EVERY_BYTES, 1))
+        return lines
+
+
+def in_pieces(moves: Iterable[Move], limit_bytes: int = MOVE_BYTES) -> Iterator[Move]:
+    """Join moves of neighbours on both sides, and cut what is longer than `limit_bytes`.
+
+    >>> list(in_pieces([(0, 100, 4), (4, 104, 4), (20, 108, 9)], 8))
+    [(0, 100, 8), (20, 108, 8), (28, 116, 1)]
+    """
+    target = source = waiting = 0
+    for to, at, nbytes in moves:
+        if waiting and (to != target + waiting or at != source + waiting):
+            yield target, source, waiting
+            waiting = 0
+        if not waiting:
+            target, source = to, at
+        waiting += nbytes
+        while waiting >= limit_bytes:
+            yield target, source, limit_bytes
+            target, source, waiting = target + limit_bytes, source + limit_bytes, waiting - limit_bytes
+    if waiting:
+        yield target, source, waiting
+
+
+def move_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy host memory, without the GIL."""
+    ctypes.memmove(target, source, nbytes)
+
+
+class LateCopy:
+    """The late moves of one put. Any number of threads call `work`; it ends once, by whoever makes the last move.
+
+    Args:
+        sources: What is copied, each with its moves.
+        keep: Kept alive until the end: the slots' views.
+        is_wanted: Asked before every move; False ends the copy.
+        on_end: Called once, with "" if all was copied and nothing has changed, else with the reason.
+        name_of: Names a source for people, by its number.
+    """
+
+    def __init__(
+        self, sources: Sequence[tuple[WatchedSource, Sequence[Move]]], *, keep: object, is_wanted: Callable[[], bool],
+        on_end: Callable[[str], None], name_of: Callable[[int], str],
+    ) -> None:  # fmt: skip
+        self._sources = [source for source, _ in sources]
+        self._moves = deque((number, move) for number, (_, moves) in enumerate(sources) for move in in_pieces(moves))
+        self._keep, self._is_wanted, self._on_end, self._name_of = keep, is_wanted, on_end, name_of
+        self._lock = threading.Lock()
+        self._busy_count = 0
+        self._is_ending = False
+        self._problem = ""
+        self.ended = threading.Event()  # set when on_end has returned
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes that nobody has begun to copy."""
+        with self._lock:
+            return sum(nbytes for _, (_, _, nbytes) in self._moves)
+
+    def work(self, deadline_s: float = float("inf")) -> None:
+        """Make moves until none is left or the deadline (monotonic) passes; ends the copy after the last."""
+        while True:
+            with self._lock:
+                if not self._moves:
+                    break
+                number, move = self._moves.popleft()
+                self._busy_count += 1
+            problem = self._make(number, move)
+            with self._lock:
+                self._busy_count -= 1
+            if problem:
+                self.stop(problem)
+            if time.monotonic() > deadline_s:
+                break
+        self._end_if_over()
+
+    def stop(self, why: str) -> None:
+        """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
+        with self._lock:
+            self._moves.clear()
+            self._problem = self._problem or why
+        self._end_if_over()
+
+    def counted_change(self) -> str:
+        """Name a source that an operation has changed since the put, or return ""; costs a microsecond a source."""
+        return next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_counted_change()), "")
+
+    def _make(self, number: int, move: Move) -> str:
+        if not self._is_wanted():
+            return "it was given up while it was copied"
+        if not self._sources[number].is_there():
+            return f"the memory of {self._name_of(number)} was freed or resized before the fence"
+        move_bytes(*move)
+        return ""
+
+    def _end_if_over(self) -> None:
+        with self._lock:
+            if self._moves or self._busy_count or self._is_ending:
+                return
+            self._is_ending = True
+        try:
+            self._on_end(self._problem or self._change())
+        finally:
+            self.ended.set()
+
+    def _change(self) -> str:
+        name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_changed()), "")
+        return name and changed_message(name)
+
+
+def changed_message(name: str) -> str:
+    """Say what a person has to know about a tensor that was written too early."""
+    return f"{name} was changed before the fence: change what is put with overlap= only behind store.fence()"

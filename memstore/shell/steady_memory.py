@@ -1,0 +1,58 @@
+"""Which memory does not change before an optimizer's step: that of its parameters and of its state (R11)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from memstore.core.layout import is_dense
+from memstore.shell import subclasses
+from memstore.shell.tensor_bytes import Source
+
+# Smaller ones are copied at once: that costs less than to keep an eye on them.
+STEADY_BYTES_MIN = 64 << 10
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield an optimizer's parameters and the tensors that its state holds for each of them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for values in optimizer.state.values():
+        if isinstance(values, dict):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+class SteadyMemory:
+    """The memory of some tensors, found by address.
+
+    Small ones are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
+        for tensor in tensors:
+            local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor
+            if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference() or not local.is_cpu:
+                continue
+            if local.nbytes >= STEADY_BYTES_MIN and _fills_its_extent(local):
+                found[local.data_ptr()] = (local.nbytes, (local,) if local is tensor else (tensor, local))
+        self._starts = sorted(found)
+        self._found = [found[start] for start in self._starts]
+
+    def owners_of(self, source: Source) -> tuple[torch.Tensor, ...]:
+        """Return the tensors whose version counters tell of writes to a source, the one with its memory last, or ()."""
+        if source.address is None or source.nbytes < STEADY_BYTES_MIN:
+            return ()
+        index = bisect_right(self._starts, source.address) - 1
+        if index < 0:
+            return ()
+        nbytes, owners = self._found[index]
+        return owners if source.address + source.nbytes <= self._starts[index] + nbytes else ()
+
+
+def _fills_its_extent(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride(), 1)

@@ -1,0 +1,174 @@
+"""Late moves: each byte once, one end whoever works, and what shows that a source has changed (R11)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.core.layout import decode_layout
+from memstore.core.tensor_names import name_at
+from memstore.shell import late_copy
+from memstore.shell.late_copy import SAMPLE_EVERY_BYTES, LateCopy, WatchedSource, in_pieces
+from memstore.shell.slot_stream import Move
+from memstore.shell.state_encode import plan_state
+from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
+from memstore.shell.tensor_bytes import Source
+
+WAIT_S = 30.0
+KIB = 1 << 10
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 40)), max_size=30), st.integers(1, 50))
+def test_pieces_copy_the_same_bytes_in_no_longer_moves(gaps: list[tuple[int, int, int]], limit: int) -> None:
+    """Joined and cut, the moves take every byte from where it was taken before."""
+    moves, target, source = [], 0, 1000
+    for gap, other_gap, nbytes in gaps:
+        moves.append((target + gap, source + other_gap, nbytes))
+        target, source = target + gap + nbytes, source + other_gap + nbytes
+
+    def byte_by_byte(some: list[Move]) -> list[tuple[int, int]]:
+        return [(to + i, at + i) for to, at, nbytes in some for i in range(nbytes)]
+
+    pieces = list(in_pieces(moves, limit))
+    assert byte_by_byte(pieces) == byte_by_byte(moves)
+    assert all(nbytes <= limit for _, _, nbytes in pieces)
+    full = sum(nbytes == limit for _, _, nbytes in pieces)
+    assert len(pieces) - full <= len(moves)
+
+
+def watch(tensor: torch.Tensor) -> WatchedSource:
+    return WatchedSource((tensor,), tensor.untyped_storage(), tensor.data_ptr(), tensor.nbytes)
+
+
+def late(pairs: list[tuple[torch.Tensor, torch.Tensor]], ends: list[str], wanted: list[bool]) -> LateCopy:
+    """A copy of some tensors in moves of 4 KiB; `ends` gets why it ended."""
+    rows = []
+    for source, target in pairs:
+        at = range(0, source.nbytes, 4 * KIB)
+        # Every other one first, so that no two can be joined.
+        order = [*at[::2], *at[1::2]]
+        rows.append((watch(source), [(target.data_ptr() + i, source.data_ptr() + i, 4 * KIB) for i in order]))
+    return LateCopy(
+        rows, keep=pairs, is_wanted=lambda: all(wanted), on_end=ends.append, name_of=lambda number: f"tensor {number}"
+    )
+
+
+def test_any_number_of_threads_makes_each_move_and_ends_the_copy_once() -> None:
+    """Whoever makes the last move ends it; who comes later finds nothing to do."""
+    pairs = [(torch.rand(64 * KIB), torch.zeros(64 * KIB)) for _ in range(4)]
+    ends: list[str] = []
+    copy = late(pairs, ends, [True])
+    assert copy.nbytes_left == 4 * 256 * KIB
+    with ThreadPoolExecutor(4) as pool:
+        for worker in [pool.submit(copy.work) for _ in range(4)]:
+            worker.result(WAIT_S)
+    copy.work()
+    copy.stop("too late")
+    assert copy.ended.is_set()
+    assert ends == [""]
+    assert all(torch.equal(source, target) for source, target in pairs)
+
+
+def test_a_stopped_copy_ends_when_the_move_under_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that the slots are not free: somebody still writes into one."""
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(target: int, source: int, nbytes: int) -> None:
+        entered.set()
+        assert go.wait(WAIT_S)
+        ctypes.memmove(target, source, nbytes)
+
+    monkeypatch.setattr(late_copy, "move_bytes", slow)
+    ends: list[str] = []
+    copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(copy.work)
+        assert entered.wait(WAIT_S)
+        copy.stop("not in time")
+        assert (ends, copy.ended.is_set()) == ([], False)
+        go.set()
+        worker.result(WAIT_S)
+    assert ends == ["not in time"]
+
+
+def test_a_copy_that_nobody_wants_any_more_makes_no_move() -> None:
+    """Another rank gave the step up."""
+    source, target, ends = torch.rand(64 * KIB), torch.zeros(64 * KIB), []
+    late([(source, target)], ends, [False]).work()
+    assert ends == ["it was given up while it was copied"]
+    assert not target.any()
+
+
+def test_a_deadline_leaves_the_rest_to_others() -> None:
+    """At least one move is made, and the copy is not over."""
+    ends: list[str] = []
+    copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
+    copy.work(deadline_s=0.0)
+    assert copy.nbytes_left == 252 * KIB
+    assert ends == []
+
+
+@pytest.mark.parametrize("size", [SAMPLE_EVERY_BYTES // 4 - 1, SAMPLE_EVERY_BYTES // 4, 1_000_003])
+def test_a_write_that_torch_does_not_count_shows_in_the_samples(size: int) -> None:
+    """A fused optimizer and numpy write over all of a tensor; its first bytes are always among the samples."""
+    parameter = torch.nn.Parameter(torch.ones(size))
+    parameter.grad = torch.ones(size)
+    watched = watch(parameter)
+    assert not watched.is_changed()
+    torch.optim.AdamW([parameter], fused=True).step()
+    assert not watched.is_counted_change()
+    assert watched.is_changed()
+    again = watch(parameter)
+    parameter.detach().numpy()[:] += 1
+    assert again.is_changed()
+
+
+@pytest.mark.parametrize("is_foreach", [False, True])
+def test_an_optimizer_that_torch_counts_shows_in_parameters_and_moments(is_foreach: bool) -> None:
+    """One counter for a parameter and what state_dict() returns of it."""
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, foreach=is_foreach)
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    moments = list(optimizer.state[model.weight].values())[1:]
+    watched = [watch(model.state_dict()["weight"]), *map(watch, moments)]
+    optimizer.step()
+    assert [one.is_counted_change() for one in watched] == [True] * 3
+
+
+def test_steady_memory_is_that_of_large_dense_tensors_whatever_looks_at_it() -> None:
+    """A parameter's detached view and a part of it are; what is small, another's or beyond its end is not."""
+    weight, small = torch.nn.Parameter(torch.ones(200, 200)), torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([weight, small], lr=0.1, momentum=0.9)
+    weight.grad, small.grad = torch.ones(200, 200), torch.ones(10)
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    gaps = torch.ones(400, 200)[::2]
+    memory = SteadyMemory([*optimizer_tensors(optimizer), gaps])
+
+    def owners(tensor: torch.Tensor, nbytes: int) -> tuple[torch.Tensor, ...]:
+        return memory.owners_of(Source(nbytes, tensor.data_ptr(), tensor))
+
+    assert owners(weight.detach(), 160_000)[-1] is weight
+    assert owners(weight.detach()[10:], 152_000)[-1] is weight
+    assert owners(momentum, 160_000)[-1] is momentum
+    assert owners(weight.detach(), 160_004) == ()
+    assert owners(small, 40) == ()
+    assert owners(gaps, 160_000) == ()
+    assert owners(weight.clone(), 160_000) == ()
+    assert memory.owners_of(Source(160_000, None, weight)) == ()
+
+
+def test_a_tensor_is_named_by_its_path() -> None:
+    """Through dicts, lists and tuples; the first of tied ones."""
+    weights = [torch.rand(64 * KIB) for _ in range(3)]
+    state = {"a": [{"w": weights[0]}, (weights[1],)], ("k", 1): weights[2], "tied": weights[0]}
+    plan = plan_state(state)
+    names = {name_at(decode_layout(plan.layout), offset) for offset, source in plan.placed if source.nbytes >= 64 * KIB}
+    assert names == {"state['a'][0]['w']", "state['a'][1][0]", "state[None]"}

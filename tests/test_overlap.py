@@ -1,0 +1,399 @@
+"""put(overlap=True): copied while training goes on, whole and of one moment, or its step fails by name (R11, R12)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memstore.api import connect, reader
+from memstore.errors import CommitError, ConfigError, RecoveryError
+from memstore.store import Store
+from memstore.testing.processes import ProcessCluster, wait_for
+
+WAIT_S = 60.0
+WIDTH = 256  # a weight is 256 KiB
+_jobs = itertools.count()
+
+
+class Training:
+    """A model with BatchNorm, an optimizer, and the state that is put."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, **options)
+        self.forward_backward()
+        self.optimizer.step()
+        self.seen = 0
+
+    def forward_backward(self) -> None:
+        self.model(torch.randn(8, WIDTH)).square().mean().backward()
+
+    def state(self) -> dict[str, Any]:
+        self.seen += 1
+        return {
+            "model": self.model.state_dict(), "optim": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(), "seen": [self.seen],
+        }  # fmt: skip
+
+    def copy(self) -> dict[str, Any]:
+        """What a put of now must store."""
+        state = self.state()
+        self.seen -= 1
+        return _cloned(state)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(item) for key, item in value.items()}
+    return [_cloned(item) for item in value] if isinstance(value, list) else value
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with ProcessCluster(
+        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=256 << 20, stall_budget_s=WAIT_S
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def store(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+        yield joined
+
+
+def hold(store: Store) -> None:
+    """From now on the copy thread copies nothing: all is left to the fence."""
+    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
+
+
+def stored(store: Store, step: int) -> Any:
+    got = store.get(step, rank=0)
+    assert got is not None
+    return got.state
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["by the thread", "at the fence"])
+def test_what_is_stored_is_the_state_at_the_put(store: Store, is_held: bool) -> None:
+    """BatchNorm, RNG and plain objects change at once, parameters and moments behind the fence; none of it shows."""
+    training = Training()
+    store.fence(training.optimizer)
+    if is_held:
+        hold(store)
+    for step in range(3):
+        expected = training.copy()
+        ticket = store.put(step, training.state(), overlap=True)
+        training.seen = 1000 + step
+        training.forward_backward()
+        training.optimizer.step()
+        ticket.wait("committed", WAIT_S)
+        assert is_same(stored(store, step), expected)
+        assert not is_same(training.copy(), expected)
+
+
+def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
+    """Until the optimizer steps nothing of the held copy is handed over; the wait is in the ticket (R11)."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    ticket = store.put(0, training.state(), overlap=True)
+    blocked_s = ticket.stall_s
+    training.forward_backward()
+    assert ticket.level == "pending"
+    training.optimizer.step()
+    assert ticket.wait("committed", WAIT_S).stall_s > blocked_s
+
+
+@pytest.mark.parametrize("how", ["in place", "fused", "through .data", "resized"])
+def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, how: str) -> None:
+    """Version counter, samples and the storage each tell; the next step is put as ever (R12)."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    weight = training.model[2].weight
+    ticket = store.put(0, training.state(), overlap=True)
+    training.forward_backward()
+    if how == "in place":
+        with torch.no_grad():
+            weight[3, 4] += 1
+    elif how == "fused":
+        other = torch.optim.SGD([weight], lr=0.1, fused=True)
+        version = weight._version
+        other.step()
+        assert weight._version == version  # torch does not count it, so the samples have to tell
+    elif how == "through .data":
+        weight.data.mul_(2)
+    else:
+        kept = weight.detach().clone()
+        weight.untyped_storage().resize_(0)
+    store.fence()
+    if how == "resized":
+        weight.untyped_storage().resize_(kept.nbytes)
+        weight.data.copy_(kept)
+    with pytest.raises(CommitError, match=r"state\['model'\]\['2.weight'\]"):
+        ticket.wait("committed", WAIT_S)
+    assert ticket.level == "failed"
+    training.optimizer.step()
+    expected = training.copy()
+    store.put(1, training.state(), overlap=True)
+    store.fence()
+    store.flush(timeout_s=WAIT_S)
+    assert is_same(stored(store, 1), expected)
+
+
+def test_a_change_after_the_copy_and_before_the_fence_fails_what_is_not_committed(store: Store) -> None:
+    """The operation may have been at work when the copy ended: its counter rises only when it is done."""
+    training = Training()
+    hold(store)
+    store.fence(training.optimizer)
+    ticket = store.put(0, training.state(), overlap=True)
+    late, room = store.puts.overlap._late or (None, None)
+    assert late is not None
+    assert room is not None
+    store.puts.hand_over = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it meanwhile
+    late.work()
+    with torch.no_grad():
+        training.model[0].weight.add_(1)
+    training.optimizer.step()
+    assert ticket.level == "failed"
+    assert "['0.weight']" in ticket.reason
+    room.abandon()
+
+
+def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> None:
+    """`param.data = ...` frees nothing that the copy reads."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    expected = training.copy()
+    ticket = store.put(0, list(training.model.parameters()), overlap=True)
+    for param in training.model.parameters():
+        param.data = torch.zeros_like(param)
+    store.fence()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 0)[0].detach(), expected["model"]["0.weight"])
+
+
+def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
+    """Another optimizer's parameters may change before the fence; so may everything if nothing is fenced."""
+    one, other = Training(), Training()
+    with pytest.raises(ConfigError, match=r"store\.fence\(optimizer\)"):
+        store.put(0, one.state(), overlap=True)
+    store.fence(one.optimizer)
+    store.fence(one.optimizer)  # twice is once
+    hold(store)
+    expected = {"one": one.copy(), "other": other.copy()}
+    ticket = store.put(0, {"one": one.state(), "other": other.state()}, overlap=True)
+    other.forward_backward()
+    other.optimizer.step()
+    one.forward_backward()
+    one.optimizer.step()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 0), expected)
+
+
+def test_tensors_given_by_hand_wait_for_a_fence_called_by_hand(store: Store) -> None:
+    """For what steps without torch's hook."""
+    with pytest.raises(ConfigError, match=r"int is no torch\.optim\.Optimizer"):
+        store.fence(3)  # type: ignore[arg-type]
+    weight = torch.ones(WIDTH, WIDTH)
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    store.fence()
+    weight.zero_()
+    ticket.wait("committed", WAIT_S)
+    assert torch.equal(stored(store, 0)["w"], torch.ones(WIDTH, WIDTH))
+
+
+def test_a_fence_that_waits_in_vain_fails_the_step_and_lets_training_go_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is in the middle of a move: its slots come back when it is out, and the next put has room (R11)."""
+    training = Training()
+    entered, go = threading.Event(), threading.Event()
+
+    def stuck(*move: int) -> None:
+        entered.set()
+        assert go.wait(WAIT_S)
+
+    from memstore.shell import late_copy
+
+    monkeypatch.setattr(late_copy, "move_bytes", stuck)
+    ticket = store.put(0, training.state(), overlap=training.model.parameters())
+    assert entered.wait(WAIT_S)
+    taken = set(store._link.in_copy)
+    monkeypatch.undo()
+    store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
+    store.fence(timeout_s=0.01)
+    assert store._link.in_copy == taken  # still under the thread's hand
+    go.set()
+    with pytest.raises(CommitError, match=r"0\.01 s at the fence"):
+        ticket.wait("committed", WAIT_S)
+    store.put(1, training.state()).wait("committed", WAIT_S)
+    assert ticket.level == "failed"
+
+
+def test_gradient_accumulation_several_optimizers_and_a_step_in_another_thread(store: Store) -> None:
+    """The first step of any fenced optimizer, wherever it is taken, waits for all of the copy; backward does not."""
+    one, other = Training(), Training(foreach=True)
+    for training in (one, other):
+        store.fence(training.optimizer)
+    hold(store)
+    expected = {"one": one.copy(), "other": other.copy()}
+    ticket = store.put(0, {"one": one.state(), "other": other.state()}, overlap=True)
+    for _ in range(3):
+        one.forward_backward()
+        other.forward_backward()
+    assert ticket.level == "pending"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other.optimizer.step).result(WAIT_S)
+    one.optimizer.step()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 0), expected)
+
+
+def test_a_step_that_the_scaler_leaves_out_leaves_the_copy_to_the_next_put(store: Store) -> None:
+    """GradScaler found an infinity: no step, no fence. The next put is one."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    first = store.put(0, training.state(), overlap=True)
+    scaler.scale(training.model(torch.randn(8, WIDTH)).sum() * float("inf")).backward()
+    scaler.step(training.optimizer)
+    assert first.level == "pending"
+    second = store.put(1, training.state(), overlap=True)
+    first.wait("sealed", WAIT_S)
+    store.fence()
+    second.wait("committed", WAIT_S)
+    assert first.level in ("committed", "superseded")
+
+
+def test_get_and_rewind_are_fences(store: Store) -> None:
+    """get(into=) writes what a copy reads, and a rewind ends what an attempt has under way."""
+    training = Training()
+    store.fence(training.optimizer)
+    store.put(0, training.state()).wait("committed", WAIT_S)
+    hold(store)
+    training.optimizer.step()
+    expected = training.copy()
+    ticket = store.put(1, training.state(), overlap=True)
+    with pytest.raises(RecoveryError):
+        store.get(99, rank=0)  # a fence, though there is nothing to read
+    ticket.wait("committed", WAIT_S)
+    store.get(1, rank=0, into=training.state())
+    assert is_same(stored(store, 1)["model"], expected["model"])
+    store.put(2, training.state(), overlap=True)
+    store.rewind(1)
+    assert store.puts.overlap._late is None
+
+
+def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close is a fence; the optimizer steps without the store from then on."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    store = connect("closes", rank=0, world_size=1, config=cluster.config)
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    store.put(0, training.state(), overlap=True)
+    store.close()
+    training.optimizer.step()
+    with reader("closes", config=cluster.config) as source:
+        wait_for(lambda: source.latest_step() == 0, "the step to be committed", WAIT_S)
+
+
+def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Store) -> None:
+    """The copy is the parent's: the child waits for nothing, not even with the parent in mid-copy (R8)."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    expected = training.copy()
+    ticket = store.put(0, training.state(), overlap=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            store.fence(timeout_s=WAIT_S)
+            with torch.no_grad():
+                training.model[0].weight.zero_()
+            os._exit(0 if store.puts.overlap._late is None else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    training.forward_backward()
+    training.optimizer.step()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 0), expected)
+
+
+def test_a_process_that_ends_in_mid_copy_ends(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """No close, no fence: the copy is given up, and the interpreter frees what it read without a crash."""
+    program = textwrap.dedent("""
+        import json, sys, torch
+        from memstore.api import connect
+        from memstore.config import Config
+        from memstore.shell import late_copy
+        late_copy.in_pieces.__defaults__ = (4096,)  # so many moves that the end comes in the middle of them
+        weight = torch.ones(4 << 20)
+        store = connect("ends", rank=0, world_size=1, config=Config(**json.loads(sys.argv[1])))
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        print(ticket.level, flush=True)
+    """)
+    fields = {"store": cluster.config.store, "connect_timeout_s": WAIT_S}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(fields)], env=cluster.env("h1"), capture_output=True, text=True,
+        timeout=2 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "pending"), done.stderr[-2000:]
+
+
+def test_a_torn_step_fails_on_all_ranks(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank's part is given up as well, and both put again from the next step (R12)."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+
+    def join(rank: int) -> Store:
+        return connect("both", rank=rank, world_size=2, attempt="launch", config=cluster.config)
+
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(join, range(2), timeout=WAIT_S))
+        weight = torch.ones(WIDTH, WIDTH)
+        hold(stores[0])
+        tickets = list(pool.map(lambda s: s.put(0, {"w": weight}, overlap=[weight]), stores, timeout=WAIT_S))
+        stores[1].fence()
+        weight.add_(1)
+        stores[0].fence()
+        for ticket in tickets:
+            with pytest.raises(CommitError):
+                ticket.wait("committed", WAIT_S)
+        assert [ticket.level for ticket in tickets] == ["failed", "skipped"]
+        for ticket in pool.map(lambda s: s.put(1, {"w": weight}), stores, timeout=WAIT_S):
+            ticket.wait("committed", WAIT_S)
+        list(pool.map(Store.close, stores, timeout=WAIT_S))
+    with reader("both", config=cluster.config) as source:
+        assert [step.step for step in source.steps() if step.committed] == [1]
