@@ -32,7 +32,7 @@ class TcpStreams:
         self._sink = context.Process(target=_sink, args=(theirs, str(path), streams), daemon=True)
         self._sink.start()
         theirs.close()
-        port = int(_answer(self._control))
+        port = int(answer(self._control))
         self._sockets = [socket.create_connection(("127.0.0.1", port), TIMEOUT_S) for _ in range(streams)]
 
     def __enter__(self) -> TcpStreams:
@@ -64,10 +64,11 @@ class TcpStreams:
             thread.join(TIMEOUT_S)
         took_s = time.perf_counter() - started_s
         self._control.send("compare")
-        return took_s, bool(_answer(self._control))
+        return took_s, bool(answer(self._control))
 
 
-def _answer(control: Connection) -> Any:
+def answer(control: Connection) -> Any:
+    """Return what the process at the other end says within TIMEOUT_S; TimeoutError."""
     if not control.poll(TIMEOUT_S):
         raise TimeoutError(f"the sink did not answer within {TIMEOUT_S:g} s")
     return control.recv()

@@ -34,7 +34,11 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("name", "ratios", "contenders"),
     [
         ("put_stall", ["put / plain copy"], 2),
-        ("replicate", ["speed / raw TCP"], 2),
+        (
+            "replicate",
+            ["speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put"],
+            3,
+        ),
         (
             "restore",
             [
@@ -70,7 +74,8 @@ def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkey
     (record,) = main([*SMALL, "--only", "replicate", "--out", str(tmp_path)])
     assert seen.count("Ray's object") == 1 + Options().warmups
     assert [r.name for r in record.ratios] == [
-        "speed / raw TCP", "speed / Ray put and fetch", "speed / Ray fetch alone",
+        "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put",
+        "speed / Ray put and fetch", "speed / Ray fetch alone",
     ]  # fmt: skip
 
 
