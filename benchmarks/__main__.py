@@ -10,6 +10,8 @@ from benchmarks import (
     bench_catalog,
     bench_commit,
     bench_first_put,
+    bench_loader,
+    bench_memory,
     bench_overlap,
     bench_planner,
     bench_put_stall,
@@ -33,6 +35,8 @@ BENCHMARKS = {
     "restore_links": bench_restore_links.run,
     "commit": bench_commit.run,
     "wire": bench_wire.run,
+    "memory": bench_memory.run,
+    "loader": bench_loader.run,
     "catalog": bench_catalog.run,
     "planner": bench_planner.run,
 }

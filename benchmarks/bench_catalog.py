@@ -14,6 +14,7 @@ import tracemalloc
 from benchmarks import targets
 from benchmarks.harness import Options, Record
 from memstore.core.events import Heard, Tick
+from memstore.shell.controller import collect_rarely
 from memstore.testing.catalog_fleet import CatalogFleet
 
 RANKS_PER_HOST = 8
@@ -28,6 +29,15 @@ def run(options: Options) -> list[Record]:
 
 def measure(worlds: tuple[int, ...], options: Options) -> Record:
     """Return one record for fleets of these many ranks, which take turns."""
+    before = gc.get_threshold()
+    collect_rarely()  # as a controller's process does
+    try:
+        return _measure(worlds, options)
+    finally:
+        gc.set_threshold(*before)
+
+
+def _measure(worlds: tuple[int, ...], options: Options) -> Record:
     fleets = {world: CatalogFleet(world // RANKS_PER_HOST, ranks_per_host=RANKS_PER_HOST) for world in worlds}
     seconds: dict[str, list[float]] = {name(world): [] for world in worlds}
     idle: dict[int, list[float]] = {world: [] for world in worlds}

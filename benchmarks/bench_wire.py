@@ -16,7 +16,7 @@ from benchmarks import gpt_tensors, rig, targets
 from benchmarks.harness import MIB, Options, Record, require
 from benchmarks.rank_workers import ranks_on_hosts
 
-AGAIN_BYTES, EQUAL_BYTES = 256 * MIB, 64 * MIB
+EQUAL_BYTES = 64 * MIB
 TENTH = 10
 SCATTER_ELEMENTS = 16384  # 64 KiB of float32
 ALL, NONE, RUN, LAYERS, SCATTERED = (
@@ -32,7 +32,6 @@ def run(options: Options) -> list[Record]:
 
 def again(options: Options) -> Record:
     """One rank, two hosts: the bytes of a put after some of the state changed."""
-    options = Options(min(options.nbytes, AGAIN_BYTES), options.rounds, options.warmups, options.chunk_bytes)
     state = gpt_tensors.gpt_state(options.nbytes)
     nbytes = gpt_tensors.total_nbytes(state)
     cases: dict[str, Callable[[Any, int], None]] = {

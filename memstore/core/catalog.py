@@ -289,10 +289,11 @@ class Catalog:
             return False
         return self.now <= self.lease_until_s or self.hosts.is_heard_of_all(self.now, self.rules.lease_s)
 
-    def send_journal(self, host: str) -> None:
-        """Give a host the whole journal in place of its own."""
+    def send_journal(self, *hosts: str) -> None:
+        """Give hosts the whole journal in place of their own."""
         records = [f.entry_to_wire(entry) for entry in self.log.entries]
-        self.tell(host, "journal", {"reset": True, "records": records, "seq": self.log.last_seq})
+        for host in hosts:
+            self.tell(host, "journal", {"reset": True, "records": records, "seq": self.log.last_seq})
 
     def _send_fact(self, fact: f.Fact) -> None:
         entry = self.log.append(fact)

@@ -18,8 +18,7 @@ def compact(catalog: Catalog) -> None:
     if catalog.log.journal_weight < FACTS_COMPACT_MIN:
         return
     if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
-        for host in catalog.hosts.live_ids():
-            catalog.send_journal(host)
+        catalog.send_journal(*catalog.hosts.live_ids())
 
 
 def is_needed(catalog: Catalog, fact: f.Fact) -> bool:

@@ -127,8 +127,7 @@ class Takeover:
         for fact in late:
             catalog.apply(fact, is_replay=True)
         if late:
-            for host in catalog.hosts.live_ids():
-                catalog.send_journal(host)
+            catalog.send_journal(*catalog.hosts.live_ids())
         for name, job in catalog.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
                 catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")

@@ -21,7 +21,7 @@ from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import is_held, owner
 from memstore.shell.capacity import auto_bytes, measure
-from memstore.shell.controller import Controller
+from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
 from memstore.shell.listener import connect_tcp
@@ -145,6 +145,7 @@ class ControllerActor:
         end_with_parent()
         self.fields, self.secret = fields, secret
         config = Config().with_fields(fields)
+        collect_rarely()
         self.membership = RayMembership(config.store)
         self.controller = Controller(config, self.membership, secret=secret, on_exit=lambda why: os._exit(0))
         self.actors: dict[str, Any] = {}  # node id -> holder actor

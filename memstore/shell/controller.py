@@ -7,6 +7,7 @@ holds up nobody. It never imports torch or ray.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -49,6 +50,15 @@ DIAL_S = 0.2  # how often announced holders without a session are dialled
 CONNECT_S = 3.0
 SEND_S = 10.0
 TICK_S = 0.1
+COLLECT_EVERY = (50_000, 20, 20)
+
+
+def collect_rarely() -> None:
+    """For a process that is a controller: its records make no cycles, and looking for some is a third of a large step.
+
+    What does make cycles, an exception here and there, waits for the collector until a million objects were made.
+    """
+    gc.set_threshold(*COLLECT_EVERY)
 
 
 class Session:

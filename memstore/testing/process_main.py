@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.shell.controller import Controller
+from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.durable_tier import PartsTier
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
@@ -49,6 +49,7 @@ def main() -> int:
     secret = bytes.fromhex(spec["secret"])
     over = threading.Event()
     if spec["role"] == "controller":
+        collect_rarely()
         Controller(
             config, membership, secret=secret, settle_s=spec["settle_s"], on_exit=lambda why: over.set()
         )  # its threads are daemons
