@@ -56,17 +56,20 @@ class Race:
 RACES = {
     "stall": Race(
         [Entry(PUT, "memstore", "committed"), Entry(THREAD, "torch", "dcp thread"),
-         Entry(PROCESS, "torch", "dcp process"), Entry(f"{THREAD}, stager kept", "torch", "dcp thread kept"),
-         Entry(f"{PROCESS}, stager kept", "torch", "dcp process kept"), Entry(DLROVER, "dlrover")],
+         Entry(PROCESS, "torch", "dcp process"), Entry(DLROVER, "dlrover")],
         (STALL, DONE),
         [(STALL, "put / DCP async_save, the quicker", PUT, (THREAD, PROCESS), targets.STALL_DCP),
-         (STALL, "put / DCP async_save with a stager kept, the quicker", PUT,
-          (f"{THREAD}, stager kept", f"{PROCESS}, stager kept"), None),
          (STALL, "put / DLRover", PUT, (DLROVER,), targets.STALL_DLROVER)],
         notes=["Until done: memstore committed with a copy on the other host; DCP's files written to shared memory, "
-               "one copy; DLRover's in shared memory, one copy.",
-               "A stager kept is one DefaultStager handed to every async_save, its buffers warm; by default torch "
-               "makes one for each."],
+               "one copy; DLRover's in shared memory, one copy."],
+    ),
+    "stall-kept": Race(
+        [Entry(PUT, "memstore", "committed"), Entry(THREAD, "torch", "dcp thread kept"),
+         Entry(PROCESS, "torch", "dcp process kept")],
+        (STALL,), [(STALL, "put / DCP async_save with a stager kept, the quicker", PUT, (THREAD, PROCESS), None)],
+        size_share=0.5,
+        notes=["One DefaultStager handed to every async_save, its buffers warm; by default (race stall) torch makes one "
+               "for each save."],
     ),
     "files": Race(
         [Entry(PUT, "memstore", "committed"), Entry("torch.save, shared memory", "torch", "torch.save memory"),
@@ -78,6 +81,7 @@ RACES = {
         [(DONE, "put to committed / torch.save, shared memory", PUT, ("torch.save, shared memory",), None),
          (DONE, "put to committed / safetensors, shared memory", PUT, ("safetensors, shared memory",), None),
          (DONE, "put to committed / DCP save, shared memory", PUT, ("DCP save, shared memory",), None)],
+        size_share=0.5,
         notes=["memstore is done when the step is committed: a copy on each of two hosts, digests checked. The others "
                "block training all that time and have one copy, without a digest."],
     ),
