@@ -68,8 +68,8 @@ RACES = {
          Entry(PROCESS, "torch", "dcp process kept")],
         (STALL,), [(STALL, "put / DCP async_save with a stager kept, the quicker", PUT, (THREAD, PROCESS), None)],
         size_share=0.5,
-        notes=["One DefaultStager handed to every async_save, its buffers warm; by default (race stall) torch makes one "
-               "for each save."],
+        notes=["One DefaultStager handed to every async_save, its buffers warm; by default (race stall) torch makes "
+               "one for each save."],
     ),
     "files": Race(
         [Entry(PUT, "memstore", "committed"), Entry("torch.save, shared memory", "torch", "torch.save memory"),
