@@ -68,6 +68,7 @@ class Config:
     replicas: int = 2  # copies of each shard, the owner's own included
     min_copies: int = 1  # a commit needs at least this many (R18)
     keep_steps: int = 1  # committed steps kept in RAM
+    put_every: str | int = "step"  # when due() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
     stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
     placement: str = "mixed"  # "mixed" | "group" | "ring"
     durable: str | None = None  # a path, file://, s3://, gs:// or az://; None: RAM only, with one warning

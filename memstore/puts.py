@@ -317,6 +317,10 @@ class Puts:
         )
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
+    def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
+        """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
+        return self.link.call_soon("cadence", {**self._body(step=step), **measured})
+
     def on_room(self, body: dict[str, Any]) -> None:
         """This host makes room."""
         preparation = self._preparation

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from memstore.cadence import Cadence
 from memstore.checkpoint import Checkpoint, StepInfo, open_shard, read_shard, restore_line, step_infos
 from memstore.config import Config, check_name
 from memstore.core.manifest import decode_manifest
@@ -47,6 +48,7 @@ class Store:
         self._link = link
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
+        self._cadence = Cadence(self.puts, config.stall_budget_s)
         self._take_attempt(joined)
         self._into: Any = None
         self._is_closed = False
@@ -56,6 +58,7 @@ class Store:
         self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
         self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
+        self._cadence.begin_attempt(joined)
 
     def __enter__(self) -> Store:
         return self
@@ -143,6 +146,16 @@ class Store:
             self._check_open()
             self.puts.overlap.fence(optimizer)
 
+    def due(self, step: int) -> bool:
+        """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
+
+        Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
+        are put and measured; then all ranks are told a number of steps, and again now and then. That is asked some
+        steps ahead: due() waits only if the word is late, at most `stall_budget_s`, and goes by the last one then.
+        """
+        self._check_open()
+        return self._cadence.due(step)
+
     def prepare(self, state: Any) -> Preparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
 
@@ -225,7 +238,7 @@ class Store:
             return None
         got = open_shard(self._link, answer, into)
         if step is None:
-            self.puts.go_on_from(got.step)
+            self._go_on_from(got.step)
             self.puts.prepare(got.nbytes)
         if self.rank == 0:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
@@ -245,7 +258,7 @@ class Store:
         answer = collective(self._link, "get", body, timeout_s)
         if answer["step"] is None:
             return None
-        self.puts.go_on_from(int(answer["step"]))
+        self._go_on_from(int(answer["step"]))
         return int(answer["step"])
 
     # -- torch.distributed.checkpoint ----------------------------------------------------------
@@ -267,6 +280,10 @@ class Store:
         return DcpReader(
             ShardRanges(self._link, self.job, timeout_s), step, agree=lambda: self.agree(timeout_s=timeout_s)
         )
+
+    def _go_on_from(self, step: int) -> None:
+        self.puts.go_on_from(step)
+        self._cadence.restart(step)
 
     # -- the rest -----------------------------------------------------------------------------
 

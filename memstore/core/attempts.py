@@ -304,6 +304,7 @@ class Attempts:
             "resume_step": attempt.resume_step,
             "rank": attempt.rank_of(int(call.body["rank"])),
             "order": list(attempt.order),
+            "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
         }
         self.catalog.answer(call, body)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from memstore.core import facts as f
 from memstore.core.attempts import Attempts
+from memstore.core.cadence_rounds import CadenceRounds
 from memstore.core.cluster_view import ClusterView
 from memstore.core.compaction import compact
 from memstore.core.drains import Drains
@@ -101,6 +102,7 @@ class Catalog:
         self.mesh_orders = MeshOrders(self)
         self.rewinds = Rewinds(self)
         self.room = Room(self)
+        self.cadence = CadenceRounds(self)
         self.steps = Steps(self)
         self.retention = Retention(self)
         self.pins = Pins(self)
@@ -112,6 +114,10 @@ class Catalog:
         self.durable = DurableOrders(self)
         self.queries = Queries(self)
         self.observer = Observer(self)
+        self._asks = {
+            "withdraw": self.rounds.withdraw, "reserve": self.room.reserve, "cadence": self.cadence.ask,
+            "rewind": self.rewinds.ask, "close": self.attempts.close, "drain": self.drains.ask,
+        }  # fmt: skip
 
     # -- the one entry ------------------------------------------------------------------------
 
@@ -207,25 +213,17 @@ class Catalog:
                 self.refuse(call, "ConfigError", str(error))
                 return
             self.attempts.join(self.now, call)
-        elif verb in ("mesh_order", "get", "withdraw", "rewind", "reserve", "skip", "close") and not known:
+        elif verb in ("mesh_order", "get", "withdraw", "rewind", "reserve", "cadence", "skip", "close") and not known:
             self.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
         elif verb == "mesh_order":
             self.mesh_orders.ask(self.now, call)
         elif verb == "get":
             self.rounds.get(self.now, call)
-        elif verb == "withdraw":
-            self.rounds.withdraw(call)
-        elif verb == "reserve":
-            self.room.reserve(call)
         elif verb == "skip":
             self.observer.skipped(event.host_id, event.body)
             self.steps.skip(call)
-        elif verb == "rewind":
-            self.rewinds.ask(call)
-        elif verb == "close":
-            self.attempts.close(call)
-        elif verb == "drain":
-            self.drains.ask(call)
+        elif (ask := self._asks.get(verb)) is not None:
+            ask(call)
         else:
             self.queries.ask(verb, call)
 
@@ -331,6 +329,8 @@ class Catalog:
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.RoomClaimed):
             self.room.apply_claimed(fact, is_replay=is_replay)
+        elif isinstance(fact, f.CadenceSet):
+            self.cadence.apply(fact)
         elif isinstance(fact, f.RestoreDecided):
             self.rounds.apply_decided(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.RestoreReleased):
@@ -361,7 +361,7 @@ class Catalog:
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.pins, self.forks):
+        for part in (self.attempts, self.mesh_orders, self.room, self.cadence, self.rounds, self.pins, self.forks):
             part.forget(fact.job)
 
     def compact(self) -> None:

@@ -107,6 +107,16 @@ class RoomClaimed:
 
 
 @dataclass(frozen=True, slots=True)
+class CadenceSet:
+    """All ranks of an attempt go by this distance between puts from some steps after `step` on (R33)."""
+
+    job: str
+    attempt: int
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreReleased:
     """Every rank's shard is staged and checked: whoever was not told yet gets the same step (R23)."""
 
@@ -178,6 +188,7 @@ Fact = (
     | HostDraining
     | AttemptOpened
     | RoomClaimed
+    | CadenceSet
     | RestoreDecided
     | RestoreReleased
     | StepCommitted
@@ -196,6 +207,7 @@ _TYPES: dict[str, type[Any]] = {
         HostDraining,
         AttemptOpened,
         RoomClaimed,
+        CadenceSet,
         RestoreDecided,
         RestoreReleased,
         StepCommitted,

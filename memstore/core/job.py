@@ -56,6 +56,7 @@ class Attempt:
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
+    cadence: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)

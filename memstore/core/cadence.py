@@ -1,0 +1,162 @@
+"""How often to put, and how all ranks come to the same answer for every step. Pure (R33).
+
+    rounds   a0 ... e0 ..... a1 ... e1 ........ a2    every rank asks at a, and goes by the answer from e on
+    distance 1      |  n0           |  n1
+
+The steps at which ranks ask, and from which an answer holds, follow from the first step alone. So two ranks that have
+the same answers agree on every step, and one that lacks an answer at e knows that it does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memstore.errors import ConfigError
+
+FIRST_SPAN = 8  # steps until the first round: each of them is put, and measured
+LEAD_STEPS = 4  # between asking and going by the answer: it is on its way meanwhile
+SPAN_MAX = 1024  # steps from an answer to the next question
+STEPS_MAX = 1 << 20
+PRIOR_S = 86_400.0  # one failure a day, until failures were seen
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|%)\Z", re.ASCII)
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """What `put_every` asks for: steps, else seconds, else a share of the training time, else the optimum."""
+
+    steps: int | None = None
+    interval_s: float | None = None
+    overhead: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank saw: medians, in seconds; 0 where it saw nothing."""
+
+    step_s: float  # of training, without stalls
+    stall_s: float  # that a put blocked
+    commit_s: float  # from a put until its step was committed
+
+
+def parse_put_every(value: object) -> Every:
+    """Read `put_every`: "step", a number of steps, "30s", "5min", "2h", "2%" or "auto".
+
+    Raises:
+        ConfigError: Anything else, and zero or less.
+
+    >>> parse_put_every("2%")
+    Every(steps=None, interval_s=None, overhead=0.02)
+    """
+    if value == "step":
+        return Every(steps=1)
+    if value == "auto":
+        return Every()
+    if type(value) is int and 0 < value <= STEPS_MAX:
+        return Every(steps=value)
+    found = _TEXT.match(value.strip()) if isinstance(value, str) else None
+    number = float(found[1]) if found else 0.0
+    if found and found[2] == "%" and 0 < number < 100:
+        return Every(overhead=number / 100)
+    if found and found[2] != "%" and number > 0:
+        return Every(interval_s=number * _UNITS_S[found[2]])
+    raise ConfigError(
+        f'put_every={value!r} is not understood: use "step", a number of steps up to {STEPS_MAX}, a time such as "30s" '
+        'or "5min", a share of the training time such as "2%", or "auto"',
+        field="put_every", value=value,
+    )  # fmt: skip
+
+
+def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the time between checkpoints that wastes least: computing time, the checkpoint's own excluded.
+
+    Args:
+        cost_s: Seconds that one checkpoint stops training.
+        mtbf_s: Mean seconds between failures, exponentially distributed.
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006),
+    eq. 37; its first term is Young's, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def mean_time_between_failures_s(observed_s: float, failures_count: int) -> float:
+    """Return the mean over what was observed and one failure a day before that (ours)."""
+    return (observed_s + PRIOR_S) / (failures_count + 1)
+
+
+def decide_steps(every: Every, measured: Iterable[Measured], mtbf_s: float) -> int:
+    """Return how many steps from one put to the next, by the slowest rank; never so few that commits lag behind.
+
+    Seconds, percent and the optimum are rounded to the nearest step, up for percent: it is a budget.
+    """
+    if every.steps is not None:
+        return every.steps
+    ranks = list(measured)
+    step_s = max((m.step_s for m in ranks), default=0.0)
+    stall_s = max((m.stall_s for m in ranks), default=0.0)
+    if step_s <= 0:
+        return 1
+    if every.interval_s is not None:
+        steps = round(every.interval_s / step_s)
+    elif every.overhead is not None:
+        steps = math.ceil(stall_s / (every.overhead * step_s))
+    else:
+        steps = round(optimal_interval_s(stall_s, mtbf_s) / step_s)
+    keep_up = math.ceil(max((m.commit_s for m in ranks), default=0.0) / step_s)
+    return min(max(1, steps, keep_up), STEPS_MAX)
+
+
+class Schedule:
+    """One rank's due steps, from the step it goes on from; a step of its own is never due."""
+
+    def __init__(self, every: Every, base_step: int) -> None:
+        self.every, self.base_step = every, base_step
+        self._starts = [base_step + 1]  # from where a distance holds
+        self._steps = [every.steps or 1]
+        self._firsts = [base_step + self._steps[0]]  # the first due step there
+        self.asks_at = base_step + FIRST_SPAN  # the next round's step
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if nothing is ever asked."""
+        return self.every.steps is not None
+
+    @property
+    def holds_from(self) -> int:
+        """The step from which the next round's answer counts."""
+        return self.asks_at + LEAD_STEPS
+
+    def is_open(self, step: int) -> bool:
+        """True if the answer for this step takes the next round's first."""
+        return not self.is_fixed and step >= self.holds_from
+
+    def take(self, steps: int) -> None:
+        """The next round's answer."""
+        start, last = self.holds_from, self._last_due_before(self.holds_from)
+        self._starts.append(start)
+        self._steps.append(steps)
+        self._firsts.append(max(start, last + steps))
+        self.asks_at = start + min(FIRST_SPAN << min(len(self._starts), 16), SPAN_MAX)
+
+    def due(self, step: int) -> bool:
+        """Whether the step is to be put, by the answers there are."""
+        at = max(0, bisect.bisect_right(self._starts, step) - 1)
+        past = step - self._firsts[at]
+        return past >= 0 and past % self._steps[at] == 0
+
+    def _last_due_before(self, end: int) -> int:
+        for at in range(len(self._starts) - 1, -1, -1):
+            first, steps = self._firsts[at], self._steps[at]
+            if first < end:
+                return first + (end - 1 - first) // steps * steps
+            end = self._starts[at]  # none there: the distance was longer than the time it held
+        return self.base_step

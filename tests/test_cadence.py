@@ -1,0 +1,186 @@
+"""How often to put: near the optimum, within its budget, and the same steps on every rank (R33)."""
+
+from __future__ import annotations
+
+import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.api import connect
+from memstore.core.cadence import (
+    STEPS_MAX,
+    Every,
+    Measured,
+    Schedule,
+    decide_steps,
+    mean_time_between_failures_s,
+    optimal_interval_s,
+    parse_put_every,
+)
+from memstore.errors import ConfigError
+from memstore.store import Store
+from memstore.testing.catalog_world import CatalogWorld
+from memstore.testing.processes import ProcessCluster
+
+WAIT_S = 60.0
+
+
+def efficiency(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """Useful time over wall time, exact for exponential failures and a restart that costs nothing."""
+    return interval_s / (mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s))
+
+
+def simulated(interval_s: float, cost_s: float, mtbf_s: float, rng: random.Random) -> float:
+    """The same from failures drawn one by one."""
+    wall_s = useful_s = 0.0
+    until_failure_s = rng.expovariate(1 / mtbf_s)
+    while wall_s < 3000 * mtbf_s:
+        piece_s = interval_s + cost_s
+        if piece_s <= until_failure_s:
+            wall_s, useful_s, until_failure_s = wall_s + piece_s, useful_s + interval_s, until_failure_s - piece_s
+        else:  # what was computed since the last checkpoint is lost
+            wall_s += until_failure_s
+            until_failure_s = rng.expovariate(1 / mtbf_s)
+    return useful_s / wall_s
+
+
+@pytest.mark.parametrize("cost_s", [0.001, 0.1, 2.0, 60.0, 600.0])
+@pytest.mark.parametrize("mtbf_s", [600.0, 3600.0, 86_400.0])
+def test_the_optimum_wastes_no_more_than_the_best_of_all_intervals(cost_s: float, mtbf_s: float) -> None:
+    """Against brute force over five decades of intervals."""
+    best = max(efficiency(mtbf_s * 10 ** (k / 100 - 5), cost_s, mtbf_s) for k in range(601))
+    assert efficiency(optimal_interval_s(cost_s, mtbf_s), cost_s, mtbf_s) >= 0.99 * best
+
+
+def test_simulated_failures_agree_with_the_optimum() -> None:
+    """A third and three times the optimal interval both lose more, in failures drawn one by one."""
+    cost_s, mtbf_s, rng = 5.0, 600.0, random.Random(3)
+    best_s = optimal_interval_s(cost_s, mtbf_s)
+    less, best, more = (simulated(f * best_s, cost_s, mtbf_s, rng) for f in (1 / 3, 1, 3))
+    assert best > max(less, more)
+    assert best == pytest.approx(efficiency(best_s, cost_s, mtbf_s), abs=0.02)
+
+
+def test_what_put_every_says() -> None:
+    """Steps, times, shares, and what is refused, with the ways to say it."""
+    assert [parse_put_every(v).steps for v in ("step", 7)] == [1, 7]
+    assert parse_put_every("5min") == Every(interval_s=300.0)
+    assert parse_put_every("2%") == Every(overhead=0.02)
+    assert parse_put_every("auto") == Every()
+    for bad in (0, -1, True, 1.5, None, "0s", "100%", "steps", "1e9s"):
+        with pytest.raises(ConfigError, match="auto"):
+            parse_put_every(bad)
+
+
+def test_the_slowest_rank_and_the_commits_bound_the_distance() -> None:
+    """A budget is never exceeded; no mode puts faster than commits come (R12)."""
+    fast, slow = Measured(0.1, 0.004, 0.15), Measured(0.1, 0.010, 0.35)
+    assert decide_steps(parse_put_every("2%"), [fast, slow], 1e6) == 5
+    assert decide_steps(parse_put_every("30s"), [fast, slow], 1e6) == 300
+    assert decide_steps(parse_put_every("100s"), [Measured(1e-9, 0, 0)], 1e6) == STEPS_MAX
+    assert decide_steps(parse_put_every("50%"), [fast, slow], 1e6) == 4, "a commit takes 3.5 steps"
+    assert decide_steps(parse_put_every("auto"), [fast, slow], 3600.0) == round(optimal_interval_s(0.01, 3600) / 0.1)
+    assert decide_steps(parse_put_every("auto"), [], 3600.0) == 1
+    assert decide_steps(parse_put_every(9), [slow], 3600.0) == 9, "the user's own word stands"
+    assert mean_time_between_failures_s(0.0, 0) == 86_400
+    assert mean_time_between_failures_s(86_400.0, 7) == 21_600
+
+
+answers = st.lists(st.integers(1, 3000), min_size=1, max_size=6)
+
+
+@given(st.integers(-1, 10_000), answers, st.randoms(use_true_random=False))
+def test_ranks_that_hear_at_different_times_agree_on_every_step(base: int, told: list[int], rng: random.Random) -> None:
+    """Each answer may come at any time before it counts: no step is due on one rank and not on another."""
+    early, late = Schedule(Every(), base), Schedule(Every(), base)
+    heard, taken, step = 0, 0, base + 1
+    while True:
+        if early.asks_at <= step and heard < len(told) and rng.random() < 0.3:
+            early.take(told[heard])  # ahead of its time
+            heard += 1
+        while late.is_open(step) and late.asks_at != early.asks_at:
+            late.take(told[taken])  # at the last moment
+            taken += 1
+        if early.is_open(step):
+            if heard == len(told):
+                return
+            early.take(told[heard])
+            heard += 1
+            continue
+        assert early.due(step) == late.due(step), f"step {step}"
+        step += 1 if rng.random() < 0.9 else rng.randrange(1, 40)
+
+
+@given(st.integers(-1, 1000), answers)
+def test_due_steps_keep_the_distance_that_was_told(base: int, told: list[int]) -> None:
+    """Against a walk over all steps: due is the first step as far from the last due one as holds there."""
+    schedule = Schedule(Every(), base)
+    holds = {base + 1: 1}
+    for steps in told:
+        holds[schedule.holds_from] = steps
+        schedule.take(steps)
+    end = min(schedule.holds_from, base + 6000)
+    last, distance = base, 1
+    for step in range(base + 1, end):
+        distance = holds.get(step, distance)
+        is_due = step >= last + distance
+        assert schedule.due(step) == is_due, f"step {step}"
+        last = step if is_due else last
+
+
+def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
+    """Nothing is asked, no step is due twice."""
+    schedule = Schedule(Every(steps=4), 10)
+    assert [step for step in range(25) if schedule.due(step)] == [14, 18, 22]
+    assert not schedule.is_open(10**6)
+
+
+@pytest.mark.parametrize("crash_at", [None, 0, 1, 2, 3])
+def test_all_ranks_are_told_the_same_by_whatever_controller(crash_at: int | None) -> None:
+    """A controller that dies after it has told some ranks is followed by one that says the same (R16, R33)."""
+    world = CatalogWorld(3, seed=crash_at or 0, put_every="10%")
+    ranks = world.launch(3)
+    for rank in ranks:
+        world.call(rank, "cadence", step=7, step_s=0.1, stall_s=0.03 + 0.01 * rank.rank, commit_s=0.0)
+        if crash_at == rank.rank:
+            world.crash_controller()
+        world.run(0.005)
+    if crash_at == 3:
+        world.run_until(lambda: any(rank.answers.get("cadence") for rank in ranks), 5.0)
+        world.crash_controller()
+    assert world.run_until(lambda: all(rank.answers.get("cadence") for rank in ranks), 30.0)
+    assert [rank.answers["cadence"][-1] for rank in ranks] == [{"steps": 5}] * 3
+    world.call(ranks[0], "cadence", step=7, step_s=9.0, stall_s=9.0, commit_s=9.0)
+    assert world.run_until(lambda: len(ranks[0].answers["cadence"]) == 2, 10.0)
+    assert ranks[0].answers["cadence"][-1] == {"steps": 5}, "who asks later hears what the others heard"
+
+
+def test_real_ranks_put_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that measure differently: equal due steps, every step while measuring, and what is due commits."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": {"memstore": "replica"}, "h2": {"memstore": "replica"}}) as cluster:
+        config = cluster.config.with_fields({"put_every": "10min", "connect_timeout_s": WAIT_S})
+
+        def train(rank: int) -> list[int]:
+            with connect("job", rank=rank, world_size=2, config=config) as store:
+                return [step for step in range(60) if store.due(step) and is_put(store, step)]
+
+        def is_put(store: Store, step: int) -> bool:
+            ticket = store.put(step, {"weight": torch.ones(1000) * step}).wait("sealed", WAIT_S)
+            if step < 12:
+                ticket.wait("committed", WAIT_S)
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            one, other = (future.result(2 * WAIT_S) for future in [pool.submit(train, rank) for rank in (0, 1)])
+    assert one == other
+    assert one[:11] == list(range(11))
+    assert all(b - a >= 1 for a, b in pairwise(one))
+    assert len(one) < 20, f"ten minutes are more than a few steps: {one}"
