@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from memstore.core.layout import row_major
 from memstore.errors import UnsupportedState
+from memstore.shell.device_copy import DeviceWrite, order_all
 from memstore.shell.slot_stream import Move, SlotStream, move_all
 from memstore.shell.tensor_bytes import Source, flat_source
 
@@ -58,7 +59,7 @@ def hollow_out(state: Any) -> Hollow:
 
 def copy_sources(placed: Sequence[tuple[int, Source]], stream: SlotStream, nbytes: int) -> None:
     """Copy planned bytes into a stream of `nbytes`, gaps as zeros; returns when device copies have arrived."""
-    devices: set[torch.device] = set()
+    writes: list[DeviceWrite] = []
     moves: list[Move] = []
     end = 0
     for offset, source in placed:
@@ -66,13 +67,12 @@ def copy_sources(placed: Sequence[tuple[int, Source]], stream: SlotStream, nbyte
         if source.address is not None:
             stream.plan_write(offset, source.address, source.nbytes, moves)
         else:
-            stream.write_device(offset, source.owner)
-            devices.add(source.owner.device)
+            writes.append(DeviceWrite(source.owner, stream.host_pieces(offset, source.owner.numel())))
         end = offset + source.nbytes
     stream.zero(end, nbytes - end)
+    ordered = order_all(writes)
     move_all(moves)  # while device copies are under way
-    for device in devices:
-        torch.get_device_module(device).synchronize(device)
+    ordered.wait()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,11 +62,12 @@ class SlotStream:
         for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
             moves.append((self._addresses[slot] + start, address + done, size))
 
-    def write_device(self, offset: int, source: torch.Tensor) -> None:
-        """Order the copy of a one-dimensional uint8 device tensor; the caller synchronizes."""
-        for slot, start, done, size in pieces(offset, source.numel(), self._chunk_bytes):
-            target = tensor_at(self._addresses[slot] + start, size)
-            target.copy_(source[done : done + size], non_blocking=True)
+    def host_pieces(self, offset: int, nbytes: int) -> tuple[tuple[int, int, int], ...]:
+        """Return where stream bytes lie: (address, offset in the range, nbytes) of each piece."""
+        return tuple(
+            (self._addresses[slot] + start, done, size)
+            for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes)
+        )
 
     def zero(self, offset: int, nbytes: int) -> None:
         """Zero a gap, so that equal states give equal chunks."""

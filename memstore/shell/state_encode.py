@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from memstore.core.layout import encode_layout
 from memstore.core.manifest import LAYOUT_BYTES_MAX
 from memstore.errors import UnsupportedState
+from memstore.shell.device_copy import DeviceWrite, order_all
 from memstore.shell.slot_stream import Move, SlotStream, address_of, move_all
 from memstore.shell.state_walk import StateWalk
 from memstore.shell.tensor_bytes import Leaf, Source, components, dense_bytes
@@ -99,7 +99,7 @@ def slot_stream(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) 
 
 def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> None:
     """Copy the planned stream but for the sources of these numbers in `plan.placed`, which lie in host memory."""
-    devices: set[torch.device] = set()
+    writes: list[DeviceWrite] = []
     moves: list[Move] = []
     end = 0
     for number, (offset, source) in enumerate(plan.placed):
@@ -114,12 +114,11 @@ def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> N
             if flat.is_cpu:
                 stream.write(offset, flat.data_ptr(), source.nbytes)
             else:
-                stream.write_device(offset, flat)
-                devices.add(flat.device)
+                writes.append(DeviceWrite(flat, stream.host_pieces(offset, flat.numel())))
         end = offset + source.nbytes
+    ordered = order_all(writes)
     move_all(moves)  # while device copies are under way
-    for device in devices:
-        torch.get_device_module(device).synchronize(device)
+    ordered.wait()
 
 
 def _empty_row(leaf: Leaf) -> list[Any]:
