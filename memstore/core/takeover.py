@@ -77,7 +77,6 @@ class Takeover:
                 if seat.host_id in self.ranks and seat.nonce not in self.ranks[seat.host_id]:
                     # It may be about to come back, so it is not gone; but nobody is kept out in its name (R20).
                     seat.last_active_s = -math.inf
-        catalog.view.send_addresses()
         for host in catalog.hosts.live_ids():
             if host not in catalog.hosts.joined:
                 catalog.record(f.HostJoined(host, dict(catalog.hosts.states[host].info.labels)))
@@ -89,7 +88,8 @@ class Takeover:
                 catalog.attempts.fence_all(catalog.now, job.name)
 
     def greet(self, host: str) -> None:
-        """Whatever a host that knows its peers must know besides, before it serves: fences, targets, commits."""
+        """Whatever a host must know before it serves: its peers, who is fenced, what was committed."""
+        self.catalog.view.send_addresses()
         for name, attempt in self.catalog.removed.items():  # it may have been out of reach then: the room is freed now
             self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
         for job in self.catalog.jobs.values():
@@ -113,7 +113,6 @@ class Takeover:
         if host not in catalog.hosts.joined:
             catalog.record(f.HostJoined(host, dict(event.info.labels)))
         catalog.send_journal(host)
-        catalog.view.send_addresses()
         self.greet(host)
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             catalog.steps.sealed(catalog.now, copy)
