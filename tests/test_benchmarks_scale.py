@@ -1,0 +1,41 @@
+"""The benchmarks of catalog and planner at tiny size: what they report, and that a wrong plan is no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import bench_catalog, bench_planner, targets
+from benchmarks.harness import Options
+from recovery.lineage import Span
+from recovery.simulate import what_if
+
+TINY = Options(rounds=1, warmups=1)
+
+
+def test_the_catalogs_record_answers_both_of_its_lines() -> None:
+    """A step's seconds, their growth with the ranks, what waiting costs, what is kept."""
+    record = bench_catalog.measure((32, 64), TINY)
+    assert [ratio.target for ratio in record.ratios[:2]] == [targets.CATALOG, targets.CATALOG_GROWTH]
+    assert set(record.seconds) == {"32 ranks", "64 ranks"}
+    assert all(value > 0 for ratio in record.ratios for value in ratio.values)
+
+
+def test_the_planners_record_answers_both_of_its_lines() -> None:
+    """Seconds where the lost hosts lie apart, and where whole pairs are gone; memory per host."""
+    record = bench_planner.measure((64, 128), 8, TINY)
+    held = [ratio.target for ratio in record.ratios if ratio.target is not None]
+    assert held == [targets.PLANNER, targets.PLANNER_MEMORY]
+    assert len(record.seconds) == 4
+
+
+def test_a_plan_that_reads_from_a_dead_host_stops_the_benchmark() -> None:
+    """No number is reported for a plan that could not be carried out."""
+    inventory, hosts = bench_planner.survivors(8)
+    plan = what_if(inventory, (Span(1, None),), [hosts[3]], world_size=8, rank_hosts=dict(enumerate(hosts)))
+    bench_planner.check(plan, hosts, [hosts[3]], "peer")
+    with pytest.raises(RuntimeError, match="the plan is wrong"):
+        bench_planner.check(plan, hosts, [hosts[2]], "peer")
+    with pytest.raises(RuntimeError, match="the plan is wrong"):
+        bench_planner.check(replace(plan, transfers=plan.transfers[1:]), hosts, [hosts[3]], "peer")
