@@ -19,6 +19,7 @@ from benchmarks import (
     bench_replicate,
     bench_restore,
     bench_restore_links,
+    bench_sharing,
     bench_wire,
     report,
     results,
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "loader": bench_loader.run,
     "catalog": bench_catalog.run,
     "planner": bench_planner.run,
+    "sharing": bench_sharing.run,
 }
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 

@@ -80,10 +80,10 @@ def reader_at(host: str, config: Config, job: str = JOB) -> Iterator[Reader]:
         yield source
 
 
-def read_at(host: str, config: Config, step: int, into: object = None) -> Checkpoint:
+def read_at(host: str, config: Config, step: int, into: object = None, job: str = JOB) -> Checkpoint:
     """Read rank 0's shard as a process on `host` would; its verdict says where the bytes lay."""
-    with on_host(host), reader(JOB, config=config) as source:
+    with on_host(host), reader(job, config=config) as source:
         got = source.get(step, rank=0, into=into)
     if got is None:
-        raise MemstoreError(f"step {step} of job {JOB!r} is gone: retention was faster than the benchmark")
+        raise MemstoreError(f"step {step} of job {job!r} is gone: retention was faster than the benchmark")
     return got

@@ -32,6 +32,9 @@ STORE_FIELDS = (
     "repair_after_s",
     "repair_bytes_per_s",
     "scrub_bytes_per_s",
+    "replicate_bytes_per_s",
+    "dscp",
+    "interleave_s",
     "recovery_grace_s",
     "orphan_ttl_s",
     "tls_cert",
@@ -58,6 +61,9 @@ class Config:
     repair_after_s: float = 5.0  # silence after which a host counts as dead (R28)
     repair_bytes_per_s: int = 2 * GIB  # bound on rebuilding copies, per source host (R29)
     scrub_bytes_per_s: int = 64 * MIB  # bound on re-digesting sealed slots (R30)
+    replicate_bytes_per_s: int = 0  # bound on what a host pushes to others, paced by the kernel; 0: no bound
+    dscp: int = 1  # class of what a host pushes: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
+    interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
     recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
     orphan_ttl_s: float = 86_400.0  # an adopted arena nobody connects to is dropped after this (R5)
     tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
@@ -142,6 +148,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repair_after_s", 0.1, 3600),
     ("repair_bytes_per_s", 8 * MIB, 1 << 50),
     ("scrub_bytes_per_s", 0, 1 << 50),
+    ("replicate_bytes_per_s", 0, 1 << 50),
+    ("dscp", 0, 63),
+    ("interleave_s", 0, 3600),
     ("recovery_grace_s", 0, 86_400),
     ("orphan_ttl_s", 0, 1e9),
     ("replicas", 1, 16),

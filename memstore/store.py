@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from memstore.preparation import Preparation
 from memstore.puts import Puts
 from memstore.shell.collective import CALL_SLACK_S, collective
 from memstore.shell.launch import Launch
+from memstore.shell.marks import Marks
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.state_decode import check_into
@@ -49,6 +50,7 @@ class Store:
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
         self._cadence = Cadence(self.puts, config.stall_budget_s)
+        self.marks = Marks(link)
         self._take_attempt(joined)
         self._into: Any = None
         self._is_closed = False
@@ -127,6 +129,7 @@ class Store:
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
+        self.marks.put()
         return self.puts.put(step, state, timeout_s, overlap)
 
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
@@ -174,6 +177,33 @@ class Store:
         """
         self._check_open()
         return self.puts.prepare(state if type(state) is int else plan_state(state).nbytes)
+
+    # -- sharing the network ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Hold the copies of puts back while a collective runs inside; at most `interleave_s` (D87)."""
+        self.marks.begin()
+        try:
+            yield
+        finally:
+            self.marks.end()
+
+    def iteration(self) -> None:
+        """Mark that the next iteration begins; without it every put does, where collectives are marked."""
+        self.marks.has_iterations = True
+        self.marks.iteration()
+
+    def watch(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
+
+        For others use `busy`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if it is not DDP.
+        """
+        from memstore.collectives import watch_module, watch_optimizer
+
+        watch_module(self.marks, module)
+        if optimizer is not None:
+            watch_optimizer(self.marks, optimizer)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.distributed_c10d import PrefixStore
 
+from memstore.collectives import WatchedCollectives
 from memstore.store import Store
 
 
@@ -52,6 +53,15 @@ class AppState:
             optim_state_dict=state["optim"],
             options=self._options,
         )
+
+
+def watch_collectives(store: Store) -> WatchedCollectives:
+    """Mark every bulk collective that goes through torch.distributed's functions, until the result is closed.
+
+    For what `Store.watch` does not cover, such as FSDP on a CPU backend; libraries that took the functions before
+    (`from torch.distributed import all_reduce`) are not seen.
+    """
+    return WatchedCollectives(store.marks)
 
 
 def renumber(store: Store, *, together: int = 1) -> tuple[int, ...]:

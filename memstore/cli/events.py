@@ -179,5 +179,6 @@ LINES: dict[str, Callable[[Event], str]] = {
     "durable_failed": lambda e: f"durable write of step {e['step']} FAILED: {e['why']}",
     "durable_abandoned": lambda e: f"durable write of step {e['step']} abandoned: {e['why']}",
     "scrub": lambda e: f"scrub found {plural(e['found'], 'damaged chunk')}: taken out, to be replaced from a copy",
+    "spill": lambda e: f"idle time between collectives does not suffice: {e['why']}",
     "term": lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
 }

@@ -17,7 +17,8 @@ ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
 KINDS = ROUTINE | {
     "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "members", "closed",
     "removed", "forked", "pinned", "unpinned", "retired", "host_joined", "host_live", "host_suspect", "host_dead",
-    "drain", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "term",
+    "drain", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "spill",
+    "term",
 }  # fmt: skip
 
 

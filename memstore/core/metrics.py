@@ -81,6 +81,7 @@ _ARENA: tuple[Row, ...] = (
 _DAMAGE: tuple[Row, ...] = (
     ("scrub_findings_total", HOST, "Damaged slots found in the arena."),
     ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
+    ("spilled_bytes_total", HOST, "Bytes of copies sent beside collectives, for want of idle time between them."),
 )
 _STALL = Metric(
     "memstore_put_stall_seconds", "histogram", "holder", "How long puts blocked their ranks.", (*JOB, *HOST), STALL_S
@@ -156,8 +157,9 @@ def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]
     keys = {
         "memstore_scrub_findings_total": ("scrub",),
         "memstore_link_damage_total": ("digest_errors", "broken_frames"),
+        "memstore_spilled_bytes_total": ("spilled_bytes",),
     }
-    grown = {name: sum(int(stats[key]) - int(before.get(key, 0)) for key in of) for name, of in keys.items()}
+    grown = {name: sum(int(stats.get(key, 0)) - int(before.get(key, 0)) for key in of) for name, of in keys.items()}
     return [Sample(name, value, (host,)) for name, value in grown.items() if value > 0]
 
 

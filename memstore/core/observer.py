@@ -68,6 +68,7 @@ class Observer:
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
         self.problem = ""  # the last mistake in telling; tests look at it
+        self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
 
     def add(self, kind: str, **fields: Any) -> None:
@@ -260,11 +261,14 @@ class Observer:
 
     @aside
     def heard(self, host: str, stats: Any) -> None:
-        """A heartbeat's counts: what the scrub of that host found since the last one (R30)."""
+        """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
         state = self.catalog.hosts.states.get(host)
-        found = int(stats.get("scrub", 0))
+        found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
         if state is None:
             return
+        if short and host not in self.short:
+            self.add("spill", host=host, why=short[:300], nbytes=int(stats.get("spilled_bytes", 0)))
+        (self.short.add if short else self.short.discard)(host)
         key = (host, state.info.incarnation)
         if key not in self.scrubbed:  # what a holder found before this controller knew it was told by the one before
             self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}

@@ -61,6 +61,12 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             "remove what else lies in that file system, or enlarge it (mount -o remount,size=...); what waits is "
             "written by itself",
         )  # fmt: skip
+    short = host["stats"].get("short_of_idle")
+    if short:
+        yield _row(
+            NOTE, name, f"the network is idle for too short between collectives to carry the copies: {short}", None,
+            "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
+        )  # fmt: skip
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(

@@ -16,12 +16,16 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from memstore import errors
 from memstore.core import wire
 from memstore.core.wire import Kind
+from memstore.shell import socket_options
 from memstore.shell.tls import Tls, TlsStream
+
+if TYPE_CHECKING:
+    from memstore.shell.traffic import Valve
 
 UNIX_BUFFER_BYTES = 4 << 20
 """AF_UNIX buffers do not grow by themselves. TCP's do, and setting them would switch that off (see `_tune`)."""
@@ -115,14 +119,25 @@ class Channel:
         bulk: Sequence[memoryview] = (),
         *,
         deadline_s: float,
+        valve: Valve | None = None,
     ) -> None:
-        """Send one frame within `deadline_s` seconds from now; the bulk views are sent from where they lie."""
+        """Send one frame within `deadline_s` seconds from now; the bulk views are sent from where they lie.
+
+        A valve lets its bytes out in parts; its pauses count.
+        """
         packed = wire.pack_body(body) if body else b""
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
         header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
         clock = _Clock(f"send {kind.name}", deadline_s)
         with self._held(self._send_lock, clock):
-            self._send_all([memoryview(header), memoryview(packed), *views], clock)
+            everything = [memoryview(header), memoryview(packed), *views]
+            if valve is None:
+                self._send_all(everything, clock)
+                return
+            for part in valve.parts(everything, lambda: socket_options.queued_bytes(self._sock), self._closed):
+                self._send_all(part, clock)
+            if self.is_closed:
+                self._lost("closed between two parts of a frame")
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
@@ -200,6 +215,14 @@ class Channel:
             self._lost(f"its credentials cannot be read: {error}", cause=error)
         pid, uid, _ = _UCRED.unpack(answer)
         return pid, uid
+
+    def classify(self, dscp: int) -> None:
+        """Send from now on in a class of the network's."""
+        socket_options.classify(self._sock, dscp)
+
+    def pace(self, bytes_per_s: int) -> None:
+        """Send no faster from now on."""
+        socket_options.pace(self._sock, bytes_per_s)
 
     def close(self) -> None:
         """End the channel, wake whoever waits in it, and free the socket; may be called twice and from any thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from memstore.core.manifest import chunk_hasher
 from memstore.core.shelf import Draft
@@ -19,6 +19,9 @@ from memstore.errors import ProtocolError
 from memstore.shell.channel import Channel, Frame
 from memstore.shell.damage import Damage
 from memstore.shell.vault import Vault
+
+if TYPE_CHECKING:
+    from memstore.shell.traffic import Valve
 
 BATCH_CHUNKS_MIN, BATCH_CHUNKS_MAX = 4, 32
 RUN_BYTES = 16 << 20  # a receiver notices a stall and a rate limit acts once per run
@@ -60,11 +63,18 @@ def runs(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(first, len(sizes))
 
 
-def send_run(channel: Channel, request_id: int, views: Sequence[memoryview | None], *, timeout_s: float) -> None:
+def send_run(
+    channel: Channel,
+    request_id: int,
+    views: Sequence[memoryview | None],
+    *,
+    timeout_s: float,
+    valve: Valve | None = None,
+) -> None:
     """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
     body = {"sizes": [0 if view is None else view.nbytes for view in views]}
     bulk = [view for view in views if view is not None]
-    channel.send(Kind.CHUNK, request_id, body, bulk, deadline_s=timeout_s * len(views))
+    channel.send(Kind.CHUNK, request_id, body, bulk, deadline_s=timeout_s * len(views), valve=valve)
 
 
 def receive_run(

@@ -32,6 +32,7 @@ from memstore.shell.fact_keeper import FactKeeper
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
+from memstore.shell.lane import Lane
 from memstore.shell.listener import Listener, connect_unix
 from memstore.shell.orders import Orders
 from memstore.shell.orphan import drop_orphan, touch
@@ -43,6 +44,7 @@ from memstore.shell.rank_server import RankServer
 from memstore.shell.scrubber import Scrubber
 from memstore.shell.stager import Stager, sealed_copy
 from memstore.shell.tls import Tls
+from memstore.shell.traffic import Traffic
 from memstore.shell.vault import Vault
 
 log = logging.getLogger("memstore")
@@ -86,9 +88,10 @@ class Holder:
         self._read_journal()
         self.targets: dict[str, list[str]] = {}
         self.peers: dict[str, Peer] = {}
-        self._peers_lock = threading.Lock()
         self.session: ControllerSession | None = None
-        self._session_lock = threading.Lock()
+        self._peers_lock, self._session_lock = threading.Lock(), threading.Lock()
+        self.lane = Lane(config.dscp, config.replicate_bytes_per_s)
+        self.traffic = Traffic(self.folder, config.interleave_s)
         self.orders = Orders(self)
         self.stager = Stager(self)
         self.pusher = Pusher(self)
@@ -189,7 +192,7 @@ class Holder:
                     self.peers[host] = Peer(
                         host, address, port, secret=self.secret, store=self.config.store,
                         identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
-                        streams=self.config.streams, damage=self.peer_server.damage, tls=self.tls,
+                        streams=self.config.streams, damage=self.peer_server.damage, lane=self.lane, tls=self.tls,
                     )  # fmt: skip
 
     # -- the controller's session ---------------------------------------------------------------
@@ -262,7 +265,7 @@ class Holder:
     def stats(self) -> dict[str, Any]:
         """What every heartbeat carries of this host."""
         counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
-        return {**counts, "short_of_room": self.facts.problem or self.vault.manifests.problem}
+        return {**counts, **self.traffic.stats(), "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):

@@ -23,9 +23,11 @@ from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnre
 from memstore.shell.channel import Channel
 from memstore.shell.chunk_run import batches, receive_run, runs, send_run
 from memstore.shell.damage import Damage
+from memstore.shell.lane import Lane, give_way
 from memstore.shell.listener import connect_tcp
 from memstore.shell.shipment import Shipment
 from memstore.shell.tls import Tls
+from memstore.shell.traffic import Valve
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
 
@@ -49,17 +51,18 @@ class Peer:
         identity: dict[str, Any],
         streams: int,
         damage: Damage,
+        lane: Lane,
         tls: Tls | None = None,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
-        self._tls = tls
+        self._tls, self._lane = tls, lane
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
         self._damage = damage
-        self._workers = ThreadPoolExecutor(self._streams, thread_name_prefix=f"memstore-peer-{host_id}")
+        self._workers = ThreadPoolExecutor(self._streams, f"memstore-peer-{host_id}", give_way)
         self.is_closed = False
         self.sent_bytes = 0
 
@@ -84,6 +87,7 @@ class Peer:
                 self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
                 timeout_s=CONNECT_TIMEOUT_S, tls=self._tls,
             )  # fmt: skip
+            self._lane.enter(channel)
         with self._lock:
             self._borrowed.add(channel)
         try:
@@ -161,8 +165,16 @@ class Peer:
 
     # -- push ---------------------------------------------------------------------------------
 
-    def push(self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None]) -> int:
-        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError."""
+    def push(
+        self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None],
+        valve: Valve | None = None,
+    ) -> int:  # fmt: skip
+        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError.
+
+        Args:
+            throttle: Waits before each run of so many bytes.
+            valve: Lets a run's bytes out in parts.
+        """
         shard = shard_to_wire(shipment.shard)
         offer = self.call(
             {
@@ -175,17 +187,19 @@ class Peer:
         if offer["have"]:
             return 0
         try:
-            return self._send_and_seal(shipment, sender, throttle)
+            return self._send_and_seal(shipment, sender, throttle, valve)
         except MemstoreError:
             with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
                 self.call({"do": "abort", "shard": shard, "sender": sender})
             raise
 
-    def _send_and_seal(self, shipment: Shipment, sender: str, throttle: Callable[[int], None]) -> int:
+    def _send_and_seal(
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None
+    ) -> int:
         shard, before = shard_to_wire(shipment.shard), self.sent_bytes
         wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
-            send = functools.partial(self._send_batch, shipment, sender, throttle)
+            send = functools.partial(self._send_batch, shipment, sender, throttle, valve)
             self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
             body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
             sealed = self.call(body)
@@ -198,7 +212,9 @@ class Peer:
             f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
         )
 
-    def _send_batch(self, shipment: Shipment, sender: str, throttle: Callable[[int], None], batch: list[int]) -> None:
+    def _send_batch(
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None, batch: list[int]
+    ) -> None:
         digests = shipment.digests(batch)
 
         def send(channel: Channel) -> None:
@@ -218,7 +234,8 @@ class Peer:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
                 nbytes = sum(shipment.sizes[i] for i in lack[part])
                 throttle(nbytes)
-                send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S)
+                with self._lane.sending(channel):
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, valve=valve)
                 self.sent_bytes += nbytes
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")

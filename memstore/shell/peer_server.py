@@ -32,6 +32,7 @@ from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUn
 from memstore.shell.channel import Channel, Frame
 from memstore.shell.chunk_run import receive_run, runs, send_run
 from memstore.shell.damage import Damage
+from memstore.shell.lane import give_way
 from memstore.shell.vault import Vault
 from recovery.inventory import Copy, ShardId
 
@@ -72,6 +73,7 @@ class PeerServer:
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
+        give_way()
         try:
             host = identity.get("host")
             if type(host) is not str:

@@ -17,6 +17,7 @@ from memstore.core.manifest import chunk_digest
 from memstore.core.shelf import Shelved
 from memstore.errors import IntegrityError, MemstoreError
 from memstore.shell.durable_tier import open_tier
+from memstore.shell.lane import give_way
 from recovery.inventory import DurableMarker, StepId
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Persister:
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
-        self.writers = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
+        self.writers = ThreadPoolExecutor(PERSIST_THREADS, "memstore-persist", give_way)
         self.listers = ThreadPoolExecutor(LIST_THREADS, thread_name_prefix="memstore-markers")
         self.capped: dict[str, ThreadPoolExecutor] = {}  # a job that has to pause holds up no other one's writes
         self.lock = threading.Lock()
@@ -69,7 +70,7 @@ class Persister:
         """Return who writes the slices of a job."""
         job = str(body["job"])
         if body["durable"]["bytes_per_s"] and job not in self.capped:
-            self.capped[job] = ThreadPoolExecutor(PERSIST_THREADS, thread_name_prefix="memstore-persist")
+            self.capped[job] = ThreadPoolExecutor(PERSIST_THREADS, "memstore-persist", give_way)
         return self.capped[job] if body["durable"]["bytes_per_s"] else self.writers
 
     def _stop_of(self, key: tuple[str, StepId]) -> threading.Event:

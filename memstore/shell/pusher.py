@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import shard_from_wire, shard_to_wire
 from memstore.core.shelf import Shelved
 from memstore.errors import MemstoreError, PeerRefused, TransportError
+from memstore.shell.lane import give_way
 from memstore.shell.peer_client import Peer, RateLimit
 from memstore.shell.shipment import Fresh, Stored
 from recovery.inventory import ShardId
@@ -38,7 +39,7 @@ class Pusher:
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.lock = threading.Lock()
-        self.workers = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="memstore-push")
+        self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", give_way)
         self.under_way: dict[tuple[ShardId, str], list[Done]] = {}  # -> who hears of its end
         self.silent_since_s: dict[str, float] = {}  # targets that the view has and that we cannot reach
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
@@ -121,8 +122,11 @@ class Pusher:
     def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:
         """Send while it is digested; what goes wrong is tried again once it is sealed. PeerRefused: the put failed."""
         try:
-            with self._reached(target) as peer:
-                peer.push(fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled)
+            with self._reached(target) as peer, self.holder.traffic.sending(fresh) as valve:
+                peer.push(
+                    fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled,
+                    valve=valve,
+                )  # fmt: skip
             return "", True
         except (PeerRefused, TransportError):
             digest = fresh.sealed().spec.digest
@@ -144,8 +148,11 @@ class Pusher:
                 throttle = self.repair_limit if is_repair else _unthrottled
                 attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
                 shipment = Stored(self.holder.vault, shelved)
-                with self._reached(target) as peer:
-                    peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle)
+                held = contextlib.nullcontext() if is_repair else self.holder.traffic.sending(shipment)
+                with self._reached(target) as peer, held as valve:
+                    peer.push(
+                        shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle, valve=valve
+                    )
                 return "", True
             except PeerRefused as exc:
                 why, is_final = str(exc), bool(getattr(exc, "is_final", False))

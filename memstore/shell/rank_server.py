@@ -3,9 +3,8 @@
 One thread per link reads; another digests hand-overs in order (sealer.py), so that a put is
 acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
-    rank -> holder   hello, call (id, verb, body), handover, unpin, checked
-    holder -> rank   welcome, refused, answer (id, body, error), grant, room, level, resume, check, fenced,
-                     came (herald.py)
+    rank -> holder   hello, call (id, verb, body), handover, unpin, checked, marks
+    holder -> rank   welcome, refused, answer, grant, room, level, resume, check, fenced, came (herald.py)
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ class RankServer:
                 link.handovers.put(None)
                 if self.links.get(link.nonce) is link:
                     del self.links[link.nonce]
+                    self.holder.traffic.forget(link.nonce)
             for release in list(link.pins.values()):
                 release()
 
@@ -141,9 +141,9 @@ class RankServer:
         elif kind == "handover":
             self.sealer.add(link, body)
         elif kind == "unpin":
-            release = link.pins.pop(int(body["pin"]), None)
-            if release is not None:
-                release()
+            link.pins.pop(int(body["pin"]), lambda: None)()
+        elif kind == "marks":
+            self.holder.traffic.watch(link.nonce, str(body["file"]))
         elif kind == "bye":
             self._bye(link)
         elif kind == "checked":

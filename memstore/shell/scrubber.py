@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.slots import SlotState
+from memstore.shell.lane import give_way
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
@@ -23,6 +24,7 @@ class Scrubber:
 
     def run(self) -> None:
         """Go round the arena for ever; the rate is `scrub_bytes_per_s`."""
+        give_way()
         rate = self.holder.config.scrub_bytes_per_s
         stopping = self.holder.stopping
         while not stopping.wait(IDLE_S):

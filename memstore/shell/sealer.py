@@ -19,6 +19,7 @@ from memstore.core.slots import Owner
 from memstore.core.wire import Kind
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.channel import Channel
+from memstore.shell.lane import give_way
 from memstore.shell.put_meter import PutMeter, measured
 from memstore.shell.shipment import Fresh
 from recovery.inventory import ShardId
@@ -116,6 +117,7 @@ class Sealer:
             self.changed.notify_all()
 
     def _run(self, link: RankLink) -> None:
+        give_way()
         while True:
             item = link.handovers.get()
             if item is None:

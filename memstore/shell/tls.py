@@ -123,6 +123,14 @@ class TlsStream:
         # SSLSocket's own shutdown would let a thread that still receives read cipher text as if it were plain.
         socket.socket.shutdown(self._sock, how)
 
+    def fileno(self) -> int:
+        """The descriptor, for what concerns the connection below TLS."""
+        return self._sock.fileno()
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        """Set an option of the connection below TLS."""
+        self._sock.setsockopt(level, option, value)
+
     def close(self) -> None:
         """Free the descriptor."""
         self._sock.close()
