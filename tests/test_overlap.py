@@ -77,7 +77,7 @@ def is_same(one: Any, other: Any) -> bool:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     with ProcessCluster(
-        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=256 << 20, stall_budget_s=WAIT_S
+        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=256 << 20, keep_steps=3, stall_budget_s=WAIT_S
     ) as running:
         yield running
 
