@@ -27,7 +27,7 @@ from memstore.testing.processes import ProcessCluster
 
 HOSTS = {"h0": {"rack": "r1"}, "h1": {"rack": "r2"}}
 LINK_BITS_PER_S = 1_000_000_000
-ITERATIONS = 10
+ITERATIONS = 8
 PLAIN, NAIVE, CAPPED, INTERLEAVED = "no put", "put, naive", "put, capped", "put, interleaved"
 
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 ENOUGH = Case("sharing", (0.05,) * 4, 5 * MIB // 2, 12 * MIB, 64_000_000, 9)
-SHORT = Case("sharing, too little idle time", (0.02,) * 4, 5 * MIB // 2, 24 * MIB, 100_000_000, 2)
+SHORT = Case("sharing, too little idle time", (0.02,) * 4, 5 * MIB // 2, 24 * MIB, 100_000_000, 1)
 
 
 def run(options: Options) -> list[Record]:
@@ -56,7 +56,7 @@ def run(options: Options) -> list[Record]:
 
 
 def _measure(case: Case, options: Options) -> Record:
-    options = Options(case.nbytes, min(options.rounds, case.rounds_max), options.warmups)
+    options = Options(case.nbytes, min(options.rounds, case.rounds_max), min(1, options.warmups))
     with _training(case) as training:
         contenders = {name: training.contender(name) for name in (PLAIN, NAIVE, CAPPED, INTERLEAVED)}
         seconds = interleave(contenders, options, lambda number: None)
