@@ -73,6 +73,8 @@ def connect(
     config: Config | None = None,
     fresh: bool = False,
     takeover: bool = False,
+    shard: int | None = None,
+    shards: int | None = None,
 ) -> Store:
     """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
 
@@ -84,6 +86,9 @@ def connect(
         config: Job fields for this job, store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
+        shard, shards: Ranks that name one shard hold equal state, and only as many of them copy it as `replicas`
+            asks (R34): 0 of 1 for data parallelism, the FSDP rank and its group's size for HSDP. All ranks or none
+            name one of `shards`, and every number from 0 is named.
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
@@ -91,6 +96,7 @@ def connect(
     config = config or Config()
     check_name("job", job)
     parse_put_every(config.put_every)  # before anybody has joined
+    check_shard(shard, shards)
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     start = process_start_time(os.getpid()) or 0
     nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
@@ -102,7 +108,7 @@ def connect(
             {
                 "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
                 "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
-                "fresh": fresh, "takeover": takeover,
+                "fresh": fresh, "takeover": takeover, "shard": shard, "shards": shards,
             },
             config.connect_timeout_s + ASK_S,
         )  # fmt: skip
@@ -114,6 +120,17 @@ def connect(
     except BaseException:
         link.close()
         raise
+
+
+def check_shard(shard: int | None, shards: int | None) -> None:
+    """Raise ConfigError unless `shard` is one of `shards`, or neither is given."""
+    if shard is None and shards is None:
+        return
+    if type(shard) is not int or type(shards) is not int or not 0 <= shard < shards:
+        raise ConfigError(
+            f"shard={shard!r} of shards={shards!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
+            "rank holds the same", field="shard", value=repr(shard)
+        )  # fmt: skip
 
 
 def check_store_fields(config: Config, running: dict[str, Any]) -> None:

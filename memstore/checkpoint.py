@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.layout import decode_layout
-from memstore.core.manifest import Manifest, decode_manifest
-from memstore.errors import ManifestMismatch, MemstoreError, ProtocolError
-from memstore.shell.checked_stream import CheckedStream, ChunkSource
+from memstore.core.manifest import decode_manifest
+from memstore.core.natural import NaturalLayout
+from memstore.errors import ManifestMismatch
+from memstore.natural import Read, check_shard, load_natural, reader_of
 from memstore.shell.rank_link import RankLink
 from memstore.shell.staged_shard import ShardRead, StagedShard
-from memstore.shell.state_decode import build_state
+from memstore.staged import OpenShard
 
 DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
 
@@ -42,7 +42,7 @@ class Checkpoint:
     step: int
     attempt: int
     state: Any
-    nbytes: int
+    nbytes: int  # of the rank's own shard
     verdict: str
     reason: str
     steps_lost: int
@@ -50,9 +50,12 @@ class Checkpoint:
     moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
+    own: Any = None  # what this rank put as own=; None where the step has another world size
 
 
-def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
+def open_shard(
+    link: RankLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
+) -> Checkpoint:
     """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
 
     A chunk that is bad here by then is brought again from another copy, and copied again.
@@ -63,12 +66,16 @@ def open_shard(link: RankLink, answer: dict[str, Any], into: Any) -> Checkpoint:
     manifest = decode_manifest(bytes(answer["manifest"]))
     source = StagedShard(link, manifest, answer)
     try:
-        return _opened(source, manifest, into, lambda: answer)
+        return _opened(
+            OpenShard(source, manifest), lambda: answer, reader_of(link, manifest, timeout_s), into, own_into
+        )
     finally:
         source.close()
 
 
-def read_shard(link: RankLink, body: dict[str, Any], into: Any, timeout_s: float) -> Checkpoint:
+def read_shard(
+    link: RankLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
+) -> Checkpoint:
     """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
 
     Raises:
@@ -76,52 +83,51 @@ def read_shard(link: RankLink, body: dict[str, Any], into: Any, timeout_s: float
             state given as `into` is unusable then, and the message says so.
     """
     with ShardRead(link, body, timeout_s) as read:
-        return _opened(read, read.manifest(), into, read.answer)
+        manifest = read.manifest()
+        others = reader_of(link, manifest, timeout_s)
+        return _opened(OpenShard(read, manifest), read.answer, others, into, own_into)
 
 
-def _opened(source: ChunkSource, manifest: Manifest, into: Any, answered: Callable[[], dict[str, Any]]) -> Checkpoint:
-    started_s = time.perf_counter()
-    stream = CheckedStream(manifest, source)
-    try:
-        state = _built(manifest, stream, into)
+def _opened(
+    staged: OpenShard, answered: Callable[[], dict[str, Any]], others: Read, into: Any, own_into: Any
+) -> Checkpoint:
+    started_s, own = time.perf_counter(), None
+    natural = NaturalLayout.decode(staged.manifest)
+    if natural is not None:
+        state, own = load_natural(staged, natural, others, into, own_into)
+    else:
+        check_shard(staged.manifest, None, own_into)
+        state = staged.build(staged.manifest.layout, into)
+    with staged.telling(into):
         answer = answered()
-    except MemstoreError as exc:
-        if into is not None and stream.has_written:
-            raise type(exc)(f"{exc}; the state given as into= is unusable: restart this process") from exc
-        raise
-    seconds = {k: float(v) for k, v in answer.get("seconds", {}).items()}
-    seconds["load"] = time.perf_counter() - started_s
+    if isinstance(state, dict) and DCP_KEY in state:
+        raise ManifestMismatch(
+            f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
+            "dcp.load(state, storage_reader=store.dcp_reader())"
+        )
+    return checkpoint(staged, answer, state, own, time.perf_counter() - started_s)
+
+
+def checkpoint(
+    staged: OpenShard, answer: dict[str, Any], state: Any, own: Any = None, load_s: float = 0.0
+) -> Checkpoint:
+    """Return what get() returns, from what the controller said of the step."""
+    count = staged.mended_count
+    mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
     return Checkpoint(
         step=int(answer["step"]),
         attempt=int(answer["attempt"]),
         state=state,
-        nbytes=manifest.nbytes,
-        verdict="mixed" if stream.mended and answer["verdict"] == "local" else str(answer["verdict"]),
-        reason=f"{answer['why']}{_mended(stream)}",
+        nbytes=staged.manifest.nbytes,
+        verdict="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),
+        reason=f"{answer['why']}{mended}",
         steps_lost=int(answer.get("steps_lost", 0)),
         ranks_moved=tuple(answer.get("ranks_moved", ())),
         moved_bytes=int(answer.get("moved_bytes", 0)),
         bytes_by_tier=dict(answer.get("bytes", {})),
-        seconds_by_phase=seconds,
+        seconds_by_phase={**{k: float(v) for k, v in answer.get("seconds", {}).items()}, "load": load_s},
+        own=own,
     )
-
-
-def _mended(stream: CheckedStream) -> str:
-    count = len(stream.mended)
-    return f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
-
-
-def _built(manifest: Manifest, stream: CheckedStream, into: Any) -> Any:
-    layout = decode_layout(manifest.layout)
-    if layout.nbytes > manifest.nbytes:
-        raise ProtocolError(f"the layout of {manifest.shard} is of {layout.nbytes} bytes, it has {manifest.nbytes}")
-    state = build_state(layout, stream, into=into)
-    if isinstance(state, dict) and DCP_KEY in state:
-        raise ManifestMismatch(
-            f"step {manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
-            "dcp.load(state, storage_reader=store.dcp_reader())"
-        )
-    return state
 
 
 def step_infos(body: dict[str, Any]) -> list[StepInfo]:

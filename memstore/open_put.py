@@ -62,7 +62,7 @@ class OpenPut:
             self.slots = self.slots + (more or [])
             return more is not None
 
-    def hand_over(self, layout: bytes, nbytes: int) -> bool:
+    def hand_over(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
         """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
         with self.lock:
             if self.is_over:
@@ -72,6 +72,7 @@ class OpenPut:
             body = {
                 "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
                 "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
+                "shared_chunks": shared_chunks,
             }  # fmt: skip
             return self.link.hand_over(self.step, self.slots, body)
 

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -119,12 +120,12 @@ class Overlap:
             self._puts.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
         # Not the plan itself: it keeps alive what was copied at once.
-        layout, nbytes = plan.layout, plan.nbytes
+        bare = replace(plan, placed=())
         offsets = [plan.placed[number][0] for number in late]
         copy = LateCopy(
             list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
-            on_end=lambda problem: self._end(room, layout, nbytes, problem),
-            name_of=lambda number: name_at(decode_layout(layout), offsets[number]),
+            on_end=lambda problem: self._end(room, bare, problem),
+            name_of=lambda number: name_at(decode_layout(bare.layout), offsets[number]),
         )  # fmt: skip
         self._late = copy, room
         self._start(copy)
@@ -135,11 +136,11 @@ class Overlap:
             self._thread.start()
         self._queue.put(copy)
 
-    def _end(self, room: OpenPut, layout: bytes, nbytes: int, problem: str) -> None:
+    def _end(self, room: OpenPut, plan: StatePlan, problem: str) -> None:
         """Hand the put over, or give its step up on all ranks (R12)."""
         room.is_filled_late = False
         if not problem:
-            self._puts.hand_over(room, layout, nbytes)
+            self._puts.hand_over(room, plan)
             return
         room.abandon()
         if not room.ticket.is_over:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.config import Config
 from memstore.errors import ClosedError, MemstoreError, StepConflict
+from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
@@ -47,6 +48,7 @@ class Puts:
         self._resume_step = 0
         self._last_step = self._floor = -1
         self.overlap = Overlap(self)
+        self.natural: NaturalReplicas | None = None
 
     @property
     def job(self) -> str:
@@ -64,6 +66,7 @@ class Puts:
         restored = joined.get("restored_step")
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
+        self.natural = NaturalReplicas.joined(joined)
         self.close()
 
     def go_on_from(self, step: int) -> None:
@@ -74,6 +77,13 @@ class Puts:
         """Return the tickets kept."""
         with self._lock:
             return [ticket for _, ticket in sorted(self.tickets.items(), reverse=True)]
+
+    def wait_committed(self, step: int) -> None:
+        """Wait for the commit of a step, if its ticket is known; CommitError, TimeoutError."""
+        with self._lock:
+            ticket = self.tickets.get(step)
+        if ticket is not None:
+            ticket.wait("committed", RESERVE_SLACK_S)
 
     def close(self) -> None:
         """Give back the room of what was begun and not ended."""
@@ -87,15 +97,16 @@ class Puts:
     # -- puts ---------------------------------------------------------------------------------
 
     def put(
-        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False
-    ) -> Ticket:
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False,
+        own: Any = None,
+    ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
         began_s = time.monotonic()
         ticket = self._same_step(step)
         if ticket is not None:
             return ticket
         memory = self.overlap.steady_memory(overlap)
-        plan = plan_state(state)
+        plan = self.planned(state, own)
         ticket, room = self.begin(step, plan.nbytes, began_s=began_s, timeout_s=timeout_s)
         try:
             if room is not None and memory is not None:
@@ -108,6 +119,10 @@ class Puts:
         finally:
             ticket.stall_s = time.monotonic() - began_s
         return ticket
+
+    def planned(self, state: Any, own: Any) -> StatePlan:
+        """Lay out what this rank puts of it. UnsupportedState."""
+        return plan_state(state) if self.natural is None else self.natural.plan(state, own, self.chunk_bytes)
 
     def begin(
         self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None
@@ -152,11 +167,11 @@ class Puts:
             room.abandon()
             self.skip(ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        self.hand_over(room, plan.layout, plan.nbytes)
+        self.hand_over(room, plan)
 
-    def hand_over(self, room: OpenPut, layout: bytes, nbytes: int) -> None:
+    def hand_over(self, room: OpenPut, plan: StatePlan) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
-        if not room.hand_over(layout, nbytes):
+        if not room.hand_over(plan.layout, plan.nbytes, plan.shared_chunks):
             self.skip(room.ticket, "this host's holder restarted while the state was copied")
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:

@@ -12,14 +12,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memstore.cadence import Cadence
-from memstore.checkpoint import Checkpoint, StepInfo, open_shard, read_shard, restore_line, step_infos
-from memstore.config import Config, check_name
+from memstore.checkpoint import Checkpoint, StepInfo, checkpoint, open_shard, read_shard, restore_line, step_infos
+from memstore.config import Config
 from memstore.core.manifest import decode_manifest
 from memstore.errors import (
     ClosedError,
+    ConfigError,
     MemstoreError,
     RecoveryError,
+    WorldSizeError,
 )
+from memstore.natural import NaturalReplicas, check_shard
+from memstore.pin_verbs import PinVerbs
 from memstore.preparation import Preparation
 from memstore.puts import Puts
 from memstore.shell.collective import CALL_SLACK_S, collective
@@ -27,8 +31,6 @@ from memstore.shell.launch import Launch
 from memstore.shell.marks import Marks
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
-from memstore.shell.state_decode import check_into
-from memstore.shell.state_encode import plan_state
 from memstore.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 
 
-class Store:
+class Store(PinVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
     def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
@@ -53,6 +55,7 @@ class Store:
         self.marks = Marks(link)
         self._take_attempt(joined)
         self._into: Any = None
+        self._own_into: Any = None
         self._is_closed = False
         link.on_event = self.on_event
 
@@ -105,17 +108,25 @@ class Store:
         self.rank = self._link.rank = int(joined["rank"])
         return tuple(joined["order"]) or tuple(range(self.world_size))
 
+    @property
+    def natural(self) -> NaturalReplicas | None:
+        """What this rank shares with others, `natural.is_copier` among it; None if connect() named no shard."""
+        return self.puts.natural
+
     # -- put ----------------------------------------------------------------------------------
 
     def put(
-        self, step: int, state: Any, *, overlap: bool | Iterable[torch.Tensor] = False, timeout_s: float | None = None
-    ) -> Ticket:
+        self, step: int, state: Any, *, own: Any = None, overlap: bool | Iterable[torch.Tensor] = False,
+        timeout_s: float | None = None,
+    ) -> Ticket:  # fmt: skip
         """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
 
         Args:
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
-            state: Any nesting DESIGN 5 lists.
+            state: Any nesting DESIGN 5 lists. With `connect(shard=, shards=)`, what this shard's ranks share: it is
+                looked at on its copiers only (R34).
+            own: What is this rank's alone, such as its data loader's position; with shard= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
@@ -129,8 +140,10 @@ class Store:
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
+        if own is not None and self.natural is None:
+            raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
         self.marks.put()
-        return self.puts.put(step, state, timeout_s, overlap)
+        return self.puts.put(step, state, timeout_s, overlap, own)
 
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
@@ -159,7 +172,7 @@ class Store:
         self._check_open()
         return self._cadence.due(step)
 
-    def prepare(self, state: Any) -> Preparation:
+    def prepare(self, state: Any, *, own: Any = None) -> Preparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
 
         Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready
@@ -167,6 +180,7 @@ class Store:
 
         Args:
             state: What will be put: it is planned, not copied. An int is the number of its bytes.
+            own: As in put.
 
         Returns:
             At once; `wait()` on it raises what the first put would (CapacityError, CommitError, ...).
@@ -176,7 +190,7 @@ class Store:
             FencedError, ClosedError.
         """
         self._check_open()
-        return self.puts.prepare(state if type(state) is int else plan_state(state).nbytes)
+        return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
 
     # -- sharing the network ------------------------------------------------------------------
 
@@ -215,14 +229,15 @@ class Store:
             self._on_check(body)
         elif body["k"] == "room":
             self.puts.on_room(body)
+        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
+            self.natural.name_differing(self._link, body, self.puts.wait_committed)
         elif body["k"] == "fenced":
             self.puts.fail_all(f"attempt {body['attempt']} of the job was opened")
 
     def _on_check(self, body: dict[str, Any]) -> None:
         error: list[str] | None = None
         try:
-            if self._into is not None:
-                check_into(decode_manifest(bytes(body["manifest"])).layout, self._into)
+            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into)
         except MemstoreError as exc:
             error = [type(exc).__name__, str(exc)]
         except Exception as exc:
@@ -233,8 +248,8 @@ class Store:
     # -- get ----------------------------------------------------------------------------------
 
     def get(
-        self, step: int | None = None, *, rank: int | None = None, into: Any = None, must_exist: bool = False,
-        timeout_s: float = 600.0,
+        self, step: int | None = None, *, rank: int | None = None, into: Any = None, own_into: Any = None,
+        must_exist: bool = False, timeout_s: float = 600.0,
     ) -> Checkpoint | None:  # fmt: skip
         """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
 
@@ -243,6 +258,7 @@ class Store:
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
                 fail once it has begun, the error says that the state is unusable.
+            own_into: Filled with what this rank put as own=, likewise.
             must_exist: Raise RecoveryError instead of returning None.
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 
@@ -256,20 +272,30 @@ class Store:
         self.fence()  # into= may be what is being copied
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
-            return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s)
-        self._into = into
+            return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
+        self._into, self._own_into = into, own_into
         try:
             answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
+        except WorldSizeError:
+            body["step"] = step
+            found = self.natural.get_resized(self._link, body, into, timeout_s) if self.natural else None
+            if found is None:
+                raise
+            return self._restored(step, checkpoint(*found), found[1])
         finally:
-            self._into = None
+            self._into = self._own_into = None
         if answer["step"] is None:
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = open_shard(self._link, answer, into)
+        got = open_shard(self._link, answer, into, own_into=own_into, timeout_s=timeout_s)
+        return self._restored(step, got, answer)
+
+    def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
         if step is None:
             self._go_on_from(got.step)
-            self.puts.prepare(got.nbytes)
+            if self.natural is None:  # else who copies may have changed, and the size with it
+                self.puts.prepare(got.nbytes)
         if self.rank == 0:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got
@@ -346,26 +372,6 @@ class Store:
         }  # fmt: skip
         self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
         self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
-
-    def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
-        """Keep a committed step in RAM under a name, beside what `keep_steps` keeps, until `unpin` (R19).
-
-        Any rank may call it, once for all. It survives restarts and `connect(fresh=True)`.
-
-        Raises:
-            RecoveryError: The step is not committed, or not whole in RAM.
-            CapacityError: A pin takes room of its own, and there is none; nothing changed.
-            ConfigError: The name is not allowed, or another step has it.
-        """
-        self._ask_pin("pin", {"step": step, "name": check_name("pin", name), "of_attempt": attempt})
-
-    def unpin(self, name: str) -> None:
-        """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""
-        self._ask_pin("unpin", {"name": check_name("pin", name)})
-
-    def _ask_pin(self, verb: str, body: dict[str, Any]) -> None:
-        self._check_open()
-        self._link.call(verb, {"job": self.job, **body}, self.config.connect_timeout_s + CALL_SLACK_S)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""

@@ -148,7 +148,7 @@ def test_a_happening_without_numbers_counts_nothing_by_itself(kind: str) -> None
     """Only kinds that have their numbers are read: the others may look as they like."""
     numbered = {
         "put", "commit", "redundant", "skip", "superseded", "restore", "restore_failed", "repaired", "durable",
-        "durable_failed", "durable_abandoned", "host_dead",
+        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "twins_differ",
     }  # fmt: skip
     if kind not in numbered:
         assert counted(Happening(1, kind, 0.0, job="a")) == []

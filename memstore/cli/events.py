@@ -149,12 +149,25 @@ def _host(word: str) -> Callable[[Event], str]:
     return text
 
 
+def _unchanged(e: Event) -> str:
+    who = f"rank {e['rank']}" if e["count"] == 1 else f"{plural(e['count'], 'rank')} (first {e['rank']})"
+    return f"step {e['step']} UNCHANGED: {who} put the bytes of step {e['before']} again: {e['why']}"
+
+
+def _twins_differ(e: Event) -> str:
+    where = ", ".join(e["names"]) or plural(e["chunks"], "chunk")
+    return f"step {e['step']}: ranks {e['ranks'][0]} and {e['ranks'][1]} of shard {e['shard']} DIFFER in {where}"
+
+
 LINES: dict[str, Callable[[Event], str]] = {
     "put": _put,
     "commit": _commit,
     "redundant": lambda e: f"step {e['step']} has all {e['copies']} copies now{_took(e, 'redundant')}",
     "superseded": lambda e: f"step {e['step']} superseded: {e['why']}",
     "skip": _skip,
+    "unchanged": _unchanged,
+    "twins_differ": _twins_differ,
+    "twins_agree": lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}",
     "degraded": _degraded,
     "whole": lambda e: f"every shard has its copies again, after {fine(e['seconds']['degraded'])}",
     "restore": _restore,

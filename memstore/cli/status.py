@@ -24,6 +24,7 @@ from memstore.cli.output import (
     size_text,
 )
 from memstore.config import Config
+from memstore.core.names import listed
 from memstore.core.problems import DEGRADED, UNRECOVERABLE, worst
 from memstore.errors import MemstoreError
 
@@ -114,6 +115,7 @@ def screen(body: dict[str, Any]) -> RenderableType:
     """Return the whole screen: one line, jobs, hosts, problems."""
     parts: list[RenderableType] = [Text(headline(body)), Text()]
     parts += [job_table(body["jobs"]) if body["jobs"] else Text("no job has put anything yet"), Text()]
+    parts += [Text(line) for line in map(copiers_line, body["jobs"]) if line]
     parts.append(host_table(body["hosts"], body["failure_domains"]))
     if body["problems"]:
         parts += [Text(), *(Text(problem_line(row)) for row in body["problems"])]
@@ -156,6 +158,15 @@ def job_table(jobs: list[dict[str, Any]]) -> Table:
             durable_text(job),
         )  # fmt: skip
     return table
+
+
+def copiers_line(job: dict[str, Any]) -> str:
+    """Return "train: ranks 0, 2 copy for 4 ranks of 1 shard", or "" where every rank's state is its own."""
+    if not job.get("copiers"):
+        return ""
+    ranks = listed(job["copiers"])
+    held = f"{plural(job['world_size'], 'rank')} of {plural(job['shards'], 'shard')}"
+    return f"{job['job']}: ranks {ranks} copy for {held}\n"
 
 
 def at_risk(job: dict[str, Any]) -> str:

@@ -68,7 +68,11 @@ class Attempts:
             self.catalog.refuse(call, *refusal)
             return
         if newest is not None and self._replaces_seat(newest, body):
-            self._replace_seat(name, newest, call)
+            contradiction = self._contradiction(name, newest, body)
+            if contradiction:
+                self.catalog.refuse(call, "ConfigError", contradiction)
+            else:
+                self._replace_seat(name, newest, call)
             return
         self._gather(now, name, call)
 
@@ -92,6 +96,15 @@ class Attempts:
         is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
         is_same_world = int(body["world_size"]) == attempt.world_size
         return is_same_launch and is_untouched and is_same_world
+
+    def _contradiction(self, name: str, attempt: Attempt, body: dict[str, Any]) -> str:
+        """The process that takes a rank's place holds what that rank held (R34)."""
+        rank = int(body["rank"])  # as its launcher calls it: shards are named so
+        before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
+        said = (body.get("shard"), body.get("shards"))
+        if said == before:
+            return ""
+        return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
 
     def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
         """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
@@ -156,7 +169,11 @@ class Attempts:
             self.catalog.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
         gathering.joins[rank] = call
         if len(gathering.joins) == world_size:
-            self._complete(now, name, gathering)
+            refusal = self.catalog.view.twins.refusal(name, [gathering.joins[r] for r in range(world_size)])
+            if refusal is not None:
+                self.dismiss(name, "ConfigError", refusal)
+            else:
+                self._complete(now, name, gathering)
 
     def dismiss(self, name: str, error: str, message: str) -> None:
         """Send everybody away who gathers for the job, or rewinds it."""
@@ -200,15 +217,17 @@ class Attempts:
         known = job.newest_ordinal if job is not None else 0
         ordinal = max([known, self.catalog.removed.get(name, 0), *undone]) + 1
         self.opening.setdefault(name, []).extend(joins)
-        self.catalog.record(
+        opened = self.catalog.view.twins.chosen(
             AttemptOpened(
                 job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
                 is_fresh=bool(first.get("fresh")), level_asked=level, config=first["config"],
                 nonces=tuple(str(call.body["nonce"]) for call in joins), hosts=hosts,
                 launcher=" ".join(sorted({str(call.body["launcher"]) for call in joins})),
                 wall_s=self.catalog.wall_s, order=gathering.order,
+                shard_of=tuple(int(c.body["shard"]) for c in joins) if first.get("shards") is not None else (),
             )
         )  # fmt: skip
+        self.catalog.record(opened)
         if gathering.rewind_to is not None:
             to = gathering.rewind_to
             self.catalog.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.catalog.wall_s))
@@ -227,7 +246,7 @@ class Attempts:
         if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
-            old.order = fact.order
+            old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
             for rank, seat in old.seats.items():
                 seat.rank = rank
             job.placement = None
@@ -236,7 +255,8 @@ class Attempts:
             return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), seats, order=fact.order, opened_s=fact.wall_s,
+            dict(fact.config), seats, order=fact.order, shard_of=fact.shard_of, copiers=fact.copiers,
+            opened_s=fact.wall_s,
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}
@@ -297,12 +317,14 @@ class Attempts:
         if not self._is_member(attempt, call.body):
             self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
+        rank = attempt.rank_of(int(call.body["rank"]))
         body = {
+            **self.catalog.view.twins.joined(attempt, rank),
             "attempt": attempt.ordinal,
             "world_size": attempt.world_size,
             "restored_step": attempt.parent_step if attempt.has_restored else None,
             "resume_step": attempt.resume_step,
-            "rank": attempt.rank_of(int(call.body["rank"])),
+            "rank": rank,
             "order": list(attempt.order),
             "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
         }

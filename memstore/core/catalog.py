@@ -361,7 +361,8 @@ class Catalog:
     def _forget_job(self, fact: f.JobRemoved) -> None:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        for part in (self.attempts, self.mesh_orders, self.room, self.cadence, self.rounds, self.pins, self.forks):
+        parts = (self.attempts, self.mesh_orders, self.room, self.cadence, self.rounds, self.pins, self.forks)
+        for part in (*parts, self.view.twins):
             part.forget(fact.job)
 
     def compact(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 from memstore.core.job import Attempt, Job
+from memstore.core.twins import Twins
 from placement.domains import is_finer, levels_of, spread_level
 from placement.groups import Placement, Strategy, place
 from placement.rebalance import rebalance
@@ -23,6 +24,7 @@ class ClusterView:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
+        self.twins = Twins(catalog)
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
@@ -103,9 +105,10 @@ class ClusterView:
         return seat.host_id if seat is not None else ""
 
     def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
-        """The hosts that are to hold a rank's shard: its owner and the owner's targets."""
+        """The hosts that are to hold a rank's shard: its owner, and the owner's targets or those of its twins (R34)."""
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
-        return [owner, *(placement.targets.get(owner, ()) if placement is not None else ())]
+        targets = placement.targets.get(owner, ()) if placement is not None else ()
+        return [owner, *self.twins.targets(job, attempt, rank, owner, targets)]
 
     def guests(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """The hosts that are to hold a rank's shard besides the rank's own."""
@@ -134,9 +137,12 @@ class ClusterView:
         for rank, seat in attempt.seats.items():
             if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
                 targets[seat.host_id] = self.guests(job, attempt, rank)
+        copiers = self.twins.rows(job, attempt)
         for host, others in targets.items():
             if only_host in (None, host):
-                body = {"job": job.name, "attempt": attempt.ordinal, "targets": others}
+                body = {
+                    "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
+                }  # fmt: skip
                 self.catalog.tell(host, "targets", body)
 
     def send_addresses(self) -> None:

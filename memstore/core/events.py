@@ -9,7 +9,9 @@ Orders to a holder (`Tell.kind`):
     journal        seq, records | reset         append facts (R16); answered by FactAck
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     view           hosts, jobs                  addresses of all hosts, for peers; room of other jobs is given back
-    targets        job, attempt, targets        where this host pushes its ranks' shards (R13)
+    targets        job, attempt, targets, copiers
+                                                where this host pushes its ranks' shards (R13); for those that copy what
+                                                others hold too: [rank, its own targets, ranks that copy the same] (R34)
     reserve        job, attempt, call, ranks, guest_slots, world_size, versions
                                                 claim room (R10); the call is a pin's or a fork's
     fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
@@ -24,8 +26,8 @@ Orders to a holder (`Tell.kind`):
     markers        job, durable, call           list durable markers
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
-checked, persisted, markers, forked, verified. A rank's own seal carries `put`: {stall_s, age_s}, for people only
-(observer.py).
+checked, persisted, markers, forked, verified. A rank's own seal carries `put`: {stall_s, age_s}, and
+`unchanged_since`, a step, where its chunks are those of the put before; for people only (observer.py).
 """
 
 from __future__ import annotations

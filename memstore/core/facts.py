@@ -47,6 +47,8 @@ class AttemptOpened:
     launcher: str
     wall_s: float
     order: tuple[int, ...] = ()  # by rank: what the launcher calls it; empty: the same (R27)
+    shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
+    copiers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class Attempt:
     resume_gap: int = 1
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
+    shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
+    copiers: tuple[int, ...] = ()
     opened_s: float | None = None  # wall clock
 
     @property
@@ -83,6 +85,7 @@ class Attempt:
         return AttemptOpened(
             job, self.ordinal, self.world_size, self.parent, self.key, self.is_fresh, self.level_asked, self.config,
             tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher, wall_s, launched,
+            self.shard_of, self.copiers,
         )  # fmt: skip
 
 

@@ -75,7 +75,8 @@ class MeshOrders:
             f"job {job.name!r}: mesh_order() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
         )
         self.catalog.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
-        self.catalog.record(attempt.written_again(job.name, self.catalog.wall_s, found.order))
+        renumbered = attempt.written_again(job.name, self.catalog.wall_s, found.order)
+        self.catalog.record(self.catalog.view.twins.chosen(renumbered))
 
     def _order(self, job: Job, attempt: Attempt, asked: Asked, *, is_grace_over: bool) -> MeshOrder | None:
         try:

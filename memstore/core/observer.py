@@ -16,7 +16,7 @@ from memstore.core import facts as f
 from memstore.core.chronicle import Chronicle
 from memstore.core.events import Body
 from memstore.core.host_table import Change
-from memstore.core.job import Job
+from memstore.core.job import Attempt, Job
 from memstore.core.watch import Watch
 from recovery.inventory import Copy, StepId
 
@@ -54,6 +54,7 @@ class Putting:
     stalls_s: dict[int, float] = field(default_factory=dict)  # by rank
     hosts: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
+    unchanged: dict[int, int] = field(default_factory=dict)  # rank -> the step before, whose chunks it put again
     is_told: bool = False  # every rank has put it
     is_committed: bool = False
 
@@ -97,6 +98,9 @@ class Observer:
         rank = copy.shard.rank
         putting.stalls_s[rank], putting.hosts[rank] = seconds(put.get("stall_s")), host
         putting.nbytes[rank] = copy.spec.nbytes
+        before = put.get("unchanged_since")
+        if type(before) is int and 0 <= before < copy.shard.step:
+            putting.unchanged[rank] = before
         if len(putting.stalls_s) == attempt.world_size and not putting.is_told:
             self._put(key, putting)
         while len(self.puts) > PUTS_MAX:
@@ -115,6 +119,40 @@ class Observer:
                 "median": rounded(statistics.median(putting.stalls_s.values())),
             },
             seconds={"sealed": rounded(self.catalog.now - putting.began_s)},
+        )  # fmt: skip
+        if putting.unchanged:
+            self._unchanged(job, step, putting.unchanged)
+
+    def _unchanged(self, job: str, step: StepId, befores: dict[int, int]) -> None:
+        """Ranks put the bytes of the step before: told when it begins, and not for every step that goes on with it."""
+        ranks = sorted(befores)
+        why = "the optimizer did not step, or the same object was put"
+        self.add(
+            "unchanged", job=job, attempt=step.attempt, step=step.step, rank=ranks[0], before=befores[ranks[0]],
+            ranks=ranks[:NAMED_MAX], count=len(ranks), why=why,
+        )  # fmt: skip
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, first {ranks[0]},"
+        text = f"{who} put at step {step.step} the bytes of step {befores[ranks[0]]}: {why}"
+        self.catalog.note(f"job {job!r}: {text}", "warning")
+
+    @aside
+    def twins_differ(
+        self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int], names: tuple[str, ...], chunks: int
+    ) -> None:
+        """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
+        self.add(
+            "twins_differ", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
+            names=list(names), chunks=chunks, shard=attempt.shard_of[ranks[0]] if attempt.shard_of else 0,
+        )  # fmt: skip
+        where = ", ".join(names) or f"{chunks} chunks"
+        text = f"ranks {ranks[0]} and {ranks[1]} name one shard and put different bytes at step {step}: {where}"
+        self.catalog.note(f"job {job.name!r}: {text}", "warning")
+
+    @aside
+    def twins_agree(self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int]) -> None:
+        """They put equal bytes again."""
+        self.add(
+            "twins_agree", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
         )  # fmt: skip
 
     @aside

@@ -128,6 +128,13 @@ def _job_problems(job: Body) -> Iterator[Body]:
             NOTE, name, f"{job['skipped']} steps were skipped for lack of room within stall_budget_s",
             job["committed_s"], "put less often, raise arena_bytes, or find the slow peer above",
         )  # fmt: skip
+    for pair in job.get("twins_differ", ()):
+        first, second = pair["ranks"]
+        where = ", ".join(pair["names"][:3]) or "bytes of unknown tensors"
+        yield _row(
+            NOTE, name, f"ranks {first} and {second} name one shard and differ since step {pair['step']} in {where}",
+            pair["since_s"], "a missing all-reduce, state that is a rank's own (put it with own=), or a broken device",
+        )  # fmt: skip
     for text in (*job["warnings"], *job["unmet"]):
         yield _row(NOTE, name, text, None, "")
 

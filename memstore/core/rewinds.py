@@ -51,6 +51,8 @@ class Rewinds:
         body.setdefault("config", dict(attempt.config))
         body.setdefault("launcher", attempt.launcher)
         rank = int(body["rank"])
+        if attempt.shard_of:
+            body.update(shard=attempt.shard_of[rank], shards=max(attempt.shard_of) + 1)
         body.setdefault("pid", attempt.seats[rank].pid)
         body["rank"] = attempt.launched(rank)  # what a join says
         gathering.joins[rank] = call

@@ -89,6 +89,7 @@ class StatusReport:
             phase=attempt.phase,
             world_size=attempt.world_size,
             ranks_alive=sum(not s.is_gone and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
+            **self.catalog.view.twins.status(job, attempt),
             rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
             training_step=max((seat.step for seat in attempt.seats.values()), default=-1),
             committed_step=newest.step if newest is not None else None,

@@ -14,13 +14,14 @@ _MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
 def name_at(layout: Layout, offset: int) -> str:
     """Return the path of the first tensor whose stored bytes begin at `offset`, such as "state['model']['w']"."""
     extents = [number for number, (start, _) in enumerate(layout.extents) if start == offset]
-    for path, node in _leaves(layout.tree, "state"):
+    for path, node in tensor_paths(layout.tree, "state"):
         if layout.tensors[node.data].extent in extents:
             return path
     return f"the bytes at {offset} of the state"
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Node]]:
+def tensor_paths(node: Any, path: str) -> Iterator[tuple[str, Node]]:
+    """Yield path and node of every tensor and array below a node that stands at `path`."""
     if not isinstance(node, Node):
         return
     if node.tag in (Tag.TENSOR, Tag.ARRAY):
@@ -28,13 +29,13 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Node]]:
     elif node.tag in _MAPS:
         pairs = node.children[node.tag is Tag.ORDERED :]
         for key, child in zip(pairs[::2], pairs[1::2], strict=True):
-            yield from _leaves(child, f"{path}[{key.data if isinstance(key, Node) else key!r}]")
+            yield from tensor_paths(child, f"{path}[{key.data if isinstance(key, Node) else key!r}]")
     elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE):
         for name, child in zip(node.data[1], node.children, strict=True):
-            yield from _leaves(child, f"{path}.{name}")
+            yield from tensor_paths(child, f"{path}.{name}")
     elif node.tag in (Tag.DTENSOR, Tag.SUBCLASS):
         for child in node.children:
-            yield from _leaves(child, path)
+            yield from tensor_paths(child, path)
     else:
         for index, child in enumerate(node.children):
-            yield from _leaves(child, f"{path}[{index}]")
+            yield from tensor_paths(child, f"{path}[{index}]")

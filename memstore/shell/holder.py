@@ -45,7 +45,9 @@ from memstore.shell.scrubber import Scrubber
 from memstore.shell.stager import Stager, sealed_copy
 from memstore.shell.tls import Tls
 from memstore.shell.traffic import Traffic
+from memstore.shell.twins import Twins
 from memstore.shell.vault import Vault
+from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
@@ -86,7 +88,7 @@ class Holder:
         self.term = 0
         self.fences: dict[str, int] = {}
         self._read_journal()
-        self.targets: dict[str, list[str]] = {}
+        self.targets, self.twins = dict[str, list[str]](), Twins(self)
         self.peers: dict[str, Peer] = {}
         self.session: ControllerSession | None = None
         self._peers_lock, self._session_lock = threading.Lock(), threading.Lock()
@@ -101,7 +103,7 @@ class Holder:
         self.peer_server = PeerServer(
             self.vault, identity.host_id,
             is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
-            on_sealed=lambda copy: self.report("sealed", {"copies": [copy_to_wire(copy)]}),
+            on_sealed=self._copy_sealed, before_offer=self.twins.await_own,
         )  # fmt: skip
         self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
         self.listener = Listener.tcp(
@@ -127,6 +129,7 @@ class Holder:
     def close(self) -> None:
         """Stop serving and give up the lock; the arena stays (R5)."""
         self.stopping.set()
+        self.twins.wake()
         self.listener.close()
         self.rank_listener.close()
         if self.session is not None:
@@ -265,6 +268,7 @@ class Holder:
     def stats(self) -> dict[str, Any]:
         """What every heartbeat carries of this host."""
         counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+        counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
         return {**counts, **self.traffic.stats(), "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:
@@ -296,6 +300,11 @@ class Holder:
     def sealed(self, shelved: Shelved) -> None:
         """Report a replica: whole, or with the chunks it lacks."""
         self.report("sealed", {"copies": [self.copy_body(shelved)]})
+
+    def _copy_sealed(self, copy: Copy) -> None:
+        """Report a copy that a peer sent, then compare it with what our own ranks put."""
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.twins.compare(copy.shard)
 
     def used(self) -> None:
         """A rank connected: the arena is not an orphan (R5)."""

@@ -56,6 +56,7 @@ class Orders:
             self.workers.submit(self.holder.logged, self._fence, job, attempt, body.get("members", []))
         elif kind == "targets":
             self.holder.targets[str(body["job"])] = [str(t) for t in body["targets"]]
+            self.holder.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
         elif kind == "reserve":
             self.reserves.submit(self.holder.logged, self._reserve, body)
         elif kind == "fork":

@@ -58,12 +58,14 @@ class PeerServer:
     """What a holder does for its peers."""
 
     def __init__(
-        self, vault: Vault, host_id: str, *, is_fenced: Callable[[str, int], bool], on_sealed: Callable[[Copy], None]
-    ) -> None:
+        self, vault: Vault, host_id: str, *, is_fenced: Callable[[str, int], bool], on_sealed: Callable[[Copy], None],
+        before_offer: Callable[[ShardId], None] = lambda shard: None,
+    ) -> None:  # fmt: skip
         self.vault = vault
         self.host_id = host_id
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
+        self.before_offer = before_offer  # may wait, for much less than a sender does
         self.incoming: dict[Key, Incoming] = {}
         self.lives: dict[tuple[str, str], set[Channel]] = {}  # (host, incarnation) -> its open connections
         self.life_of: dict[Channel, set[Channel]] = {}
@@ -123,6 +125,8 @@ class PeerServer:
         shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
         attempt = checked_count(body["attempt"], "attempt")
         count, slots_count = checked_count(body["count"], "count"), len(self.vault.table.slots)
+        if not body["digest"]:  # else it is no new put, and nothing here is to come
+            self.before_offer(shard)
         if self.is_fenced(shard.job, attempt):
             return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
         if count > slots_count:

@@ -49,7 +49,7 @@ class Pusher:
 
         False if there are no targets, so that nothing is to be waited for.
         """
-        targets = list(self.holder.targets.get(shard.job, ()))
+        targets = self.holder.twins.targets(shard)
         left = set(targets)
 
         def done(target: str, is_ok: bool) -> None:

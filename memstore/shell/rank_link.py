@@ -46,7 +46,7 @@ class Handover:
 
 
 class RankLink:
-    """One link. Its owner sets `on_event`, which gets level, check, room and fenced events in the reader thread."""
+    """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
         self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
@@ -221,7 +221,7 @@ class RankLink:
                 self.room.notify_all()
             for future, _ in calls.values():
                 future.set_exception(self.fenced_error())
-        elif kind in ("check", "room"):
+        elif kind in ("check", "room", "twins"):
             self.on_event(body)
         elif kind == "came":
             with self.room:

@@ -22,6 +22,7 @@ from memstore.shell.channel import Channel
 from memstore.shell.lane import give_way
 from memstore.shell.put_meter import PutMeter, measured
 from memstore.shell.shipment import Fresh
+from memstore.shell.twins import shared_count
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Sealer:
             self.sealing.add(shard)
         try:
             slots = [int(n) for n in body["slots"]]
+            shared = shared_count(body, len(slots))
             # All of the body is read before a slot changes hands, and no list is made as long as a rank says.
             world_size, nbytes = int(body["world_size"]), int(body["nbytes"])
             if len(slots) != -(-nbytes // self.vault.chunk_bytes) or world_size < 1:
@@ -172,8 +174,11 @@ class Sealer:
             with self.changed:
                 self.sealing.discard(shard)
                 self.changed.notify_all()
+        before = self.holder.twins.put_sealed(known, shared)
         self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
-        self.holder.report("sealed", {"copies": [self.holder.copy_body(known)], "put": measured(body)})
+        put = measured(body) | ({} if before is None else {"unchanged_since": before})
+        self.holder.report("sealed", {"copies": [self.holder.copy_body(known)], "put": put})
+        self.holder.twins.compare(shard)
         if not has_targets:
             self.server.replicated(shard)
         self.server.grant_current(link)

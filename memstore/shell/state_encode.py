@@ -34,6 +34,7 @@ class StatePlan:
     layout: bytes
     nbytes: int
     placed: tuple[tuple[int, Source], ...]
+    shared_chunks: int | None = None  # leading chunks that other ranks put too; None: the rank names no shard (R34)
 
 
 def plan_state(state: object) -> StatePlan:
@@ -116,6 +117,8 @@ def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> N
             else:
                 writes.append(DeviceWrite(flat, stream.host_pieces(offset, flat.numel())))
         end = offset + source.nbytes
+    if plan.nbytes > end:
+        stream.zero(end, plan.nbytes - end)
     ordered = order_all(writes)
     move_all(moves)  # while device copies are under way
     ordered.wait()

@@ -104,6 +104,7 @@ class FakeHolder:
         self.term = 0
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
+        self.copiers: dict[str, dict[int, list[str]]] = {}  # targets of local ranks that copy what others hold too
         self.ranks: dict[str, FakeRank] = {}  # by nonce
         self.calls: dict[int, tuple[str, str, Body]] = {}
         self.calls_count = 0
@@ -126,7 +127,7 @@ class FakeHolder:
     def restart(self, *, keep_memory: bool) -> None:
         """A new holder process takes the host's memory over, or finds none."""
         self.info = replace(self.info, incarnation=self.info.incarnation + 1)
-        self.targets, self.calls, self.ranks, self.is_up = {}, {}, {}, True
+        self.targets, self.copiers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
         if not keep_memory:
             self.copies, self.journal, self.term, self.fences = {}, [], 0, {}
 
@@ -167,7 +168,7 @@ class FakeHolder:
             return
         self.keep(Copy(shard, spec, self.host_id), {"put": {"stall_s": rank.stall_s, "age_s": rank.stall_s}})
         rank.rise(step, "sealed")
-        for target in self.targets.get(rank.job, ()):
+        for target in self.copiers.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
             self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
 
     def keep(self, copy: Copy, more: Body | None = None) -> None:
@@ -204,6 +205,7 @@ class FakeHolder:
 
     def _on_targets(self, body: Body) -> None:
         self.targets[body["job"]] = list(body["targets"])
+        self.copiers[body["job"]] = {rank: list(targets) for rank, targets, _ in body["copiers"]}
 
     def _on_reserve(self, body: Body) -> None:
         why = self.refuses_room

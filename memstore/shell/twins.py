@@ -1,0 +1,182 @@
+"""What one holder knows of ranks with equal state: where copies go, whom to wait for, who differs (R13, R34).
+
+A twin's offer comes while this host still digests its own rank's equal shard. Its answer waits for that, so that what
+is here does not travel; one's own digesting waits for no twin, so twins never wait for one another. Ranks that were
+not declared twins are learned to be ones by their chunks, one put late.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.shelf import Shelved
+from memstore.errors import MemstoreError
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.holder import Holder
+
+TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
+TOLD_CHUNKS_MAX = 64
+LEARN_SHARE = 0.5  # of the chunks that must be equal for two ranks to count as twins
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One local copier: the hosts of its copies, the ranks that copy the same."""
+
+    targets: tuple[str, ...]
+    twins: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Newest:
+    """The newest put that was sealed here of one rank."""
+
+    shard: ShardId
+    digests: tuple[bytes, ...]
+    shared_count: int | None  # leading chunks that twins have too; None: the rank names no shard
+    is_flagged: bool = False  # its chunks are those of the put before, and that was said
+
+
+class Twins:
+    """Of one holder."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder, self.vault = holder, holder.vault
+        self.changed = threading.Condition()
+        self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
+        self.learned: dict[tuple[str, int], int] = {}  # (job, rank elsewhere) -> local rank whose chunks were equal
+        self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
+        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
+
+    def declare(self, job: str, attempt: int, rows: list[list[Any]]) -> None:
+        """The controller's word on this host's copiers."""
+        table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
+        with self.changed:
+            self.declared[job] = (attempt, table)
+            self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
+
+    def targets(self, shard: ShardId) -> list[str]:
+        """Where copies of a local rank's shard go."""
+        row = self._row(shard)
+        return list(row.targets if row is not None else self.holder.targets.get(shard.job, ()))
+
+    def _row(self, shard: ShardId) -> Row | None:
+        attempt, table = self.declared.get(shard.job, (0, {}))
+        return table.get(shard.rank) if attempt == shard.attempt else None
+
+    def _own(self, shard: ShardId) -> int | None:
+        """The local rank that holds what a shard from elsewhere holds."""
+        attempt, table = self.declared.get(shard.job, (0, {}))
+        if attempt == shard.attempt:
+            for rank, row in table.items():
+                if shard.rank in row.twins:
+                    return rank
+        return self.learned.get((shard.job, shard.rank))
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def await_own(self, shard: ShardId) -> None:
+        """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it."""
+        own = self._own(shard)
+        if own is None:
+            return
+
+        def is_there() -> bool:
+            known = self.newest.get((shard.job, own))
+            return self.holder.stopping.is_set() or (
+                known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
+            )
+
+        with self.changed:
+            self.changed.wait_for(is_there, TWIN_WAIT_S)
+
+    def wake(self) -> None:
+        """The holder stops: nobody waits any more."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- seals ----------------------------------------------------------------------------------
+
+    def put_sealed(self, shelved: Shelved, shared_count: int | None) -> int | None:
+        """A local rank's put is sealed. Return the step before if this one repeats its chunks, for the first time."""
+        shard = shelved.shard
+        now = Newest(shard, shelved.digests, shared_count)
+        with self.changed:
+            before = self.newest.get((shard.job, shard.rank))
+            if before is not None and before.shard == shard:
+                return None  # handed over again by a link that came back
+            is_same = before is not None and before.shard.attempt == shard.attempt and _repeats(before, now)
+            now.is_flagged = is_same
+            self.newest[shard.job, shard.rank] = now
+            self.changed.notify_all()
+        return before.shard.step if before is not None and is_same and not before.is_flagged else None
+
+    def compare(self, shard: ShardId) -> None:
+        """A shard was sealed here: what do the others of its step say, a local rank's of copies and the other way?"""
+        with self.vault.lock:
+            found = [s for s in self.vault.shelf.shards.values() if _step(s.shard) == _step(shard)]
+        with self.changed:
+            mine = {n.shard: n for n in self.newest.values() if _step(n.shard) == _step(shard)}
+        for copy in found:
+            for own in mine.values() if copy.shard not in mine else ():
+                if shard in (own.shard, copy.shard):
+                    self._compare(own, copy)
+
+    def _compare(self, own: Newest, other: Shelved) -> None:
+        """Learn of two ranks that their chunks are equal, or tell that declared twins' are not."""
+        job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
+        if own.shared_count is None:
+            common = len(set(own.digests) & set(other.digests))
+            if own.digests and common >= LEARN_SHARE * max(len(own.digests), len(other.digests)):
+                self.learned[job, twin] = rank
+            elif self.learned.get((job, twin)) == rank:
+                del self.learned[job, twin]
+            return
+        row = self._row(own.shard)
+        if row is None or twin not in row.twins or rank > twin:
+            return  # the host of the higher rank compares the same two
+        count = own.shared_count
+        theirs = (*other.digests[:count], *[b""] * (count - len(other.digests)))
+        unequal = [i for i, (a, b) in enumerate(zip(own.digests[:count], theirs, strict=True)) if a != b]
+        key = (job, attempt, rank, twin)
+        with self.changed:
+            is_new = bool(unequal) != (key in self.differing)
+            self.differing.add(key) if unequal else self.differing.discard(key)
+        if is_new:
+            self._tell(own.shard, twin, unequal)
+
+    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
+        """Let the rank, which knows tensors, say what differs, or that nothing does any more."""
+        event = {
+            "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
+            "chunks": unequal[:TOLD_CHUNKS_MAX],
+        }  # fmt: skip
+        for link in self.holder.ranks.of_job(shard.job):
+            if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:
+                link.send(event)
+
+
+def shared_count(body: dict[str, Any], chunks_count: int) -> int | None:
+    """Return how many of a hand-over's first chunks its rank shares; None if it names no shard. MemstoreError."""
+    value = body.get("shared_chunks")
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value <= chunks_count:
+        raise MemstoreError(f"a put of {chunks_count} chunks shares {str(value)[:40]} of them")
+    return value
+
+
+def _step(shard: ShardId) -> tuple[str, int, int]:
+    return shard.job, shard.attempt, shard.step
+
+
+def _repeats(before: Newest, now: Newest) -> bool:
+    """Two puts have the same chunks; of a rank that names a shard, the same shared ones, as its own may well stay."""
+    if before.shared_count != now.shared_count or now.shared_count == 0 or not now.digests:
+        return False
+    end = now.shared_count
+    return before.digests[:end] == now.digests[:end]

@@ -1,0 +1,151 @@
+"""Ranks with equal state as real processes: what is copied, what travels, what comes back, what is told (R13, R34)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from memstore.testing.fleet import Fleet
+from memstore.testing.processes import ProcessCluster, wait_for
+from memstore.testing.rank_process import RankNursery, RankProcess, state_digest, together
+
+HOSTS = [f"h{n}" for n in range(4)]
+KIB = 4096  # of 512 bytes: 2 MiB of shared state, 32 chunks
+
+
+@pytest.fixture(scope="module")
+def twins_nursery() -> Iterator[RankNursery]:
+    with RankNursery("memstore.testing.natural_ranks") as nursery:
+        yield nursery
+        nursery.kill_all()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with ProcessCluster(
+        tmp_path_factory.mktemp("natural"), {host: {"rack": f"r{host}"} for host in HOSTS}, arena_bytes=64 << 20
+    ) as running:
+        yield running
+
+
+def launched(fleet: Fleet, hosts: list[str], shards: int = 1) -> list[RankProcess]:
+    """Ranks of `shards` shards, dealt in turn."""
+    ranks = fleet.spawn(hosts)
+    for rank in ranks:
+        command = fleet.connect_command(rank.rank, len(ranks), shard=rank.rank % shards, shards=shards)
+        rank.begin("connect", **command)
+    for rank in ranks:
+        rank.finish()
+    return ranks
+
+
+def put(ranks: list[RankProcess], step: int, *, poked: int = -1, **options: Any) -> None:
+    """All put and wait for the commit; rank `poked` has one element changed."""
+    for rank in ranks:
+        rank.begin("put_own", step=step, poke="weights" if rank.rank == poked else "", **options)
+    for rank in ranks:
+        rank.finish()
+    together(ranks, "wait", step=step)
+
+
+def received(cluster: ProcessCluster) -> int:
+    """Bytes that came over the network to all holders since they started."""
+    return sum(int(host["stats"]["received_bytes"]) for host in cluster.status()["hosts"])
+
+
+def events(cluster: ProcessCluster, job: str, kind: str) -> list[dict[str, Any]]:
+    return [e for e in cluster.ask("events", {"job": job, "since": 0})["events"] if e["event"] == kind]
+
+
+def check(got: list[dict[str, Any]], step: int, shards: int = 1) -> None:
+    """Every rank has its shard's state and what was its own."""
+    for rank, reply in enumerate(got):
+        assert reply["step"] == step
+        assert reply["digest"] == state_digest(rank % shards, step, kib=KIB)
+        assert (reply["own"], reply["noise"]) == (rank, float(rank + step))
+
+
+def test_two_of_four_copy_and_a_restart_without_their_hosts_memory_gives_all_back(
+    cluster: ProcessCluster, twins_nursery: RankNursery
+) -> None:
+    """DDP of four: two copiers, nearly nothing on the wire, and losing one copier's host loses nothing."""
+    fleet = Fleet(cluster, twins_nursery, job="ddp", kib=KIB)
+    ranks = launched(fleet, HOSTS)
+    roles = together(ranks, "role")
+    assert [role["is_copier"] for role in roles] == [True, True, False, False]
+    assert [r["step"] for r in together(ranks, "get_own")] == [None] * 4
+    put(ranks, 1)
+    sizes = [reply["nbytes"] for reply in together(ranks, "ticket", step=1)]
+    assert min(sizes[:2]) > 2 << 20 > 1 << 20 > max(sizes[2:])
+    before = received(cluster)
+    put(ranks, 2)
+    wait_for(lambda: received(cluster) > before, "the ranks' own parts on the wire")
+    assert received(cluster) - before < 0.02 * sizes[0]
+    fleet.kill(ranks)
+    ranks = launched(fleet, HOSTS)
+    check(together(ranks, "get_own", into=True), 2)
+    check(together(ranks, "get_own", step=2), 2)
+    put(ranks, 3)
+    fleet.kill(ranks)
+    hosts = ["h2", "h3", "h1", "h1"]  # the first copier's host is not used any more, another has two ranks
+    ranks = launched(fleet, hosts)
+    check(together(ranks, "get_own"), 3)
+    together(ranks, "close")
+
+
+def test_a_step_of_four_ranks_is_restored_on_three(cluster: ProcessCluster, twins_nursery: RankNursery) -> None:
+    """The shared state needs no rank of the same number; what was a rank's own stays behind (R27)."""
+    fleet = Fleet(cluster, twins_nursery, job="resized", kib=KIB)
+    ranks = launched(fleet, HOSTS)
+    together(ranks, "get_own")
+    put(ranks, 7)
+    fleet.kill(ranks)
+    ranks = launched(fleet, HOSTS[1:])
+    for reply in together(ranks, "get_own", into=True):
+        assert (reply["step"], reply["own"], reply["steps_lost"]) == (7, None, 0)
+        assert reply["digest"] == state_digest(0, 7, kib=KIB)
+    put(ranks, 8)
+    check(together(ranks, "get_own", step=8), 8)
+    together(ranks, "close")
+
+
+def test_every_shard_of_a_hybrid_has_its_copiers(cluster: ProcessCluster, twins_nursery: RankNursery) -> None:
+    """HSDP: two shards, each held by two ranks; every rank copies, and each gets its shard's state."""
+    fleet = Fleet(cluster, twins_nursery, job="hsdp", kib=KIB)
+    ranks = launched(fleet, HOSTS, shards=2)
+    assert [role["copiers"] for role in together(ranks, "role")] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    together(ranks, "get_own")
+    put(ranks, 1)
+    fleet.kill(ranks)
+    ranks = launched(fleet, HOSTS, shards=2)
+    check(together(ranks, "get_own"), 1, shards=2)
+    together(ranks, "close")
+
+
+def test_twins_that_differ_are_named_and_a_put_of_the_same_is_told(
+    cluster: ProcessCluster, twins_nursery: RankNursery
+) -> None:
+    """One element of one tensor on one copier; the step commits all the same. Then a state that has not changed."""
+    fleet = Fleet(cluster, twins_nursery, job="sdc", kib=KIB)
+    ranks = launched(fleet, HOSTS)
+    together(ranks, "get_own")
+    put(ranks, 1)
+    assert not events(cluster, "sdc", "twins_differ")
+    put(ranks, 2, poked=1)
+    found = wait_for(lambda: events(cluster, "sdc", "twins_differ"), "the copiers' difference")
+    assert [(e["step"], e["ranks"], e["names"]) for e in found] == [(2, [0, 1], ["state['model']['weights']"])]
+    job = cluster.job("sdc")
+    assert job is not None
+    assert job["copiers"] == [0, 1]
+    assert [(pair["ranks"], pair["step"]) for pair in job["twins_differ"]] == [([0, 1], 2)]
+    assert any("ranks 0 and 1 name one shard and differ" in p["cause"] for p in cluster.status()["problems"])
+    put(ranks, 3)
+    wait_for(lambda: events(cluster, "sdc", "twins_agree"), "the word that they agree again")
+    assert not events(cluster, "sdc", "unchanged")
+    for step in (4, 5):
+        put(ranks, step, of_step=3)
+    found = wait_for(lambda: events(cluster, "sdc", "unchanged"), "the word that nothing changed")
+    assert [(e["step"], e["before"], e["ranks"]) for e in found] == [(4, 3, [0, 1])]
+    together(ranks, "close")
