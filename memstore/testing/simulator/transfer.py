@@ -66,7 +66,9 @@ class Request:
                 data = data[size:]
         return found
 
-    def send(self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float) -> None:
+    def send(
+        self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float, valve: object = None
+    ) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)
         if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
