@@ -115,8 +115,8 @@ def checkpoint(
     count = staged.mended_count
     mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
     return Checkpoint(
-        step=int(answer["step"]),
-        attempt=int(answer["attempt"]),
+        step=staged.manifest.shard.step,
+        attempt=staged.manifest.shard.attempt,
         state=state,
         nbytes=staged.manifest.nbytes,
         verdict="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),

@@ -134,3 +134,18 @@ def test_an_unreadable_durable_directory_is_named() -> None:
     world.durable.problem = "Input/output error"
     why = rewind(world, ranks, 1)
     assert "Durable storage could not be read: Input/output error" in why
+
+
+def test_a_rewind_while_the_newest_step_commits_leaves_room_for_the_next_put() -> None:
+    """keep_steps=1: the rewind holds its step, the newer one is committed meanwhile; two versions fill the share (R10)."""
+    world, ranks = trained(3, last=1)
+    for rank in ranks[:2]:
+        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
+    assert world.put_all(ranks, 2)
+    assert rewind(world, ranks, 1) == ""
+    world.run(2.0)
+    assert sorted(world.job().copies) == [StepId(1, 1), StepId(1, 2)]
+    world.reserve(ranks)
+    world.run(1.0)
+    assert sorted(world.job().copies) == [StepId(1, 1)]
+    assert world.put_all(ranks, 3)

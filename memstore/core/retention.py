@@ -64,7 +64,7 @@ class Retention:
 
         An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
         otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
-        beyond the restored one stay until then: a rewind may be taken back.
+        beyond the restored one stay until then, the newest of them for which there is room: a rewind may be taken back.
         """
         attempt = job.newest
         if attempt is None:
@@ -72,14 +72,19 @@ class Retention:
         attempt.has_shed = True
         spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt) | self.catalog.pins.steps(job)
         kept = self.kept(job, attempt)
-        for step in [s for s in job.copies if s.attempt < attempt.ordinal and s not in busy]:
+        # What is kept and what lies beyond it share all versions but the one that the put needs.
+        spare = self.catalog.room.versions(job, attempt) - 1 - len(kept & job.copies.keys())
+        for step in sorted((s for s in job.copies if s.attempt < attempt.ordinal and s not in busy), reverse=True):
             commit = job.commits.get(step)
             is_whole = commit is not None and len(job.copies[step]) == commit.world_size
-            is_old = in_lineage(spans, step) and step not in kept  # a restore adopted a newer one by a fact
-            if commit is None or is_old or (not in_lineage(spans, step) and not is_whole):
+            is_beyond = not in_lineage(spans, step)
+            is_old = not is_beyond and step not in kept  # a restore adopted a newer one by a fact
+            if commit is None or is_old or (is_beyond and (not is_whole or spare <= 0)):
                 self._drop_step(job, step)
                 if is_old:
                     job.commits.pop(step, None)  # so that a copy that comes late goes too
+            elif is_beyond:
+                spare -= 1
 
     def _busy(self, job: Job, attempt: Attempt) -> set[StepId]:
         """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""

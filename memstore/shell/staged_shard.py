@@ -124,6 +124,18 @@ class ShardRead:
         if self._staged is not None:
             self._staged.mend(wanted, use)
 
+    def _named(self, told: Mapping[str, Any]) -> Manifest:
+        """Return the manifest of what is read; a question asked again by a link that broke may be answered anew."""
+        named = decode_manifest(bytes(told["manifest"]))
+        if self._manifest is None:
+            self._manifest = named
+        elif self._manifest != named:
+            raise IntegrityError(
+                f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
+                "back in between; call get() again"
+            )
+        return self._manifest
+
     def _listen(self) -> None:
         """Wait for one word of the holder."""
         try:
@@ -136,9 +148,8 @@ class ShardRead:
             ) from None  # fmt: skip
         if isinstance(heard, Future):
             answer = heard.result()
-            self._manifest = self._manifest or decode_manifest(bytes(answer["manifest"]))
-            self._staged = StagedShard(self._link, self._manifest, answer)
+            self._staged = StagedShard(self._link, self._named(answer), answer)
             return
-        if self._manifest is None:
-            self._manifest = decode_manifest(bytes(heard["manifest"]))
+        if "manifest" in heard:
+            self._named(heard)
         self._slots.update({int(index): int(slot) for index, slot in heard["chunks"]})
