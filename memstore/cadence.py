@@ -44,18 +44,22 @@ class Cadence:
         if schedule.is_fixed:
             return schedule.due(step)
         if self._since is None:
+            if schedule.is_open(step):  # training begins further on, with nothing measured
+                schedule = self._schedule = Schedule(self._every, step - 1)
             self._since = (step, time.monotonic())
+        schedule.come_to(step)
         if step >= schedule.asks_at and self._answer is None:
             self._answer = self._puts.ask_cadence(schedule.asks_at, self._measured(step))
-        while schedule.is_open(step) and self._take(step):
+        deadline_s = time.monotonic() + self._budget_s
+        while schedule.is_open(step) and self._take(step, deadline_s):
             pass
         return schedule.due(step)
 
-    def _take(self, step: int) -> bool:
+    def _take(self, step: int, deadline_s: float) -> bool:
         """Take the next round's answer, waiting for it if need be; False if there is none."""
-        if self._answer is None:  # steps were passed over, with a round among them: all ranks did so alike
+        if self._answer is None:  # an answer that came late: the next round is under way already
             self._answer = self._puts.ask_cadence(self._schedule.asks_at, self._measured(step))
-        wait([self._answer], 0.0 if self._is_late else self._budget_s)
+        wait([self._answer], 0.0 if self._is_late else max(0.0, deadline_s - time.monotonic()))
         if not self._answer.done() or self._answer.exception() is not None:
             if not self._is_late:
                 log.warning(
@@ -64,6 +68,8 @@ class Cadence:
                     self._puts.job, self._puts.rank, self._budget_s, step,
                 )  # fmt: skip
             self._is_late = True
+            if self._answer.done():  # refused: to be asked again
+                self._answer = None
             return False
         self._schedule.take(int(self._answer.result()["steps"]))
         self._answer, self._is_late = None, False
@@ -75,8 +81,9 @@ class Cadence:
         tickets = [t for t in self._puts.newest_first() if t.step >= first and t.stall_s > 0]
         stalls_s = sum(ticket.stall_s for ticket in tickets)
         commits_s = [ticket.committed_s for ticket in tickets if ticket.committed_s > 0]
+        train_s = time.monotonic() - since_s - stalls_s
         return {
-            "step_s": max(0.0, time.monotonic() - since_s - stalls_s) / max(1, step - first),
+            "step_s": max(0.0, train_s) / (step - first) if step > first else 0.0,
             "stall_s": statistics.median([ticket.stall_s for ticket in tickets] or [0.0]),
             "commit_s": statistics.median(commits_s or [0.0]),
         }

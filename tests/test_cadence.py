@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.api import connect
+from memstore.cadence import Cadence
 from memstore.core.cadence import (
     STEPS_MAX,
     Every,
@@ -25,9 +27,11 @@ from memstore.core.cadence import (
     parse_put_every,
 )
 from memstore.errors import ConfigError
+from memstore.puts import Puts
 from memstore.store import Store
 from memstore.testing.catalog_world import CatalogWorld
 from memstore.testing.processes import ProcessCluster
+from memstore.ticket import Ticket
 
 WAIT_S = 60.0
 
@@ -102,18 +106,21 @@ def test_ranks_that_hear_at_different_times_agree_on_every_step(base: int, told:
     early, late = Schedule(Every(), base), Schedule(Every(), base)
     heard, taken, step = 0, 0, base + 1
     while True:
+        early.come_to(step)
+        late.come_to(step)
         if early.asks_at <= step and heard < len(told) and rng.random() < 0.3:
             early.take(told[heard])  # ahead of its time
             heard += 1
-        while late.is_open(step) and late.asks_at != early.asks_at:
-            late.take(told[taken])  # at the last moment
-            taken += 1
         if early.is_open(step):
             if heard == len(told):
                 return
             early.take(told[heard])
             heard += 1
             continue
+        while late.is_open(step):
+            late.take(told[taken])  # at the last moment
+            taken += 1
+        assert taken <= heard
         assert early.due(step) == late.due(step), f"step {step}"
         step += 1 if rng.random() < 0.9 else rng.randrange(1, 40)
 
@@ -133,6 +140,77 @@ def test_due_steps_keep_the_distance_that_was_told(base: int, told: list[int]) -
         is_due = step >= last + distance
         assert schedule.due(step) == is_due, f"step {step}"
         last = step if is_due else last
+
+
+class Questions:
+    """In the place of the puts of a store: keeps what is asked, and answers at once, or when told to."""
+
+    job, rank = "job", 0
+
+    def __init__(self, steps: int | None = 1) -> None:
+        self.steps = steps
+        self.asked: list[int] = []
+        self.measured: list[dict[str, float]] = []
+        self.answers: list[Future[dict[str, Any]]] = []
+        self.forgotten: list[Future[dict[str, Any]]] = []
+
+    def newest_first(self) -> list[Ticket]:
+        return []
+
+    def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
+        self.asked.append(step)
+        self.measured.append(measured)
+        self.answers.append(Future())
+        if self.steps is not None:
+            self.answers[-1].set_result({"steps": self.steps})
+        return self.answers[-1]
+
+    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+        self.forgotten.append(answer)
+
+
+def cadence_of(questions: Questions, put_every: str = "10min") -> Cadence:
+    cadence = Cadence(cast(Puts, questions), 0.01)
+    cadence.begin_attempt({"put_every": put_every, "restored_step": None})
+    return cadence
+
+
+@pytest.mark.parametrize("first", [50_000, 10**8])
+def test_a_training_that_begins_far_on_asks_as_one_that_begins_at_0(first: int) -> None:
+    """A job without history may number its steps from anywhere: no round of the past is worked through."""
+    questions = Questions(5)
+    cadence = cadence_of(questions)
+    assert [step - first for step in range(first, first + 30) if cadence.due(step)] == [*range(11), 15, 20, 25]
+    assert questions.asked == [first + 7]
+
+
+def test_a_jump_asks_once_where_it_lands_and_keeps_the_distance() -> None:
+    """Steps that count samples pass over rounds: one question at most for each step there is."""
+    questions = Questions(5)
+    cadence = cadence_of(questions)
+    steps = [0, *range(10**6, 10**6 + 3000 * 100, 3000)]
+    for step in steps:
+        cadence.due(step)
+    assert set(questions.asked) <= set(steps)
+    assert len(questions.asked) == len(set(questions.asked))
+    assert all(measured["step_s"] < 1.0 for measured in questions.measured)
+
+
+def test_what_was_not_measured_changes_no_distance() -> None:
+    """No step, or no put within a long distance: neither says that a step or a put costs nothing."""
+    for every in ("30s", "2%", "auto"):
+        assert decide_steps(parse_put_every(every), [Measured(0.0, 0.0, 0.0)], 3600.0, 700) == 700
+    for every in ("2%", "auto"):
+        assert decide_steps(parse_put_every(every), [Measured(0.1, 0.0, 0.0)], 3600.0, 700) == 700
+    world = CatalogWorld(2, put_every="10%")
+    ranks = world.launch(2)
+    for step, stall_s in ((7, 0.04), (43, 0.0)):
+        for rank in ranks:
+            world.call(rank, "cadence", step=step, step_s=0.1, stall_s=stall_s, commit_s=0.0)
+        assert world.run_until(
+            lambda step=step: all(len(r.answers.get("cadence", ())) == 1 + step // 43 for r in ranks), 10.0
+        )
+    assert [rank.answers["cadence"] for rank in ranks] == [[{"steps": 4}] * 2] * 2
 
 
 def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:

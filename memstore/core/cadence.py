@@ -3,8 +3,8 @@
     rounds   a0 ... e0 ..... a1 ... e1 ........ a2    every rank asks at a, and goes by the answer from e on
     distance 1      |  n0           |  n1
 
-The steps at which ranks ask, and from which an answer holds, follow from the first step alone. So two ranks that have
-the same answers agree on every step, and one that lacks an answer at e knows that it does.
+The steps at which ranks ask, and from which an answer holds, follow from the steps they come to alone. So two ranks
+that have the same answers agree on every step, and one that lacks an answer at e knows that it does.
 """
 
 from __future__ import annotations
@@ -93,18 +93,19 @@ def mean_time_between_failures_s(observed_s: float, failures_count: int) -> floa
     return (observed_s + PRIOR_S) / (failures_count + 1)
 
 
-def decide_steps(every: Every, measured: Iterable[Measured], mtbf_s: float) -> int:
+def decide_steps(every: Every, measured: Iterable[Measured], mtbf_s: float, last: int = 1) -> int:
     """Return how many steps from one put to the next, by the slowest rank; never so few that commits lag behind.
 
-    Seconds, percent and the optimum are rounded to the nearest step, up for percent: it is a budget.
+    Seconds, percent and the optimum are rounded to the nearest step, up for percent: it is a budget. Where nothing
+    was measured that they need, the `last` distance stays: no put in a long one says nothing of what a put costs.
     """
     if every.steps is not None:
         return every.steps
     ranks = list(measured)
     step_s = max((m.step_s for m in ranks), default=0.0)
     stall_s = max((m.stall_s for m in ranks), default=0.0)
-    if step_s <= 0:
-        return 1
+    if step_s <= 0 or (every.interval_s is None and stall_s <= 0):
+        return last
     if every.interval_s is not None:
         steps = round(every.interval_s / step_s)
     elif every.overhead is not None:
@@ -124,6 +125,8 @@ class Schedule:
         self._steps = [every.steps or 1]
         self._firsts = [base_step + self._steps[0]]  # the first due step there
         self.asks_at = base_step + FIRST_SPAN  # the next round's step
+        self._seen = base_step
+        self._jumps: list[tuple[int, int]] = []  # from, to: wide enough to pass over a round that is to come
 
     @property
     def is_fixed(self) -> bool:
@@ -139,6 +142,19 @@ class Schedule:
         """True if the answer for this step takes the next round's first."""
         return not self.is_fixed and step >= self.holds_from
 
+    def come_to(self, step: int) -> None:
+        """The rank is at this step. A round that a jump passes over is asked where it lands, on all ranks alike."""
+        if step - self._seen > LEAD_STEPS:
+            self._jumps.append((self._seen, step))
+            self._move_round()
+        self._seen = step
+
+    def _move_round(self) -> None:
+        """By the steps alone: a rank that lacks an answer passed over the same rounds as the others."""
+        self._jumps = [jump for jump in self._jumps if jump[1] >= self.holds_from]
+        if self._jumps and self._jumps[0][0] < self.asks_at:
+            self.asks_at = self._jumps.pop(0)[1]
+
     def take(self, steps: int) -> None:
         """The next round's answer."""
         start, last = self.holds_from, self._last_due_before(self.holds_from)
@@ -146,6 +162,7 @@ class Schedule:
         self._steps.append(steps)
         self._firsts.append(max(start, last + steps))
         self.asks_at = start + min(FIRST_SPAN << min(len(self._starts), 16), SPAN_MAX)
+        self._move_round()
 
     def due(self, step: int) -> bool:
         """Whether the step is to be put, by the answers there are."""

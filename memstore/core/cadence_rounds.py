@@ -49,7 +49,8 @@ class CadenceRounds:
             Measured(*(seconds(call.body.get(name)) for name in ("step_s", "stall_s", "commit_s"))) for call in calls
         ]
         mtbf_s = self._mtbf_s(job)
-        steps = decide_steps(parse_put_every(attempt.config.get("put_every", "step")), ranks, mtbf_s)
+        last = attempt.cadence[max(attempt.cadence)] if attempt.cadence else 1
+        steps = decide_steps(parse_put_every(attempt.config.get("put_every", "step")), ranks, mtbf_s, last)
         self.catalog.note(
             f"job {job.name!r}: every {steps} steps are put ({attempt.config.get('put_every')}): a step takes "
             f"{max(m.step_s for m in ranks):.3g} s, a put blocks {max(m.stall_s for m in ranks):.3g} s, is committed "
