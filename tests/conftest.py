@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest import runner
 
 from memstore.testing.rank_process import RankNursery
 
@@ -31,6 +32,10 @@ os.environ.update(
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
 for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS")]:
     del os.environ[_name]
+
+# pytest writes PYTEST_CURRENT_TEST four times a test, and glibc before 2.41 may move the environment under a getenv()
+# of another thread, such as gRPC's, which outlive Ray in this process: that was a segmentation fault.
+runner._update_current_test_var = lambda item, when: None
 
 SHM_DIR = Path("/dev/shm")
 SETTLE_S = 5.0  # a killed process or a closed listener takes a moment to be gone

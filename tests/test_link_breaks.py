@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import memstore.api
-import memstore.checkpoint
+import memstore.staged
 from memstore.config import Config
 from memstore.core.manifest import chunk_digest
 from memstore.core.slots import SlotState
@@ -171,7 +171,7 @@ def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[...
 
 def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overwrite a slot of what host a holds of step 1, after it was staged and before it is copied."""
-    real = memstore.checkpoint.build_state
+    real = memstore.staged.build_state
 
     def late(*args: Any, **kwargs: Any) -> Any:
         with site.vault.lock:
@@ -179,7 +179,7 @@ def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(memstore.checkpoint, "build_state", late)
+    monkeypatch.setattr(memstore.staged, "build_state", late)
 
 
 @pytest.mark.parametrize("has_into", [False, True])
