@@ -137,7 +137,7 @@ def test_an_unreadable_durable_directory_is_named() -> None:
 
 
 def test_a_rewind_while_the_newest_step_commits_leaves_room_for_the_next_put() -> None:
-    """keep_steps=1: the rewind holds its step, the newer one is committed meanwhile; two versions fill the share (R10)."""
+    """keep_steps=1: a newer step commits while the rewind holds its own, and two versions fill the share (R10)."""
     world, ranks = trained(3, last=1)
     for rank in ranks[:2]:
         world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
