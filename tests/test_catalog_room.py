@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memstore.testing.catalog_holder import CHUNKS, FakeRank
+from memstore.testing.catalog_holder import CHUNKS, FakeHolder, FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 
@@ -24,6 +24,20 @@ def watch_orders(world: CatalogWorld) -> dict[str, list[dict[str, Any]]]:
 
         holder.obey = note  # type: ignore[method-assign]
     return seen
+
+
+def limit_room(world: CatalogWorld, limit: int) -> None:
+    """Every host refuses orders for more slots."""
+    for holder in world.holders.values():
+        obey = holder.obey
+
+        def limited(kind: str, body: dict[str, Any], holder: FakeHolder = holder, obey: Any = obey) -> None:
+            if kind == "reserve":
+                wanted = sum(slots for _, slots in body["ranks"]) + body["guest_slots"]
+                holder.refuses_room = "full" if wanted > limit else ""
+            obey(kind, body)
+
+        holder.obey = limited  # type: ignore[method-assign]
 
 
 def answered(ranks: list[FakeRank], count: int) -> bool:
@@ -60,6 +74,44 @@ def test_refused_growth_leaves_the_room_that_was_claimed(last: int) -> None:
     world.holders[ranks[1].host_id].refuses_room = ""
     assert world.job().attempts[1].needs == before
     assert world.put_all(ranks, last + 1)
+
+
+def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None:
+    """Counted one by one, the first rank's would fit beside what the others prepared, and the last one's not (R10)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.reserve(ranks)
+    limit_room(world, 12 * CHUNKS)
+    for rank in ranks:
+        world.call(rank, "reserve", slots=3 * CHUNKS)
+        world.run(1.0)
+    assert world.run_until(lambda: answered(ranks, 2), 10.0)
+    assert all("full" in rank.error("reserve") for rank in ranks)
+    assert world.job().attempts[1].needs == dict.fromkeys(range(3), CHUNKS)
+    assert world.put_all(ranks, 1)
+
+
+def test_one_larger_first_put_waits_for_no_rank_whose_put_fits() -> None:
+    """The others have nothing to ask: their puts say so (R10)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    world.call(ranks[0], "reserve", slots=3 * CHUNKS)
+    world.run(1.0)
+    assert not answered(ranks[:1], 2)
+    world.put(ranks[1], 1)
+    assert world.run_until(lambda: answered(ranks[:1], 2), 3.0)
+    assert not ranks[0].errors.get("reserve")
+
+
+def test_room_that_is_refused_to_a_second_order_leaves_what_the_first_one_claimed() -> None:
+    """A rank that grew twice, the second time in vain, has the room of the first (R10)."""
+    world, ranks = trained(2)
+    limit_room(world, 50 * CHUNKS)
+    world.call(ranks[0], "reserve", slots=3 * CHUNKS)
+    world.call(ranks[0], "reserve", slots=50 * CHUNKS)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("reserve")), 10.0)
+    assert world.job().attempts[1].needs[0] == 3 * CHUNKS
 
 
 def test_a_preparation_of_some_ranks_and_the_first_put_of_the_others_are_one_round() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
+GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Reservation:
     calls: dict[int, Call] = field(default_factory=dict)
     late: dict[int, Call] = field(default_factory=dict)  # want more than was ordered: a reservation of their own, next
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
+    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     is_ordered: bool = False
@@ -89,14 +91,27 @@ class Room:
         self._order_if_all(job, attempt, active)
 
     def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
-        is_first = not attempt.has_put and len(attempt.needs) < attempt.world_size  # every rank asks: none looks at all
-        if active.is_ordered or is_first or self._missing(job, attempt):
+        if active.is_ordered or self._missing(job, attempt) or not self._is_gathered(attempt, active):
             return
         active.is_ordered = True
+        active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
         if not attempt.has_put:
             self.catalog.retention.shed(job)
         active.waits = self.order(job, attempt)
         self._finish(job, active)
+
+    def _is_gathered(self, attempt: Attempt, active: Reservation) -> bool:
+        """True if nobody else is to be refused together with who asks.
+
+        Ranks whose first put is larger than prepared ask one by one, and the last of them might not fit alone.
+        """
+        if attempt.has_put or len(active.calls) == attempt.world_size:
+            return True
+        if len(attempt.needs) < attempt.world_size or not active.calls:
+            return False
+        is_more = any(attempt.needs[rank] > (active.before[rank] or 0) for rank in active.calls)
+        newest_s = max(call.since_s for call in active.calls.values())
+        return not is_more or self.catalog.now - newest_s >= GATHER_S
 
     def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
         """Nobody waits for this room any more."""
@@ -246,8 +261,7 @@ class Room:
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            needs = tuple(self.need(job, attempt, rank) for rank in range(attempt.world_size))
-            self.catalog.record(RoomClaimed(job.name, attempt.ordinal, needs))
+            self.catalog.record(RoomClaimed(job.name, attempt.ordinal, tuple(active.ordered)))
             return
         del self.active[job.name]
         host, why = sorted(active.refusals.items())[0]
@@ -271,7 +285,7 @@ class Room:
                 self.catalog.answer(call, {})
             if active.late:
                 again = self.active[fact.job] = Reservation(fact.attempt, active.late)
-                again.before = {rank: active.before[rank] for rank in active.late}
+                again.before = {rank: fact.needs[rank] for rank in active.late}
                 self._order_if_all(job, attempt, again)
 
     def forget(self, name: str) -> None:
@@ -286,6 +300,8 @@ class Room:
         for name, active in list(self.active.items()):
             job = self.catalog.jobs[name]
             attempt = job.attempts[active.attempt]
+            if attempt is job.newest:
+                self._order_if_all(job, attempt, active)
             self._finish(job, active)
             limit_s = float(attempt.config["connect_timeout_s"])
             if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
