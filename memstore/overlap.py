@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from memstore.open_put import OpenPut
     from memstore.puts import Puts
 
+log = logging.getLogger("memstore")
 # Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
 NICENESS = 10
 EXIT_S = 5.0
@@ -115,32 +117,50 @@ class Overlap:
             with room.lock:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
+            # Not the plan itself: it keeps alive what was copied at once.
+            bare = replace(plan, placed=())
+            offsets = [plan.placed[number][0] for number in late]
+            copy = LateCopy(
+                list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
+                on_end=lambda problem: self._end(room, bare, problem),
+                name_of=lambda number: name_at(decode_layout(bare.layout), offsets[number]),
+            )  # fmt: skip
         except BaseException as exc:
+            room.is_filled_late = False
             room.abandon()
             self._puts.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        # Not the plan itself: it keeps alive what was copied at once.
-        bare = replace(plan, placed=())
-        offsets = [plan.placed[number][0] for number in late]
-        copy = LateCopy(
-            list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
-            on_end=lambda problem: self._end(room, bare, problem),
-            name_of=lambda number: name_at(decode_layout(bare.layout), offsets[number]),
-        )  # fmt: skip
         self._late = copy, room
-        self._start(copy)
+        try:
+            self._start(copy)
+        except BaseException as exc:
+            # Ends it once, whoever has it: its slots go back when nobody writes into them any more.
+            copy.stop(f"its copy could not be started: {exc!r}")
+            self._late = None
+            raise
 
     def _start(self, copy: LateCopy) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_copy_all, args=(self._queue,), name="memstore-copy", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_copy_all, args=(self._queue,), name="memstore-copy", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:  # the limit of threads or of memory: this one copies
+                log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
+                copy.work()
+                return
+            self._thread = thread
         self._queue.put(copy)
 
     def _end(self, room: OpenPut, plan: StatePlan, problem: str) -> None:
         """Hand the put over, or give its step up on all ranks (R12)."""
         room.is_filled_late = False
         if not problem:
-            self._puts.hand_over(room, plan)
+            try:
+                self._puts.hand_over(room, plan)
+            except BaseException as exc:
+                room.abandon()  # nothing, if the slots are on their way to the holder
+                self._puts.skip(room.ticket, f"it could not be handed over: {exc!r}", "failed")
+                raise
             return
         room.abandon()
         if not room.ticket.is_over:
@@ -172,17 +192,20 @@ class Overlap:
     def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
         """Help the copy thread with the moves that are left, with as many threads as a put would take."""
         count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
-        for _ in range(count - 2):  # this one and the copy thread are two
-            threading.Thread(target=copy.work, args=(deadline_s,), daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
+            for _ in range(count - 2):  # this one and the copy thread are two
+                threading.Thread(target=_help, args=(copy, deadline_s), daemon=True).start()
         copy.work(deadline_s)
 
     def close(self) -> None:
         """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""
-        self.wait()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._optimizers = [], []
-        self._end_thread()
+        try:
+            self.wait()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._optimizers = [], []
+            self._end_thread()
 
     def _end_thread(self) -> None:
         thread, self._thread = self._thread, None
@@ -209,8 +232,16 @@ def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
         copy = copies.get()
         if copy is None:
             return
-        copy.work()
+        _help(copy)
         del copy  # nothing of a state is kept alive until the next
+
+
+def _help(copy: LateCopy, deadline_s: float = float("inf")) -> None:
+    try:
+        copy.work(deadline_s)
+    except Exception as exc:
+        log.exception("an overlapped copy failed: its step is given up")
+        copy.stop(f"its copy failed: {exc!r}")  # nothing, if it has ended
 
 
 _OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()

@@ -104,6 +104,7 @@ class Puts:
         began_s = time.monotonic()
         ticket = self._same_step(step)
         if ticket is not None:
+            self.overlap.wait()  # a fence, as every put
             return ticket
         memory = self.overlap.steady_memory(overlap)
         plan = self.planned(state, own)

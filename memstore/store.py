@@ -333,9 +333,8 @@ class Store(PinVerbs):
         """
         from memstore.dcp.reader import DcpReader
 
-        return DcpReader(
-            ShardRanges(self._link, self.job, timeout_s), step, agree=lambda: self.agree(timeout_s=timeout_s)
-        )
+        ranges = ShardRanges(self._link, self.job, timeout_s)
+        return DcpReader(ranges, step, lambda: self.agree(timeout_s=timeout_s), self.fence)
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)
@@ -385,13 +384,15 @@ class Store(PinVerbs):
         if self._is_closed:
             return
         self._is_closed = True
-        self.puts.overlap.close()
-        self.puts.close()
-        if not self._link.fenced_by:
-            body = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
-            with contextlib.suppress(MemstoreError):
-                self._link.call("close", body, CALL_SLACK_S)
-        self._link.close()
+        try:
+            self.puts.overlap.close()
+        finally:
+            self.puts.close()
+            if not self._link.fenced_by:
+                me = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
+                with contextlib.suppress(MemstoreError):
+                    self._link.call("close", me, CALL_SLACK_S)
+            self._link.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

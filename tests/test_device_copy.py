@@ -82,6 +82,31 @@ def test_no_more_than_two_flights_are_under_way(monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
 
 
+def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gives the slots back: of the flight that failed as well a part may be under way."""
+    told: list[str] = []
+
+    class Event(torch.cpu.Event):
+        def __init__(self) -> None:
+            super().__init__()
+            told.append("event")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+    def copy(flight: Any) -> None:
+        if "event" in told:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cpu, "Event", Event)
+    monkeypatch.setattr(device_copy, "flights", lambda writes: flights(writes, 64))
+    monkeypatch.setattr(device_copy, "_copy", copy)
+    source = torch.arange(255, dtype=torch.uint8)
+    with pytest.raises(KeyboardInterrupt):
+        order_all([_write(source, torch.zeros_like(source), 64)])
+    assert told == ["event", "event", "wait"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_state_on_a_gpu_comes_back_bit_for_bit() -> None:

@@ -172,3 +172,37 @@ def test_a_tensor_is_named_by_its_path() -> None:
     plan = plan_state(state)
     names = {name_at(decode_layout(plan.layout), offset) for offset, source in plan.placed if source.nbytes >= 64 * KIB}
     assert names == {"state['a'][0]['w']", "state['a'][1][0]", "state[None]"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("bad")], ids=["Ctrl-C", "an error"])
+def test_an_exception_in_mid_move_ends_the_copy_with_a_problem(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Else the fence would wait for a move that nobody makes, and the slots would be lost."""
+
+    def interrupted(*_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(late_copy, "move_bytes", interrupted)
+    ends: list[str] = []
+    copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
+    with pytest.raises(type(error)):
+        copy.work()
+    assert copy.ended.is_set()
+    assert len(ends) == 1
+    assert "interrupted" in ends[0]
+    assert type(error).__name__ in ends[0]
+
+
+def test_sources_that_cannot_be_compared_are_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known to be of one moment: the step is given up, and the copy ends."""
+    ends: list[str] = []
+    copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
+
+    def broken(self: WatchedSource) -> bool:
+        raise OSError("bad")
+
+    monkeypatch.setattr(WatchedSource, "is_changed", broken)
+    copy.work()
+    assert ends == ["its sources could not be compared: OSError('bad')"]
+    assert copy.ended.is_set()

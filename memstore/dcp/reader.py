@@ -48,10 +48,14 @@ class DcpReader(StorageReader):
         ranges: Reads of the job.
         step: The step; None: what `agree` returns, on all ranks alike.
         agree: Adopts a step; None where nothing is adopted (a Reader): the newest committed one is read.
+        fence: Waits until what is loaded into is not being copied any more.
     """
 
-    def __init__(self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None) -> None:
-        self.step, self._ranges, self._agree = step, ranges, agree
+    def __init__(
+        self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.step, self._ranges, self._agree, self._fence = step, ranges, agree, fence
         self._metadata: Metadata | None = None
         self._attempt: int | None = None  # that put the step: another lineage may have one of that number
         self._chunk_bytes = 1
@@ -103,6 +107,7 @@ class DcpReader(StorageReader):
             RecoveryError: some chunk has no good copy. DigestMismatch: bytes changed under the copy; the state holds
                 wrong bytes then. PeerTimeout: a batch took too long.
         """
+        self._fence()
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
         batches = list(_batches(parts))
         coming = [self._ask(batch) for batch in batches[:1]]

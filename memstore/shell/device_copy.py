@@ -64,11 +64,15 @@ def order_all(writes: Sequence[DeviceWrite]) -> Ordered:
     for device in dict.fromkeys(write.source.device for write in writes):
         module = torch.get_device_module(device)
         mine = [write for write in writes if write.source.device == device]
-        if hasattr(module, "Stream"):
-            last += _order(module, device, mine)
-        else:
-            for flight in flights(mine):
-                _copy(flight)
+        try:
+            if hasattr(module, "Stream"):
+                last += _order(module, device, mine)
+            else:
+                for flight in flights(mine):
+                    _copy(flight)
+        except BaseException:
+            Ordered(last, writes).wait()  # of the devices before
+            raise
     return Ordered(last, writes)
 
 
@@ -76,15 +80,21 @@ def _order(module: Any, device: torch.device, writes: Sequence[DeviceWrite]) -> 
     side = module.Stream(device)
     side.wait_stream(module.current_stream(device))
     events: list[Any] = []
-    with module.stream(side):
-        for flight in flights(writes):
-            if len(events) == FLIGHTS_MAX:
-                events.pop(0).synchronize()
-            _copy(flight)
-            # blocking: the host sleeps until the event instead of spinning on a core that training may want.
-            event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
-            event.record(side)
-            events.append(event)
+    try:
+        with module.stream(side):
+            for flight in flights(writes):
+                if len(events) == FLIGHTS_MAX:
+                    events.pop(0).synchronize()
+                _copy(flight)
+                # blocking: the host sleeps until the event instead of spinning on a core that training may want.
+                event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+                event.record(side)
+                events.append(event)
+    except BaseException:
+        last = module.Event()
+        last.record(side)
+        last.synchronize()  # the caller gives the slots back: nothing that was ordered may still be written
+        raise
     if device.type == "cuda":
         for write in writes:
             write.source.record_stream(side)  # should the caller fail before it waits

@@ -134,14 +134,22 @@ class LateCopy:
                     break
                 number, move = self._moves.popleft()
                 self._busy_count += 1
-            problem = self._make(number, move)
-            with self._lock:
-                self._busy_count -= 1
-            if problem:
-                self.stop(problem)
+            try:
+                problem = self._make(number, move)
+            except BaseException as exc:  # Ctrl-C, a signal's handler: of this move nobody knows how far it came
+                problem = f"a move was interrupted: {exc!r}"
+                raise
+            finally:
+                self._made(problem)
             if time.monotonic() > deadline_s:
                 break
         self._end_if_over()
+
+    def _made(self, problem: str) -> None:
+        with self._lock:
+            self._busy_count -= 1
+        if problem:
+            self.stop(problem)
 
     def stop(self, why: str) -> None:
         """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
@@ -173,7 +181,10 @@ class LateCopy:
             self.ended.set()
 
     def _change(self) -> str:
-        name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_changed()), "")
+        try:
+            name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_changed()), "")
+        except Exception as exc:  # what is not known to be of one moment is not handed over
+            return f"its sources could not be compared: {exc!r}"
         return name and changed_message(name)
 
 

@@ -120,8 +120,10 @@ def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> N
     if plan.nbytes > end:
         stream.zero(end, plan.nbytes - end)
     ordered = order_all(writes)
-    move_all(moves)  # while device copies are under way
-    ordered.wait()
+    try:
+        move_all(moves)  # while device copies are under way
+    finally:
+        ordered.wait()  # also if a move raises: the caller gives the slots back
 
 
 def _empty_row(leaf: Leaf) -> list[Any]:

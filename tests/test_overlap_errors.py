@@ -1,0 +1,190 @@
+"""An overlapped put in which something raises: its room is not lost, and no torn step is handed over (R11)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from memstore import overlap as overlap_module
+from memstore.api import connect
+from memstore.shell import late_copy, state_encode
+from memstore.store import Store
+from memstore.testing.processes import ProcessCluster, wait_for
+
+WAIT_S = 60.0
+WIDTH = 256  # a weight is 256 KiB
+_jobs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with ProcessCluster(
+        tmp_path_factory.mktemp("overlap_errors"), {"h1": {}}, arena_bytes=64 << 20, keep_steps=3, stall_budget_s=WAIT_S
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def store(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with connect(f"errors{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+        yield joined
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.ones(WIDTH, WIDTH)
+
+
+def hold(store: Store) -> None:
+    """From now on the copy thread copies nothing: all is left to the fence."""
+    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
+
+
+def raising(error: BaseException) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) -> None:
+    """No slot is in a copy's hand, and the next overlapped put commits."""
+    wait_for(lambda: not store._link.in_copy, "all slots to be given back", WAIT_S)
+    ticket = store.put(step, {"w": weight}, overlap=[weight])
+    store.fence()
+    ticket.wait("committed", WAIT_S)
+    got = store.get(step, rank=0)
+    assert got is not None
+    assert torch.equal(got.state["w"], weight)
+
+
+def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a move."""
+    hold(store)
+    ticket = store.put(1, {"w": weight}, overlap=[weight])
+    with monkeypatch.context() as patch:
+        patch.setattr(late_copy, "move_bytes", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.fence()
+    assert ticket.level == "failed"
+    assert "interrupted" in ticket.reason
+    check_that_nothing_is_lost(store, 2, weight)
+
+
+def test_an_error_before_the_copy_starts_gives_the_room_back(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the bytes that are copied at once and the thread."""
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap_module, "LateCopy", raising(OSError("bad")))
+        with pytest.raises(OSError, match="bad"):
+            store.put(0, {"w": weight}, overlap=[weight])
+    check_that_nothing_is_lost(store, 1, weight)
+
+
+def test_without_a_thread_to_be_had_the_caller_copies(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of processes is reached: nothing overlaps, everything is stored, once."""
+    store.put(0, {"w": weight})  # the first put takes its room in a thread
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        ticket = store.put(1, {"w": weight}, overlap=[weight])
+        store.fence()
+    ticket.wait("committed", WAIT_S)
+    check_that_nothing_is_lost(store, 2, weight)
+
+
+def test_without_helpers_the_fence_makes_every_move(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many threads are asked for as bytes are left, and none starts."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap_module, "THREAD_BYTES", 1)
+        patch.setattr(torch, "get_num_threads", lambda: 8)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        store.fence()
+    ticket.wait("committed", WAIT_S)
+
+
+def test_the_copy_thread_outlives_an_error(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was to be done with a copied state raises: that is logged, the next copy is made by the same thread."""
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        thread = store.puts.overlap._thread
+        store.fence()
+        wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)
+        assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+    store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
+    check_that_nothing_is_lost(store, 1, weight)
+    assert store.puts.overlap._thread is thread
+
+
+def test_close_finishes_although_the_overlap_raises(
+    cluster: ProcessCluster, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is left, the link is down, and no optimizer is held any more."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    store = connect("closing", rank=0, world_size=1, config=cluster.config)
+    optimizer = torch.optim.SGD([weight])
+    store.fence(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts.overlap, "wait", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    assert store._link.closed.is_set()
+    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+
+
+def test_a_put_of_a_known_step_is_a_fence(store: Store, weight: torch.Tensor) -> None:
+    """It returns the ticket there is, when what it names may be written."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    assert store.put(0, {"w": weight}) is ticket
+    weight.add_(1)
+    ticket.wait("committed", WAIT_S)
+
+
+def test_a_dcp_load_of_a_step_into_what_is_being_copied_is_a_fence(store: Store, weight: torch.Tensor) -> None:
+    """The load writes the tensors that the copy reads."""
+    dcp.save({"w": weight}, storage_writer=store.dcp_writer(0), no_dist=True)
+    weight.add_(1)
+    hold(store)
+    ticket = store.put(1, {"w": weight}, overlap=[weight])
+    dcp.load({"w": weight}, storage_reader=store.dcp_reader(step=0), no_dist=True)
+    assert torch.equal(weight, torch.ones(WIDTH, WIDTH))
+    ticket.wait("committed", WAIT_S)
+    got = store.get(1, rank=0)
+    assert got is not None
+    assert torch.equal(got.state["w"], torch.full((WIDTH, WIDTH), 2.0))
+
+
+def test_device_copies_are_waited_for_when_a_host_move_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gives the slots back, and another put takes them."""
+    waited: list[str] = []
+
+    class Ordered:
+        def wait(self) -> None:
+            waited.append("waited")
+
+    monkeypatch.setattr(state_encode, "order_all", lambda writes: Ordered())
+    monkeypatch.setattr(state_encode, "move_all", raising(KeyboardInterrupt()))
+    plan = state_encode.plan_state({"w": torch.ones(4)})
+    with pytest.raises(KeyboardInterrupt):
+        state_encode.copy_into(plan, [memoryview(bytearray(plan.nbytes))], plan.nbytes)
+    assert waited == ["waited"]
