@@ -184,7 +184,7 @@ class Puts:
                 self._resume_step = max(self._resume_step, int(future.result()["resume"]))
 
         body = {
-            **self._body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
+            **self.body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
             "is_failed": level == "failed",
         }  # fmt: skip
         self._skipping = self.link.call_soon("skip", body)
@@ -307,7 +307,7 @@ class Puts:
                 known.wait_claimed()
         config = self.config
         self._preparation = Preparation(
-            self.link, self._body(slots=count), self.chunk_bytes,
+            self.link, self.body(slots=count), self.chunk_bytes,
             versions=config.keep_steps + 1 + (config.durable is not None),
             timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
         )  # fmt: skip
@@ -328,14 +328,14 @@ class Puts:
             if slots is not None:
                 self.link.put_back(slots)
             return
-        self.link.call_soon("reserve", self._body(slots=count)).add_done_callback(
+        self.link.call_soon("reserve", self.body(slots=count)).add_done_callback(
             lambda f: self._grown(count, f.exception())
         )
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
     def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
-        return self.link.call_soon("cadence", {**self._body(step=step), **measured})
+        return self.link.call_soon("cadence", {**self.body(step=step), **measured})
 
     def on_room(self, body: dict[str, Any]) -> None:
         """This host makes room."""
@@ -349,5 +349,6 @@ class Puts:
         else:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 
-    def _body(self, **more: int) -> dict[str, Any]:
+    def body(self, **more: int) -> dict[str, Any]:
+        """Say to the controller who asks."""
         return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}

@@ -389,9 +389,8 @@ class Store(PinVerbs):
         finally:
             self.puts.close()
             if not self._link.fenced_by:
-                me = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
                 with contextlib.suppress(MemstoreError):
-                    self._link.call("close", me, CALL_SLACK_S)
+                    self._link.call("close", self.puts.body(), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:
