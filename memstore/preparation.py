@@ -65,7 +65,9 @@ class Preparation:
     @property
     def has_failed(self) -> bool:
         """True once it cannot become ready; `wait` says why."""
-        return self._over.is_set() and self._error is not None
+        if self._over.is_set():
+            return self._error is not None
+        return self._answer.done() and self._answer.exception() is not None  # its thread has yet to say so
 
     @property
     def fraction(self) -> float:

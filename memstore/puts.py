@@ -305,6 +305,7 @@ class Puts:
                 return known
             with contextlib.suppress(MemstoreError):  # then the larger one says why, alike
                 known.wait_claimed()
+        count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
         config = self.config
         self._preparation = Preparation(
             self.link, self.body(slots=count), self.chunk_bytes,
@@ -345,7 +346,7 @@ class Puts:
 
     def _grown(self, count: int, error: BaseException | None) -> None:
         if error is None:
-            self._reserved_slots = count
+            self._reserved_slots = max(count, self._reserved_slots)
         else:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 

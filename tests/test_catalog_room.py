@@ -114,6 +114,18 @@ def test_room_that_is_refused_to_a_second_order_leaves_what_the_first_one_claime
     assert world.job().attempts[1].needs[0] == 3 * CHUNKS
 
 
+def test_a_smaller_preparation_while_training_leaves_the_share_as_it_is() -> None:
+    """Puts go on at the size that was claimed: a share cut under them would skip every one (R10, R12)."""
+    world, ranks = trained(2)
+    orders = watch_orders(world)
+    for count, slots in ((2, 10 * CHUNKS), (3, 5 * CHUNKS)):
+        for rank in ranks:
+            world.call(rank, "reserve", slots=slots)
+        assert world.run_until(lambda count=count: answered(ranks, count), 10.0)
+    for rank in ranks:
+        assert dict(orders[rank.host_id][-1]["ranks"])[rank.rank] == 2 * 10 * CHUNKS
+
+
 def test_a_preparation_of_some_ranks_and_the_first_put_of_the_others_are_one_round() -> None:
     """Nobody is answered before all ranks have asked (R10)."""
     world = CatalogWorld(2)

@@ -100,6 +100,17 @@ def test_a_larger_state_can_be_prepared_for_while_training(cluster: ProcessClust
         assert store.put(2, state_of(20 * CHUNK)).wait("committed", WAIT_S).level == "committed"
 
 
+def test_preparing_for_less_than_the_share_leaves_the_share(cluster: ProcessCluster) -> None:
+    """The state grew while training, then less is prepared for: puts of the grown size go on (R10)."""
+    with ranks(cluster, 1) as (store,):
+        store.put(1, state_of(3 * CHUNK)).wait("committed", WAIT_S)
+        store.prepare(10 * CHUNK).wait(WAIT_S)
+        store.put(2, state_of(10 * CHUNK)).wait("committed", WAIT_S)
+        store.puts._preparation = None  # as if the put had grown the room
+        assert store.prepare(5 * CHUNK).wait(WAIT_S).nbytes == 10 * CHUNK
+        assert store.put(3, state_of(10 * CHUNK)).wait("committed", WAIT_S).level == "committed"
+
+
 def test_what_cannot_fit_is_refused_on_all_ranks_alike_and_again_at_the_put(cluster: ProcessCluster) -> None:
     """CapacityError at wait(), with the numbers; a put asks again, and a state that fits is put (R10)."""
     with ranks(cluster, 2) as stores:

@@ -82,7 +82,7 @@ class Room:
             active = self.active[job.name] = Reservation(attempt.ordinal)
         rank, slots = int(body["rank"]), int(body["slots"])
         known = attempt.needs.get(rank)
-        attempt.needs[rank] = slots
+        attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):
             active.late[rank] = call
         else:
