@@ -23,6 +23,7 @@ class Cadence:
     def __init__(self, puts: Puts, stall_budget_s: float) -> None:
         self._puts, self._budget_s = puts, stall_budget_s
         self._every = parse_put_every("step")
+        self._answer: Future[dict[str, Any]] | None = None
         self.restart(-1)
 
     def begin_attempt(self, joined: dict[str, Any]) -> None:
@@ -34,7 +35,9 @@ class Cadence:
     def restart(self, base_step: int) -> None:
         """Training goes on from this step: a get, or nothing restored (-1)."""
         self._schedule = Schedule(self._every, base_step)
-        self._answer: Future[dict[str, Any]] | None = None
+        if self._answer is not None:
+            self._puts.forget_cadence(self._answer)
+        self._answer = None
         self._is_late = False  # a round was waited for in vain: not again
         self._since: tuple[int, float] | None = None  # step and time from which a step's time is taken
 

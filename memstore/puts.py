@@ -338,6 +338,10 @@ class Puts:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
         return self.link.call_soon("cadence", {**self.body(step=step), **measured})
 
+    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+        """Training goes on from elsewhere: the question is void."""
+        self.link.forget_call(answer)
+
     def on_room(self, body: dict[str, Any]) -> None:
         """This host makes room."""
         preparation = self._preparation

@@ -26,7 +26,7 @@ from memstore.core.cadence import (
     optimal_interval_s,
     parse_put_every,
 )
-from memstore.errors import ConfigError
+from memstore.errors import ConfigError, GatherTimeout
 from memstore.puts import Puts
 from memstore.store import Store
 from memstore.testing.catalog_world import CatalogWorld
@@ -194,6 +194,37 @@ def test_a_jump_asks_once_where_it_lands_and_keeps_the_distance() -> None:
     assert set(questions.asked) <= set(steps)
     assert len(questions.asked) == len(set(questions.asked))
     assert all(measured["step_s"] < 1.0 for measured in questions.measured)
+
+
+def test_a_refused_question_is_asked_again_and_a_void_one_forgotten() -> None:
+    """An answer that ended with an error is not kept for ever; a get ends what was asked for before it."""
+    questions = Questions(None)
+    cadence = cadence_of(questions)
+    for step in range(8):
+        cadence.due(step)
+    questions.answers[0].set_exception(GatherTimeout("given up"))
+    for step in range(8, 13):
+        cadence.due(step)
+    assert questions.asked == [7, 7]
+    questions.answers[1].set_result({"steps": 3})
+    assert [step for step in range(13, 20) if cadence.due(step)] == [13, 16, 19]
+    questions = Questions(None)
+    cadence = cadence_of(questions)
+    for step in range(8):
+        cadence.due(step)
+    cadence.restart(100)
+    assert questions.forgotten == questions.answers
+
+
+def test_a_round_that_is_given_up_refuses_who_waits_for_it() -> None:
+    """A rank whose question lapsed hears of it, and can ask again (R33)."""
+    world = CatalogWorld(2, put_every="10%")
+    ranks = world.launch(2)
+    world.call(ranks[0], "cadence", step=7, step_s=0.1, stall_s=0.1, commit_s=0.0)
+    world.run(1.0)
+    world.call(ranks[1], "cadence", step=43, step_s=0.1, stall_s=0.1, commit_s=0.0)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("cadence")), 10.0)
+    assert "step 43" in ranks[0].error("cadence")
 
 
 def test_what_was_not_measured_changes_no_distance() -> None:

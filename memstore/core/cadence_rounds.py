@@ -36,7 +36,9 @@ class CadenceRounds:
             return
         key = (job.name, attempt.ordinal, step)
         for old in [k for k in self.asked if k[0] == job.name and k[1:] < key[1:] and k not in self.decided]:
-            del self.asked[old]  # of an attempt that is over, or given up by its ranks
+            for given_up in self.asked.pop(old).values():  # its attempt is over, or its ranks have gone on
+                why = f"job {job.name!r}: the round of step {old[2]} was given up for that of step {step}"
+                self.catalog.refuse(given_up, "FencedError" if old[1] < attempt.ordinal else "GatherTimeout", why)
         calls = self.asked.setdefault(key, {})
         calls[int(call.body["rank"])] = call
         if len(calls) == attempt.world_size and key not in self.decided:
