@@ -30,6 +30,7 @@ from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
+from memstore.ticket import TERMINAL
 
 if TYPE_CHECKING:
     from memstore.open_put import OpenPut
@@ -183,8 +184,8 @@ class Overlap:
                 copy.stop(f"it was not copied within {budget_s:g} s at the fence")
         # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
         name = copy.counted_change()
-        if name and not room.ticket.is_over and room.ticket.level != "committed":
-            self._puts.skip(room.ticket, changed_message(name), "failed")
+        if name and room.ticket.level not in TERMINAL:
+            self._puts.retire(room.ticket, changed_message(name))
         room.ticket.stall_s += time.monotonic() - began_s
         if self._late is late:
             self._late = None

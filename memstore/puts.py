@@ -190,6 +190,15 @@ class Puts:
         self._skipping = self.link.call_soon("skip", body)
         self._skipping.add_done_callback(resume)
 
+    def retire(self, ticket: Ticket, why: str) -> None:
+        """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
+        ticket.tear(why)
+        log.error(
+            "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
+        )
+        self.skip(ticket, why, "failed")
+        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why})
+
     def give_up(self, step: int, why: str) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
 

@@ -148,7 +148,7 @@ class Store(PinVerbs):
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
-        A tensor that was changed before the fence makes its step fail, by name, on all ranks. Seen are in-place
+        A tensor that was changed before the fence makes its step fail, by name (or retires it). Seen are in-place
         operations that autograd counts, freed or resized memory, and what changes some of the cache lines of which one
         in a MiB is compared: a write to a few elements through `.data` or numpy is not. A fence that waited
         `stall_budget_s`, or `timeout_s`, in vain makes the step fail as well, and training goes on (R11, R12).

@@ -26,6 +26,7 @@ class Ticket:
         self.level = "pending"
         self.degraded = False
         self.reason = ""
+        self._torn = ""
         self._changed = threading.Condition()
 
     def __repr__(self) -> str:
@@ -44,11 +45,16 @@ class Ticket:
                 return
             if level in LEVELS and LEVELS.index(level) < LEVELS.index(self.level):
                 return
-            self.level, self.reason = level, reason
+            self.level, self.reason = level, self._torn or reason
             if level == "committed" and not self.committed_s:
                 self.committed_s = time.monotonic() - self.began_s
             self.degraded = degraded if level in ("committed", "durable") else self.degraded
             self._changed.notify_all()
+
+    def tear(self, why: str) -> None:
+        """What was stored is of no one moment: from now on that is the reason, whatever the level."""
+        with self._changed:
+            self._torn = self.reason = why
 
     def wait(self, level: str = "committed", timeout_s: float = 60.0) -> Ticket:
         """Wait until the step has reached `level`; return this ticket.

@@ -135,6 +135,50 @@ def test_the_copy_thread_outlives_an_error(
     assert store.puts.overlap._thread is thread
 
 
+def test_a_step_that_shows_as_torn_after_its_commit_is_retired(
+    store: Store, cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operation at work when the copy ended: its counter rises only now. The step before is what is restored."""
+    store.put(0, {"w": weight}).wait("committed", WAIT_S)
+    ticket = store.put(1, {"layer": {"w": weight}}, overlap=[weight])
+    ticket.wait("committed", WAIT_S)
+    weight.add_(1)
+    store.fence()
+    assert "state['layer']['w'] was changed before the fence" in ticket.reason
+    assert ticket.level == "committed"
+    assert "step 1 is torn and will not be restored: state['layer']['w']" in caplog.text
+    wait_for(lambda: ticket.reason in [s.retired for s in store.steps() if s.step == 1], "the step retired", WAIT_S)
+    store.close()
+    with connect(store.job, rank=0, world_size=1, config=cluster.config) as again:
+        got = again.get()
+        assert got is not None
+        assert got.step == 0
+        assert torch.equal(got.state["w"], weight - 1)
+
+
+@pytest.mark.parametrize("is_hooked_first", [True, False])
+def test_a_compiled_step_waits_as_well(store: Store, weight: torch.Tensor, is_hooked_first: bool) -> None:
+    """The tracer leaves torch's hooks in front of the step, also one that came after the first compiled step."""
+    weight.requires_grad_().grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    if is_hooked_first:
+        store.fence(optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    step()
+    step()
+    store.fence(optimizer)
+    hold(store)
+    for number in range(2):
+        expected = weight.detach().clone()
+        ticket = store.put(number, {"w": weight}, overlap=True)
+        step()
+        ticket.wait("committed", WAIT_S)
+        got = store.get(number, rank=0)
+        assert got is not None
+        assert torch.equal(got.state["w"].detach(), expected)
+        assert torch.equal(weight.detach(), expected - 1)
+
+
 def test_close_finishes_although_the_overlap_raises(
     cluster: ProcessCluster, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

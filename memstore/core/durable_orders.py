@@ -86,7 +86,8 @@ class DurableOrders:
             return
         state = self.state(job.name)
         spans = job.spans(attempt.ordinal)
-        committed = [s for s in job.commits if s.attempt == attempt.ordinal and self._is_whole(job, s)]
+        mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
+        committed = [s for s in mine if self._is_whole(job, s)]
         decision = next_durable(
             now,
             last_started_s=state.last_started_s,
