@@ -10,6 +10,7 @@ follows it, so that the cost is known to the second when it is over.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -50,6 +51,8 @@ class Preparation:
         self._over = threading.Event()
         self._began_s = time.monotonic()
         self._cancelled: Future[None] = Future()
+        self._failed: Future[None] = Future()  # with the error, so that a put that waits hears of it
+        self._pid = os.getpid()
         self._answer = link.call_soon("reserve", body)
         self._thread = threading.Thread(target=self._follow, name="memstore-prepare", daemon=True)
         self._thread.start()
@@ -123,10 +126,12 @@ class Preparation:
 
     def wait_claimed(self) -> None:
         """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`."""
-        ends: list[Future[Any]] = [self._answer, self._cancelled]
+        ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
         done, _ = wait(ends, self._timeout_s, FIRST_COMPLETED)
         if self._answer in done:
             self._answer.result()
+        elif self._failed in done:
+            self._failed.result()
         elif done:
             raise ClosedError("the attempt that was prepared for is over")
         else:
@@ -139,6 +144,8 @@ class Preparation:
 
     def cancel(self) -> None:
         """Nobody wants it any more: a newer attempt, or the end."""
+        if os.getpid() != self._pid:
+            return  # forked: its thread is not here, and another one may have held the link's lock (R8)
         self._link.forget_call(self._answer)
         self._cancelled.set_result(None)
         with self._link.room:
@@ -156,6 +163,10 @@ class Preparation:
             self.wait_claimed()
             self._claimed_s = time.monotonic() - self._began_s
             if not self._wait_pages():
+                if self._link.fenced_by:
+                    raise self._link.fenced_error()
+                if self._cancelled.done() or self._link.closed.is_set():
+                    raise ClosedError("the attempt that was prepared for is over")
                 raise PeerTimeout(
                     f"job {self._link.job!r} rank {self._link.rank}: {self._held_count()} of {self.slots_count} "
                     f"slots were leased within {self._timeout_s:g} s: older steps are in their place, or the holder of "
@@ -166,6 +177,7 @@ class Preparation:
             log.info("%s", self.cost)
         except BaseException as exc:
             self._error = exc
+            self._failed.set_exception(exc)
             log.info("memstore %s rank %d: not prepared: %s", self._link.job, self._link.rank, exc)
         self._over.set()
 

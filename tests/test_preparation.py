@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from memstore.api import connect
-from memstore.errors import CapacityError, CommitError, GatherTimeout
+from memstore.errors import CapacityError, ClosedError, CommitError, GatherTimeout
+from memstore.preparation import Preparation
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
@@ -150,6 +151,19 @@ def test_a_rank_that_waits_alone_is_told_who_is_missing(cluster: ProcessCluster)
         with pytest.raises(TimeoutError, match="goes on"):
             preparation.wait(0.05)
         with pytest.raises(GatherTimeout, match="1 of 2"):
+            preparation.wait(WAIT_S)
+
+
+def test_a_preparation_whose_pages_never_come_ends_as_closed(
+    cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed while it waits for its leases: ClosedError, no word of a peer that did not answer."""
+    monkeypatch.setattr(Preparation, "_held_count", lambda _: 0)
+    with ranks(cluster, 1) as (store,):
+        preparation = store.prepare(CHUNK)
+        preparation._answer.result(WAIT_S)
+        store.close()
+        with pytest.raises(ClosedError):
             preparation.wait(WAIT_S)
 
 
