@@ -131,7 +131,10 @@ class Orders:
         jobs = {shard.job for shard in shards}
         for job in jobs:
             self.holder.stager.release(job)
-        self.vault.drop_all(shards, body.get("removed"))
+        removed = body.get("removed")
+        self.vault.drop_all(shards, removed)
+        if removed is not None:
+            self.holder.twins.forget(str(removed[0]), int(removed[1]))
         for job in jobs:
             self.holder.ranks.grant_job(job)
 

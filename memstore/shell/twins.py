@@ -48,7 +48,8 @@ class Twins:
         self.holder, self.vault = holder, holder.vault
         self.changed = threading.Condition()
         self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
-        self.learned: dict[tuple[str, int], int] = {}  # (job, rank elsewhere) -> local rank whose chunks were equal
+        # (job, rank elsewhere) -> attempt, local rank whose chunks were equal in the newest put
+        self.learned: dict[tuple[str, int], tuple[int, int]] = {}
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
 
@@ -75,7 +76,8 @@ class Twins:
             for rank, row in table.items():
                 if shard.rank in row.twins:
                     return rank
-        return self.learned.get((shard.job, shard.rank))
+        learned_in, own = self.learned.get((shard.job, shard.rank), (0, None))
+        return own if learned_in == shard.attempt else None  # ranks sit elsewhere in another attempt
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -92,7 +94,17 @@ class Twins:
             )
 
         with self.changed:
-            self.changed.wait_for(is_there, TWIN_WAIT_S)
+            if not self.changed.wait_for(is_there, TWIN_WAIT_S):
+                self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
+
+    def forget(self, job: str, attempt: int) -> None:
+        """The job was removed after this attempt."""
+        with self.changed:
+            if self.declared.get(job, (0, {}))[0] <= attempt:
+                self.declared.pop(job, None)
+            self.differing = {key for key in self.differing if key[0] != job or key[1] > attempt}
+            self.learned = {key: at for key, at in self.learned.items() if key[0] != job or at[0] > attempt}
+            self.newest = {key: n for key, n in self.newest.items() if key[0] != job or n.shard.attempt > attempt}
 
     def wake(self) -> None:
         """The holder stops: nobody waits any more."""
@@ -131,10 +143,11 @@ class Twins:
         job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
         if own.shared_count is None:
             common = len(set(own.digests) & set(other.digests))
-            if own.digests and common >= LEARN_SHARE * max(len(own.digests), len(other.digests)):
-                self.learned[job, twin] = rank
-            elif self.learned.get((job, twin)) == rank:
-                del self.learned[job, twin]
+            with self.changed:
+                if own.digests and common >= LEARN_SHARE * max(len(own.digests), len(other.digests)):
+                    self.learned[job, twin] = (attempt, rank)
+                elif self.learned.get((job, twin)) == (attempt, rank):
+                    del self.learned[job, twin]
             return
         row = self._row(own.shard)
         if row is None or twin not in row.twins or rank > twin:

@@ -1,0 +1,90 @@
+"""Ranks that only seem to be twins hold nobody up for long, and a removed job is forgotten (R13, R34)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from memstore.core.shelf import Shelved
+from memstore.shell import twins as module
+from memstore.shell.twins import Twins
+from memstore.shell.vault import Vault
+from memstore.testing.scratch_folder import scratch_folder
+from recovery.inventory import ShardId, ShardSpec
+
+CHUNK_BYTES = 64 << 10
+DIGESTS = (b"a" * 16, b"b" * 16)
+
+
+class CountedWaits(threading.Condition):
+    """Where offers wait: nothing comes, and no time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+        self.count += 1
+        assert timeout == module.TWIN_WAIT_S
+        return bool(predicate())
+
+
+@pytest.fixture
+def twins() -> Iterator[Twins]:
+    with scratch_folder() as folder:
+        vault = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = Twins(cast(Any, SimpleNamespace(vault=vault, stopping=threading.Event())))
+        made.changed = CountedWaits()
+        yield made
+        vault.close()
+
+
+def shelved(rank: int, step: int, attempt: int = 1) -> Shelved:
+    spec = ShardSpec("", 2 * CHUNK_BYTES, CHUNK_BYTES, 2, 2)
+    return Shelved(ShardId("job", attempt, step, rank), spec, DIGESTS, [None, None])
+
+
+def learn(twins: Twins, step: int) -> None:
+    """Rank 0 is here, and rank 1, of another host, put the same."""
+    twins.put_sealed(shelved(0, step), None)
+    copy = shelved(1, step)
+    with twins.vault.lock:
+        twins.vault.shelf.shards = {(copy.shard, ""): copy}
+    twins.compare(copy.shard)
+
+
+def waits(twins: Twins, step: int, attempt: int = 1) -> bool:
+    """Whether an offer of rank 1 waits for rank 0's put."""
+    before = cast(CountedWaits, twins.changed).count
+    twins.await_own(ShardId("job", attempt, step, 1))
+    return cast(CountedWaits, twins.changed).count > before
+
+
+def test_a_learned_twin_that_did_not_put_is_waited_for_once(twins: Twins) -> None:
+    """Else every copy of a rank whose likeness ended would come late; equal chunks are learned anew."""
+    learn(twins, 1)
+    assert waits(twins, 2)
+    assert not waits(twins, 3)
+    learn(twins, 4)
+    assert waits(twins, 5)
+
+
+def test_a_learned_twin_is_one_of_its_attempt(twins: Twins) -> None:
+    """In the next attempt this host may have no such rank, and no seal of it would ever end the wait."""
+    learn(twins, 1)
+    assert not waits(twins, 2, attempt=2)
+    assert waits(twins, 2)
+
+
+def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays(twins: Twins) -> None:
+    """A host that serves thousands of jobs keeps no digests of those that are gone."""
+    twins.declare("job", 1, [[0, ["h1"], [1]]])
+    learn(twins, 1)
+    twins.forget("job", 0)
+    assert (len(twins.declared), len(twins.learned), len(twins.newest)) == (1, 1, 1)
+    twins.forget("job", 1)
+    assert (twins.declared, twins.learned, twins.newest) == ({}, {}, {})
