@@ -78,7 +78,7 @@ class NaturalReplicas:
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
         placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
-        return StatePlan(layout, start + mine.nbytes, placed, count)
+        return StatePlan(layout, start + mine.nbytes, placed, count, shared.layout if shared is not None else b"")
 
     # -- another world size ---------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class NaturalReplicas:
         wanted = {"job": link.job, "step": step, "of_attempt": adopted.get("attempt"), "rank": copier}
         with ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
-            part = shared_part(staged, self.shard)
+            part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
             state = _load(staged, part, into)
             return staged, {**read.answer(), **adopted}, state
@@ -193,11 +193,14 @@ def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> 
 # -- getting ------------------------------------------------------------------------------------------
 
 
-def check_shard(manifest: Manifest, into: Any, own_into: Any) -> None:
+def check_shard(manifest: Manifest, into: Any, own_into: Any, now: NaturalReplicas | None = None) -> None:
     """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
 
+    Args:
+        now: What the rank shares in the present attempt.
+
     Raises:
-        ManifestMismatch, ProtocolError: As check_into.
+        ManifestMismatch, ProtocolError: As check_into; or the rank's number had another shard in that step.
     """
     natural = NaturalLayout.decode(manifest)
     if natural is None:
@@ -206,6 +209,12 @@ def check_shard(manifest: Manifest, into: Any, own_into: Any) -> None:
         if into is not None:
             check_into(manifest.layout, into)
         return
+    if now is not None and (natural.shard, natural.shards) != (now.shard, now.shards):
+        shard = manifest.shard
+        raise ManifestMismatch(
+            f"at step {shard.step} rank {shard.rank} held shard {natural.shard} of {natural.shards}, and now it names "
+            f"{now.shard} of {now.shards}: connect with the shards of then, or read other ranks' with get(step, rank=)"
+        )
     if into is not None and natural.shared is not None:
         check_into(natural.shared.layout, into)
     if own_into is not None:
@@ -231,18 +240,19 @@ def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: 
             copier = natural.copiers[staged.manifest.shard.rank % len(natural.copiers)]
             read = stack.enter_context(others(copier))
             home = OpenShard(read, read.manifest())
-            shared = shared_part(home, natural.shard)
+            shared = shared_part(home, natural.shard, natural.shards)
         _check(shared, into)
         _check(natural.own, own_into)
         own = _load(staged, natural.own, own_into)
         return _load(home, shared, into), own
 
 
-def shared_part(staged: OpenShard, shard: int) -> Part:
+def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
     """Return where the shared state of a copier's shard lies. RecoveryError if it has none of that shard."""
     found = NaturalLayout.decode(staged.manifest)
-    if found is None or found.shared is None or found.shard != shard:
-        raise RecoveryError(f"{staged.manifest.shard} is named as a copy of shard {shard}'s state and has none")
+    if found is None or found.shared is None or (found.shard, found.shards) != (shard, shards):
+        named = f"a copy of the state of shard {shard} of {shards}"
+        raise RecoveryError(f"{staged.manifest.shard} is named as {named} and has none")
     return found.shared
 
 

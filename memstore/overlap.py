@@ -124,7 +124,7 @@ class Overlap:
             copy = LateCopy(
                 list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),
-                name_of=lambda number: name_at(decode_layout(bare.layout), offsets[number]),
+                name_of=lambda number: name_at(decode_layout(bare.named), offsets[number]),
             )  # fmt: skip
         except BaseException as exc:
             room.is_filled_late = False

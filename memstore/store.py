@@ -15,13 +15,7 @@ from memstore.cadence import Cadence
 from memstore.checkpoint import Checkpoint, StepInfo, checkpoint, open_shard, read_shard, restore_line, step_infos
 from memstore.config import Config
 from memstore.core.manifest import decode_manifest
-from memstore.errors import (
-    ClosedError,
-    ConfigError,
-    MemstoreError,
-    RecoveryError,
-    WorldSizeError,
-)
+from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.natural import NaturalReplicas, check_shard
 from memstore.pin_verbs import PinVerbs
 from memstore.preparation import Preparation
@@ -106,6 +100,7 @@ class Store(PinVerbs):
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = self._link.call("mesh_order", body, limit_s)
         self.rank = self._link.rank = int(joined["rank"])
+        self.puts.natural = NaturalReplicas.joined(joined)  # a shard belongs to the rank's number (D83)
         return tuple(joined["order"]) or tuple(range(self.world_size))
 
     @property
@@ -237,7 +232,7 @@ class Store(PinVerbs):
     def _on_check(self, body: dict[str, Any]) -> None:
         error: list[str] | None = None
         try:
-            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into)
+            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
         except MemstoreError as exc:
             error = [type(exc).__name__, str(exc)]
         except Exception as exc:
@@ -320,7 +315,11 @@ class Store(PinVerbs):
     # -- torch.distributed.checkpoint ----------------------------------------------------------
 
     def dcp_writer(self, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> DcpWriter:
-        """Return the StorageWriter, and AsyncStager, of one step: `dcp.save(state, storage_writer=...)`."""
+        """Return the StorageWriter, and AsyncStager, of one step: `dcp.save(state, storage_writer=...)`.
+
+        Raises:
+            ConfigError: connect() named a shard.
+        """
         from memstore.dcp.writer import DcpWriter
 
         return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)

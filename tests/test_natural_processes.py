@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from memstore.core.layout import decode_layout
+from memstore.core.tensor_names import name_at
+from memstore.dcp.writer import DcpWriter
+from memstore.errors import ConfigError
+from memstore.natural import NaturalReplicas
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, RankProcess, state_digest, together
+from memstore.testing.rank_process import RankNursery, RankProcess, fail_together, state_digest, together
 
 HOSTS = [f"h{n}" for n in range(4)]
 KIB = 4096  # of 512 bytes: 2 MiB of shared state, 32 chunks
@@ -149,3 +156,39 @@ def test_twins_that_differ_are_named_and_a_put_of_the_same_is_told(
     found = wait_for(lambda: events(cluster, "sdc", "unchanged"), "the word that nothing changed")
     assert [(e["step"], e["before"], e["ranks"]) for e in found] == [(4, 3, [0, 1])]
     together(ranks, "close")
+
+
+def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_is_not(
+    cluster: ProcessCluster, twins_nursery: RankNursery
+) -> None:
+    """A rank never gets another shard's state; after mesh_order() it puts and gets the shard of its number (D83)."""
+    fleet = Fleet(cluster, twins_nursery, job="dealt", kib=64)
+    ranks = launched(fleet, HOSTS, shards=2)
+    together(ranks, "get_own")
+    put(ranks, 1)
+    fleet.kill(ranks)
+    ranks = launched(fleet, HOSTS, shards=1)
+    for failed in fail_together(ranks, "get_own"):
+        assert failed.error == "ManifestMismatch"
+        assert "of 2, and now it names 0 of 1" in failed.message
+    fleet.kill(ranks)
+    ranks = launched(fleet, ["h1", "h0", "h3", "h2"], shards=2)
+    numbers = [reply["rank"] for reply in together(ranks, "mesh_order")]
+    assert any(number % 2 != launched_as % 2 for launched_as, number in enumerate(numbers))
+    roles = together(ranks, "role")
+    assert [(role["shard"], role["is_copier"]) for role in roles] == [(number % 2, True) for number in numbers]
+    for number, reply in zip(numbers, together(ranks, "get_own"), strict=True):
+        assert (reply["own"], reply["digest"]) == (number, state_digest(number % 2, 1, kib=64))
+    put(ranks, 2)
+    for number, reply in zip(numbers, together(ranks, "get_own", step=2), strict=True):
+        assert (reply["own"], reply["digest"]) == (number, state_digest(number % 2, 2, kib=64))
+    together(ranks, "close")
+
+
+def test_dcps_writer_refuses_shards_and_a_shared_tensor_has_its_name() -> None:
+    """What a message about an overlapped copy calls it."""
+    natural = NaturalReplicas(0, 1, (0,), 0)
+    plan = natural.plan({"weight": torch.zeros(1 << 16)}, {"at": 7}, 1 << 16)
+    assert name_at(decode_layout(plan.named), 0) == "state['weight']"
+    with pytest.raises(ConfigError, match="connect without shard="):
+        DcpWriter(cast(Any, SimpleNamespace(natural=natural)), 2)

@@ -53,6 +53,11 @@ class DcpWriter(StorageWriter, AsyncStager):
     def __init__(self, puts: Puts, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> None:
         if wait is not None and wait not in LEVELS:
             raise ConfigError(f"wait={wait!r} is no level: use one of {', '.join(LEVELS)}, or None", field="wait")
+        if puts.natural is not None:
+            raise ConfigError(
+                "a DCP writer is not for connect(shard=, shards=): DCP saves what ranks share once by itself; connect "
+                "without shard=, or use put() and get()", field="shard", value=str(puts.natural.shard)
+            )  # fmt: skip
         self.puts: Puts | SaveProcess = puts
         self.step, self.wait, self.wait_s = step, wait, wait_s
         self.ticket: Ticket | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from memstore.api import Reader
 from memstore.checkpoint import StepInfo
+from memstore.core.natural import NaturalLayout
 from memstore.dcp.metadata import SavedLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_folder import write_dcp
@@ -56,6 +57,12 @@ def export_step(
     with new_folder(target) as folder, _pinned(reader, info) as not_pinned:
         ranges = reader.ranges(attempt=info.attempt)
         first = ShardBytes(ranges, info.step, rank or 0)
+        if NaturalLayout.decode(first.manifest) is not None:
+            raise UnsupportedState(
+                f"step {info.step} was put with connect(shard=, shards=), and such a step cannot be exported: read it "
+                f"with memstore.reader({reader.job!r}).get({info.step}, rank=r), whose .state is what the rank's shard "
+                "shares and .own what was its own, and save those"
+            )
         is_dcp = SavedLayout.decode(first.manifest.layout) is not None
         note = {
             "job": reader.job, "step": info.step, "attempt": info.attempt, "format": format,

@@ -35,6 +35,12 @@ class StatePlan:
     nbytes: int
     placed: tuple[tuple[int, Source], ...]
     shared_chunks: int | None = None  # leading chunks that other ranks put too; None: the rank names no shard (R34)
+    shared_layout: bytes = b""  # of what stands in those
+
+    @property
+    def named(self) -> bytes:
+        """The layout that has the names of the tensors from the stream's beginning on."""
+        return self.shared_layout or self.layout
 
 
 def plan_state(state: object) -> StatePlan:

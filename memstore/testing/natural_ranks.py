@@ -24,6 +24,11 @@ class NaturalRank(Rank):
         natural = self.store.natural
         return {"shard": natural.shard, "copiers": list(natural.copiers), "is_copier": natural.is_copier}
 
+    def do_mesh_order(self) -> dict[str, Any]:
+        """Renumber the ranks."""
+        self.store.mesh_order()
+        return {"rank": self.store.rank}
+
     def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
         """Put the shard's state (that of another step if told), with one element of a tensor changed if told."""
         import torch
