@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.events import FactAck, Tell
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
 from recovery.planner import plan
@@ -210,3 +211,13 @@ def test_neighbouring_steps_are_told_apart_however_large() -> None:
     world.kill_rank(ranks[1])
     again = world.launch(2, "again")
     assert [answer["step"] for answer in world.get(again)] == [(1 << 53) + 1] * 2
+
+
+def test_what_was_handed_over_before_the_last_close_is_committed() -> None:
+    """Every rank closes before its holder has sealed: the step is whole a moment later, and the next launch gets it."""
+    world, ranks = trained(3, last=1)
+    for rank in ranks:
+        world.put(rank, 2)
+        world.call(rank, "close")
+    assert world.run_until(lambda: StepId(1, 2) in world.job().commits, 20.0)
+    assert {answer["step"] for answer in world.get(world.launch(3))} == {2}

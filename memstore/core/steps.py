@@ -166,7 +166,7 @@ class Steps:
                 self.catalog.record(fact)
             return
         attempt = job.attempts.get(step.attempt)
-        if attempt is None or attempt is not job.newest or attempt.phase == "closed":
+        if attempt is None or attempt is not job.newest:
             return
         if attempt.steps.get(step.step) != "open":
             return
