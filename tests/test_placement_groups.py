@@ -215,12 +215,12 @@ def _seconds_to_place(racks: int) -> tuple[Placement, float]:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_hosts_are_placed_in_seconds() -> None:
-    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in near linear time, 0.6 to 2 s of a core."""
+def test_a_hundred_thousand_hosts_are_placed_in_two_seconds() -> None:
+    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in linear time and under 2 s of one core."""
     quarter_s = min(_seconds_to_place(625)[1] for _ in range(3))
-    (placement, first_s), (_, second_s) = _seconds_to_place(2500), _seconds_to_place(2500)
-    whole_s = min(first_s, second_s)
+    runs = [_seconds_to_place(2500) for _ in range(3)]  # best with best: a shared machine only ever adds
+    placement, whole_s = runs[0][0], min(took_s for _, took_s in runs)
     print(f"placed 100,000 hosts in {whole_s:.2f} s, a quarter of them in {quarter_s:.2f} s")  # noqa: T201
     assert set(_guests(placement).values()) == {2}
-    assert whole_s < 12 * quarter_s  # quadratic would be 16 times
-    assert whole_s < 6.0  # three times the slowest seen
+    assert whole_s < 10 * quarter_s  # quadratic would be 16 times
+    assert whole_s < 2.0
