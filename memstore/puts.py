@@ -197,7 +197,7 @@ class Puts:
             "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
         )
         self.skip(ticket, why, "failed")
-        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why})
+        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why, "is_torn": True})
 
     def give_up(self, step: int, why: str) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).

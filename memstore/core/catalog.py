@@ -340,7 +340,7 @@ class Catalog:
         elif isinstance(fact, f.StepAbandoned):
             self.steps.apply_abandoned(fact, is_replay=is_replay)
         elif isinstance(fact, f.StepRetired):
-            self.jobs.setdefault(fact.job, Job(fact.job)).retired[StepId(fact.attempt, fact.step)] = fact.reason
+            self.jobs.setdefault(fact.job, Job(fact.job)).retire(fact)
         elif isinstance(fact, f.AttemptClosed):
             job = self.jobs.get(fact.job)
             if job is not None and fact.attempt in job.attempts:

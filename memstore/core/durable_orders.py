@@ -3,7 +3,8 @@
 idle --due--> writing (every host its slices) --all slices reported--> marking --> done: idle
                  |  ^--------- next is due: abandoned and counted ----------'
                  |  a slice failed, or its writer died: another holder of the shard writes it
-                 '--nobody is left to write it--> idle, with the reason in status; tried again when next due
+                 |--nobody is left to write it--> idle, with the reason in status; tried again when next due
+                 '--the step was retired--> idle, without a marker; a torn step's marker is taken back
 
 The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
 """
@@ -60,6 +61,7 @@ class DurableState:
     problem: str = ""
     last_done_s: float | None = None
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
+    taken_back: set[StepId] = field(default_factory=set)  # torn steps whose removal was ordered
 
 
 class DurableOrders:
@@ -85,6 +87,7 @@ class DurableOrders:
         if attempt is None or not attempt.config.get("durable"):
             return
         state = self.state(job.name)
+        self._give_up_retired(job, attempt, state)
         spans = job.spans(attempt.ordinal)
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
         committed = [s for s in mine if self._is_whole(job, s)]
@@ -103,6 +106,38 @@ class DurableOrders:
         if decision.abandon is not None:
             self._abandon(job, state, decision.why)
         self._start(now, job, attempt, state, decision.start)
+
+    def _give_up_retired(self, job: Job, attempt: Attempt, state: DurableState) -> None:
+        """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
+
+        A marker that is being written is waited for, and taken back once it is there. Each controller removes each
+        torn step once: a former one may have died with the marker's order on its way.
+        """
+        write = state.active
+        if write is not None and write.step in job.retired and write.phase == "writing":
+            self._tell_retired(job, write)
+            self._stop(job, state)
+            self._remove(job, attempt, write.step, only_unmarked=True)
+        in_progress = state.active.step if state.active is not None else None
+        for step in sorted(job.torn - state.taken_back - {in_progress}):
+            if not self._remove(job, attempt, step, only_unmarked=False):
+                return
+            state.taken_back.add(step)
+            job.markers.pop(step, None)
+            if state.last_started_step == step:
+                state.last_started_step = state.last_started_s = None  # the next committed step takes its place at once
+
+    def _tell_retired(self, job: Job, write: Write) -> None:
+        why = f"it was retired: {job.retired[write.step]}"
+        self.catalog.observer.durable(job.name, write.step, "abandoned", write.since_s, why)
+
+    def _remove(self, job: Job, attempt: Attempt, step: StepId, *, only_unmarked: bool) -> bool:
+        """Have what storage holds of a step removed; False if no host is there to do it."""
+        able = [host for host in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(host)]
+        if able:
+            host = min(able, key=self.state(job.name).stuck.__contains__)
+            self._tell(job, attempt, host, "remove", step, {"only_unmarked": only_unmarked})
+        return bool(able)
 
     def _is_whole(self, job: Job, step: StepId) -> bool:
         ranks = job.copies.get(step, {})
@@ -182,6 +217,8 @@ class DurableOrders:
         write = state.active
         step = StepId(int(body["step"][0]), int(body["step"][1]))
         attempt = job.newest if job is not None else None
+        if job is not None and step in job.torn and body["what"] == "marker":
+            state.taken_back.discard(step)  # it was written after all, perhaps after the removal
         if job is None or attempt is None or write is None or write.step != step:
             return
         piece = (int(body["rank"]), int(body["slice"])) if body["what"] == "parts" else MARKER
@@ -206,8 +243,12 @@ class DurableOrders:
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)
             return
-        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs))
-        state.active, state.abandoned_in_a_row, state.problem, state.last_done_s = None, 0, "", now
+        state.active, state.abandoned_in_a_row, state.problem = None, 0, ""
+        if step in job.torn:
+            self._tell_retired(job, write)
+            self._give_up_retired(job, attempt, state)
+            return
+        job.markers[step], state.last_done_s = DurableMarker(step, len(write.specs), dict(write.specs)), now
         self.catalog.observer.durable(job.name, step, "", write.since_s)
         self.catalog.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
@@ -244,6 +285,9 @@ class DurableOrders:
         for attempt, number, specs, *rest in body["markers"]:
             table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
             step = StepId(int(attempt), int(number))
+            if step in job.torn:  # its removal failed, or a late write came after it: once more
+                self.state(name).taken_back.discard(step)
+                continue
             job.markers[step] = DurableMarker(step, len(table), table)
             if rest:
                 parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
@@ -260,7 +304,7 @@ class DurableOrders:
         others = [
             host for host in self.catalog.hosts.live_ids() if host != host_id and self.catalog.hosts.is_answering(host)
         ]
-        if write.waits.get(MARKER) == host_id and others:
+        if write.waits.get(MARKER) == host_id and others and write.step not in job.torn:
             self._order_marker(job, attempt, others[0], write)
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}

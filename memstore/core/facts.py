@@ -87,6 +87,7 @@ class StepRetired:
     attempt: int
     step: int
     reason: str
+    is_torn: bool = False  # its bytes are of no one moment, though they match their digests: nothing lifts that
 
 
 @dataclass(frozen=True, slots=True)

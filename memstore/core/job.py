@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memstore.core.facts import AttemptOpened, JobForked, StepCommitted, StepPinned
+from memstore.core.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
 from memstore.core.step_phases import StepPhases
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
@@ -117,6 +117,7 @@ class Job:
     copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
+    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, and of no one moment
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
@@ -172,6 +173,18 @@ class Job:
         """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
         attempt = self.attempts.get(step.attempt)
         return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
+
+    def retire(self, fact: StepRetired) -> None:
+        """The step is not offered any more; what is known to be torn stays so, whatever else is said of it (R25)."""
+        step = StepId(fact.attempt, fact.step)
+        if fact.is_torn or step not in self.torn:
+            self.retired[step] = fact.reason
+        if fact.is_torn:
+            self.torn.add(step)
+
+    def lift_retirements(self) -> None:
+        """Steps that a check of their digests speaks for may be offered again (R25)."""
+        self.retired = {step: why for step, why in self.retired.items() if step in self.torn}
 
     def newest_commit(self, ordinal: int) -> int:
         """The newest step that this attempt committed, or -1."""

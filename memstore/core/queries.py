@@ -207,13 +207,13 @@ class Queries:
     # -- verify, rm ---------------------------------------------------------------------------
 
     def _verify(self, call: Call) -> None:
-        """Every live host re-digests what it holds; steps that were retired may be offered again (R25, R30)."""
+        """Every live host re-digests what it holds; what was retired, not torn, may be offered again (R25, R30)."""
         self.count += 1
         live = self.catalog.hosts.live_ids()
         self.asks[self.count] = Ask(call, set(live))
         for job in self.catalog.jobs.values():
             if call.body.get("job") in (None, job.name):
-                job.retired.clear()
+                job.lift_retirements()
         for host in live:
             self.catalog.tell(host, "ask", {"ask": self.count, "what": "verify", "job": call.body.get("job")})
 
@@ -278,11 +278,12 @@ class Queries:
         self.catalog.answer(call, {"job": job.name, "shards": self.catalog.expiry.remove(job), "pins": pins})
 
     def _retire(self, call: Call) -> None:
-        """A person says that a step must not be offered again (R25)."""
-        job = self._job(call)
+        """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
+        job, body = self._job(call), call.body
         if job is None:
             return
+        is_torn = body.get("is_torn") is True
         self.catalog.record(
-            StepRetired(job.name, int(call.body["attempt"]), int(call.body["step"]), str(call.body["reason"]))
+            StepRetired(job.name, int(body["attempt"]), int(body["step"]), str(body["reason"]), is_torn)
         )
         self.catalog.answer(call, {})

@@ -91,7 +91,8 @@ class Rewinds:
     def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
         name = f"step {step.step} (attempt {step.attempt}) of job {job.name!r}"
         if step in job.retired:
-            return "RecoveryError", f"{name} is retired: {job.retired[step]}. `memstore verify {job.name}` lifts it"
+            way = "" if step in job.torn else f". `memstore verify {job.name}` lifts it"
+            return "RecoveryError", f"{name} is retired: {job.retired[step]}{way}"
         commit = job.commits.get(step)
         size = commit.world_size if commit is not None else job.markers[step].world_size
         if size != attempt.world_size:

@@ -222,8 +222,9 @@ class Rounds:
                 f"restored {config['max_restores']} times within {config['crash_window_s']:g} s and no newer step was "
                 "committed since: the training dies of it"
             )
-            self.catalog.record(StepRetired(job.name, step.attempt, step.step, reason))
-            job.retired[step] = reason  # at once, for this round's next plan; the fact is for those to come
+            fact = StepRetired(job.name, step.attempt, step.step, reason)
+            self.catalog.record(fact)
+            job.retire(fact)  # at once, for this round's next plan; the fact is for those to come
             self._plan(now, active)
             return
         active.enter(now, "deciding")
