@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,15 +21,20 @@ DIGESTS = (b"a" * 16, b"b" * 16)
 
 
 class CountedWaits(threading.Condition):
-    """Where offers wait: nothing comes, and no time passes."""
+    """Where offers wait: no time passes, and nothing comes but what `meanwhile` does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.meanwhile: list[Callable[[], object]] = []
 
     def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
-        self.count += 1
         assert timeout == module.TWIN_WAIT_S
+        if predicate():
+            return True
+        self.count += 1
+        if self.meanwhile:
+            self.meanwhile.pop()()
         return bool(predicate())
 
 
@@ -57,10 +62,10 @@ def learn(twins: Twins, step: int) -> None:
     twins.compare(copy.shard)
 
 
-def waits(twins: Twins, step: int, attempt: int = 1) -> bool:
-    """Whether an offer of rank 1 waits for rank 0's put."""
+def waits(twins: Twins, step: int, attempt: int = 1, rank: int = 1) -> bool:
+    """Whether an offer of rank 1, or another, waits for rank 0's put."""
     before = cast(CountedWaits, twins.changed).count
-    twins.await_own(ShardId("job", attempt, step, 1))
+    twins.await_own(ShardId("job", attempt, step, rank))
     return cast(CountedWaits, twins.changed).count > before
 
 
@@ -80,11 +85,34 @@ def test_a_learned_twin_is_one_of_its_attempt(twins: Twins) -> None:
     assert waits(twins, 2)
 
 
+def test_a_frozen_copier_is_waited_for_once_until_it_seals_again(twins: Twins) -> None:
+    """Else each offer of each of its twins would hold a thread of its sender for seconds, and others' copies wait."""
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
+    assert waits(twins, 1)
+    assert not waits(twins, 1, rank=2)
+    assert not waits(twins, 2)
+    twins.put_sealed(shelved(0, 1), 2)
+    assert not waits(twins, 1)
+    assert waits(twins, 3)
+    twins.declare("job", 2, [[0, ["h1", "h2"], [1, 2]]])
+    assert waits(twins, 4, attempt=2)
+
+
+def test_all_offers_that_wait_for_one_rank_go_with_the_first(twins: Twins) -> None:
+    """Rank 2's offer gives up while rank 1's waits, which then has not waited in vain: what was learned of it stays."""
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
+    learn(twins, 1)
+    cast(CountedWaits, twins.changed).meanwhile = [lambda: waits(twins, 2, rank=2)]
+    assert waits(twins, 2)
+    assert (twins.late, twins.learned) == ({("job", 0): 1}, {("job", 1): (1, 0)})
+
+
 def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays(twins: Twins) -> None:
     """A host that serves thousands of jobs keeps no digests of those that are gone."""
-    twins.declare("job", 1, [[0, ["h1"], [1]]])
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
     learn(twins, 1)
+    assert waits(twins, 2, rank=2)
     twins.forget("job", 0)
-    assert (len(twins.declared), len(twins.learned), len(twins.newest)) == (1, 1, 1)
+    assert [len(kept) for kept in (twins.declared, twins.learned, twins.late, twins.newest)] == [1, 1, 1, 1]
     twins.forget("job", 1)
-    assert (twins.declared, twins.learned, twins.newest) == ({}, {}, {})
+    assert (twins.declared, twins.learned, twins.late, twins.newest) == ({}, {}, {}, {})

@@ -51,6 +51,7 @@ class Twins:
         # (job, rank elsewhere) -> attempt, local rank whose chunks were equal in the newest put
         self.learned: dict[tuple[str, int], tuple[int, int]] = {}
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
+        self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
 
     def declare(self, job: str, attempt: int, rows: list[list[Any]]) -> None:
@@ -82,20 +83,25 @@ class Twins:
     # -- waiting --------------------------------------------------------------------------------
 
     def await_own(self, shard: ShardId) -> None:
-        """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it."""
+        """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it.
+
+        A rank that one offer awaited in vain, frozen or slow, holds up no other until it has sealed again (D104).
+        """
         own = self._own(shard)
         if own is None:
             return
 
-        def is_there() -> bool:
+        def is_over() -> bool:
+            if self.holder.stopping.is_set() or self.late.get((shard.job, own)) == shard.attempt:
+                return True
             known = self.newest.get((shard.job, own))
-            return self.holder.stopping.is_set() or (
-                known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
-            )
+            return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
 
         with self.changed:
-            if not self.changed.wait_for(is_there, TWIN_WAIT_S):
+            if not self.changed.wait_for(is_over, TWIN_WAIT_S):
+                self.late[shard.job, own] = shard.attempt
                 self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
+                self.changed.notify_all()
 
     def forget(self, job: str, attempt: int) -> None:
         """The job was removed after this attempt."""
@@ -104,6 +110,7 @@ class Twins:
                 self.declared.pop(job, None)
             self.differing = {key for key in self.differing if key[0] != job or key[1] > attempt}
             self.learned = {key: at for key, at in self.learned.items() if key[0] != job or at[0] > attempt}
+            self.late = {key: at for key, at in self.late.items() if key[0] != job or at > attempt}
             self.newest = {key: n for key, n in self.newest.items() if key[0] != job or n.shard.attempt > attempt}
 
     def wake(self) -> None:
@@ -124,6 +131,7 @@ class Twins:
             is_same = before is not None and before.shard.attempt == shard.attempt and _repeats(before, now)
             now.is_flagged = is_same
             self.newest[shard.job, shard.rank] = now
+            self.late.pop((shard.job, shard.rank), None)
             self.changed.notify_all()
         return before.shard.step if before is not None and is_same and not before.is_flagged else None
 
