@@ -78,7 +78,8 @@ class NaturalReplicas:
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
         placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
-        return StatePlan(layout, start + mine.nbytes, placed, count, shared.layout if shared is not None else b"")
+        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("own", start, mine.layout))
+        return StatePlan(layout, start + mine.nbytes, placed, count, parts)
 
     # -- another world size ---------------------------------------------------------------------
 

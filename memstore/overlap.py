@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memstore.core.layout import decode_layout
-from memstore.core.tensor_names import name_at
 from memstore.errors import ConfigError
 from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
@@ -124,7 +122,7 @@ class Overlap:
             copy = LateCopy(
                 list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),
-                name_of=lambda number: name_at(decode_layout(bare.named), offsets[number]),
+                name_of=lambda number: bare.name_at(offsets[number]),
             )  # fmt: skip
         except BaseException as exc:
             room.is_filled_late = False

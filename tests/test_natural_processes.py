@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from memstore.core.layout import decode_layout
-from memstore.core.tensor_names import name_at
 from memstore.dcp.writer import DcpWriter
 from memstore.errors import ConfigError
 from memstore.natural import NaturalReplicas
@@ -185,10 +183,12 @@ def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_
     together(ranks, "close")
 
 
-def test_dcps_writer_refuses_shards_and_a_shared_tensor_has_its_name() -> None:
-    """What a message about an overlapped copy calls it."""
-    natural = NaturalReplicas(0, 1, (0,), 0)
-    plan = natural.plan({"weight": torch.zeros(1 << 16)}, {"at": 7}, 1 << 16)
-    assert name_at(decode_layout(plan.named), 0) == "state['weight']"
+def test_dcps_writer_refuses_shards_and_every_tensor_has_its_name() -> None:
+    """What a message about an overlapped copy calls it: on a copier, and on a rank that stores its own alone."""
+    state, own = {"weight": torch.zeros(1 << 16)}, {"seen": torch.zeros(1 << 15)}
+    for rank, names in (0, ["state['weight']", "own['seen']"]), (1, ["own['seen']"]):
+        natural = NaturalReplicas(0, 1, (0,), rank)
+        plan = natural.plan(state, own, 1 << 16)
+        assert [plan.name_at(offset) for offset, _ in plan.placed] == names
     with pytest.raises(ConfigError, match="connect without shard="):
         DcpWriter(cast(Any, SimpleNamespace(natural=natural)), 2)

@@ -11,13 +11,13 @@ from memstore.core.tree import Node, Tag
 _MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
 
 
-def name_at(layout: Layout, offset: int) -> str:
+def name_at(layout: Layout, offset: int, root: str = "state") -> str:
     """Return the path of the first tensor whose stored bytes begin at `offset`, such as "state['model']['w']"."""
     extents = [number for number, (start, _) in enumerate(layout.extents) if start == offset]
-    for path, node in tensor_paths(layout.tree, "state"):
+    for path, node in tensor_paths(layout.tree, root):
         if layout.tensors[node.data].extent in extents:
             return path
-    return f"the bytes at {offset} of the state"
+    return f"the bytes at {offset} of {root}"
 
 
 def tensor_paths(node: Any, path: str) -> Iterator[tuple[str, Node]]:

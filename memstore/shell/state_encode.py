@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from memstore.core.layout import encode_layout
+from memstore.core.layout import decode_layout, encode_layout
 from memstore.core.manifest import LAYOUT_BYTES_MAX
+from memstore.core.tensor_names import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.device_copy import DeviceWrite, order_all
 from memstore.shell.slot_stream import Move, SlotStream, address_of, move_all
@@ -35,12 +36,13 @@ class StatePlan:
     nbytes: int
     placed: tuple[tuple[int, Source], ...]
     shared_chunks: int | None = None  # leading chunks that other ranks put too; None: the rank names no shard (R34)
-    shared_layout: bytes = b""  # of what stands in those
+    parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
 
-    @property
-    def named(self) -> bytes:
-        """The layout that has the names of the tensors from the stream's beginning on."""
-        return self.shared_layout or self.layout
+    def name_at(self, offset: int) -> str:
+        """Return the path of the tensor whose bytes begin at a stream offset; slow, for messages."""
+        parts = self.parts or (("state", 0, self.layout),)
+        name, start, layout = [part for part in parts if part[1] <= offset][-1]
+        return name_at(decode_layout(layout), offset - start, name)
 
 
 def plan_state(state: object) -> StatePlan:
