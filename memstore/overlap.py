@@ -55,6 +55,7 @@ class Overlap:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Hook] = []
         self._late: tuple[LateCopy, OpenPut] | None = None
+        self._checking = threading.RLock()  # a signal handler may put
         self._queue: queue.SimpleQueue[LateCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         _OVERLAPS.add(self)
@@ -65,10 +66,12 @@ class Overlap:
         Raises:
             ConfigError: It is no torch.optim.Optimizer.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        # A wrapper of an optimizer may be of its type and never have become one: its own step knows no hooks.
+        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise ConfigError(
                 f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
-                "step: put with overlap=<the tensors that it alone changes>, and call store.fence() before it steps",
+                "step: fence the optimizer that it wraps, or put with overlap=<the tensors that it alone changes>, and "
+                "call store.fence() before it steps",
                 field="optimizer",
             )
         if any(known is optimizer for known in self._optimizers):
@@ -180,12 +183,14 @@ class Overlap:
             self._join_in(copy, began_s + budget_s)
             if not copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic())):
                 copy.stop(f"it was not copied within {budget_s:g} s at the fence")
-        # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
-        name = copy.counted_change()
-        if name and room.ticket.level not in TERMINAL:
-            self._puts.retire(room.ticket, changed_message(name))
-        room.ticket.stall_s += time.monotonic() - began_s
-        if self._late is late:
+        with self._checking:
+            if self._late is not late:
+                return  # another thread waited as well, has looked, and its optimizer may have written since
+            # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
+            name = copy.counted_change()
+            if name and room.ticket.level not in TERMINAL:
+                self._puts.retire(room.ticket, changed_message(name))
+            room.ticket.stall_s += time.monotonic() - began_s
             self._late = None
 
     def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
@@ -194,7 +199,7 @@ class Overlap:
         with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
             for _ in range(count - 2):  # this one and the copy thread are two
                 threading.Thread(target=_help, args=(copy, deadline_s), daemon=True).start()
-        copy.work(deadline_s)
+        _help(copy, deadline_s)
 
     def close(self) -> None:
         """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from memstore import overlap as overlap_module
 from memstore.api import connect
+from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell import late_copy, state_encode
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
@@ -193,6 +194,66 @@ def test_close_finishes_although_the_overlap_raises(
             store.close()
     assert store._link.closed.is_set()
     assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+
+
+def test_two_optimizers_that_step_at_once_tear_nothing(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads wait for one copy; the first has written by the time that the second is awake."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    late, _ = store.puts.overlap._late or (None, None)
+    assert late is not None
+    ended, asleep, awake = late.ended.wait, threading.Event(), threading.Event()
+
+    def wait_long(timeout_s: float) -> bool:
+        asleep.set()
+        assert awake.wait(WAIT_S)
+        return ended(timeout_s)
+
+    monkeypatch.setattr(late.ended, "wait", wait_long)
+    other = threading.Thread(target=store.fence)
+    other.start()
+    assert asleep.wait(WAIT_S)
+    monkeypatch.undo()
+    store.fence()
+    weight.add_(1)
+    awake.set()
+    other.join(WAIT_S)
+    ticket.wait("committed", WAIT_S)
+    assert [step.retired for step in store.steps() if step.step == 0] == [""]
+
+
+def test_a_fence_raises_nothing_into_training(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an error of the store's own costs is the step that was put, whoever makes the moves."""
+    hold(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        store.fence()
+    assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+    check_that_nothing_is_lost(store, 1, weight)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: one by type, without its hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tensor) -> None:
+    """Else nothing would be copied late, or nobody would wait for it; what cannot be stored is refused as ever."""
+    with pytest.raises(ConfigError, match=r"a Wrapped is no .* fence the optimizer that it wraps"):
+        store.fence(Wrapped(torch.optim.SGD([weight])))
+    with pytest.raises(ConfigError, match="a str is among them"):
+        store.put(0, {"w": weight}, overlap={"w": weight})  # type: ignore[arg-type]
+    sparse = weight.to_sparse()
+    with pytest.raises(UnsupportedState, match="sparse"):
+        store.put(0, {"w": sparse}, overlap=[sparse])
+    check_that_nothing_is_lost(store, 0, weight)
 
 
 def test_a_put_of_a_known_step_is_a_fence(store: Store, weight: torch.Tensor) -> None:

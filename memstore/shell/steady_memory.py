@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from memstore.core.layout import is_dense
+from memstore.errors import ConfigError
 from memstore.shell import subclasses
 from memstore.shell.tensor_bytes import Source
 
@@ -28,15 +29,24 @@ class SteadyMemory:
     """The memory of some tensors, found by address.
 
     Small ones are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+
+    Raises:
+        ConfigError: Something else than a tensor is among them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         found: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
         for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    "overlap= takes True or the tensors that may be copied late, and a "
+                    f"{type(tensor).__name__} is among them: pass model.parameters(), or the values of a state_dict()",
+                    field="overlap",
+                )
             local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor
             if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference() or not local.is_cpu:
                 continue
-            if local.nbytes >= STEADY_BYTES_MIN and _fills_its_extent(local):
+            if _fills_its_extent(local) and local.nbytes >= STEADY_BYTES_MIN:
                 found[local.data_ptr()] = (local.nbytes, (local,) if local is tensor else (tensor, local))
         self._starts = sorted(found)
         self._found = [found[start] for start in self._starts]
@@ -53,6 +63,6 @@ class SteadyMemory:
 
 
 def _fills_its_extent(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride(), 1)
