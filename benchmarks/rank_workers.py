@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import gpt_tensors
 from benchmarks.harness import MIB, Options
 from benchmarks.rig import JOB
@@ -26,11 +28,11 @@ READY_S, ANSWER_S, STOP_S = 120.0, 120.0, 10.0
 
 @contextlib.contextmanager
 def ranks_on_hosts(
-    options: Options, nbytes: int, *, count: int = 4, is_equal: bool = False
+    options: Options, nbytes: int, *, count: int = 4, is_equal: bool = False, shards: int | None = None
 ) -> Iterator[tuple[ProcessCluster, RankWorkers]]:
     """Yield a store on `count` hosts in as many racks, two copies, and a connected rank of `nbytes` on each host.
 
-    With `is_equal` all ranks have the same state, as under data parallelism.
+    With `is_equal` all ranks have the same state, as under data parallelism; with `shards=1` they say so (R34).
     """
     hosts = {f"h{number}": {"rack": f"r{number}"} for number in range(count)}
     with tempfile.TemporaryDirectory() as folder:
@@ -39,20 +41,22 @@ def ranks_on_hosts(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, replicas=2,
         )  # fmt: skip
-        with cluster, RankWorkers(cluster.config, list(hosts), nbytes, is_equal=is_equal) as workers:
+        with cluster, RankWorkers(cluster.config, list(hosts), nbytes, is_equal=is_equal, shards=shards) as workers:
             yield cluster, workers
 
 
 class RankWorkers:
     """One process for every host of a list. A context manager: ends them all."""
 
-    def __init__(self, config: Config, hosts: Sequence[str], nbytes: int, *, is_equal: bool) -> None:
+    def __init__(
+        self, config: Config, hosts: Sequence[str], nbytes: int, *, is_equal: bool, shards: int | None = None
+    ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank, host in enumerate(hosts):
             mine, theirs = context.Pipe()
-            arguments = (theirs, config, rank, len(hosts), host, nbytes, 0 if is_equal else rank)
+            arguments = (theirs, config, rank, len(hosts), host, nbytes, 0 if is_equal else rank, shards)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(mine)
@@ -92,12 +96,13 @@ class RankWorkers:
 
 
 def serve(
-    pipe: Connection, config: Config, rank: int, world_size: int, host: str, nbytes: int, seed: int
+    pipe: Connection, config: Config, rank: int, world_size: int, host: str, nbytes: int, seed: int, shards: int | None
 ) -> None:  # fmt: skip
     """Be one rank until told to stop."""
     os.environ["MEMSTORE_HOST"] = host
     state = gpt_tensors.gpt_state(nbytes, seed)
-    with connect(JOB, rank=rank, world_size=world_size, config=config) as store:
+    shard = None if shards is None else rank % shards
+    with connect(JOB, rank=rank, world_size=world_size, config=config, shard=shard, shards=shards) as store:
         worker = Worker(store, state, rank, config)
         pipe.send("ready")
         while True:
@@ -115,10 +120,15 @@ class Worker:
 
     def __init__(self, store: Store, state: Any, rank: int, config: Config) -> None:
         self.store, self.state, self.rank, self.config = store, state, rank, config
+        self._warm: Any = None  # where plain copies go
 
     def nbytes(self) -> int:
         """Bytes of the state."""
         return gpt_tensors.total_nbytes(self.state)
+
+    def threads(self, count: int) -> None:
+        """Copy with so many threads from now on."""
+        torch.set_num_threads(count)
 
     def touch(self) -> None:
         """Change every chunk."""
@@ -127,19 +137,26 @@ class Worker:
     def put(self, step: int) -> dict[str, float]:
         """Put; return when it was called, replicated and committed, on the machine's one monotonic clock."""
         begun_s = time.monotonic()
-        ticket = self.store.put(step, self.state)
+        own = {"position": step, "rank": self.rank} if self.store.natural is not None else None
+        ticket = self.store.put(step, self.state, own=own)
         ticket.wait("replicated")
         replicated_s = time.monotonic()
         ticket.wait("committed")
         return {"begun": begun_s, "replicated": replicated_s, "committed": time.monotonic(), "stall": ticket.stall_s}
 
-    def put_replicated(self, step: int) -> None:
-        """Put and wait for this rank's copies alone: no other rank needs to have put."""
-        self.store.put(step, self.state).wait("replicated")
+    def is_copier(self) -> bool:
+        """Whether this rank copies the state that it shares (R34)."""
+        return self.store.natural is not None and self.store.natural.is_copier
 
-    def committed(self, step: int) -> None:
-        """Wait until a step that was put is committed."""
-        self.store.put(step, self.state).wait("committed")
+    def copy(self) -> float:
+        """Copy all tensors into memory that stays; return the seconds. The first copy is not into warm memory."""
+        if self._warm is None:
+            self._warm = gpt_tensors.empty_like(self.state)
+        pairs = list(zip(gpt_tensors.tensors(self._warm), gpt_tensors.tensors(self.state), strict=True))
+        begun_s = time.perf_counter()
+        for target, source in pairs:
+            target.copy_(source)
+        return time.perf_counter() - begun_s
 
     def is_same(self, step: int, host: str) -> bool:
         """Compare every byte of this rank's shard, read on another host, with the state."""

@@ -70,9 +70,9 @@ WIRE_TENTH = _line(
     "wire tenth", "put again, 10 % of the bytes changed: bytes on the wire, percent", 12, AT_MOST, "wire"
 )
 WIRE_NONE = _line("wire none", "put again, nothing changed: bytes on the wire, percent", 1, AT_MOST, "wire")
-WIRE_EQUAL = _line(
-    "wire equal",
-    "put by 4 data-parallel ranks with equal state on 4 hosts: bytes on the wire, percent",
+WIRE_NATURAL = _line(
+    "wire natural",
+    "put by 4 data-parallel ranks with equal state on 4 hosts, with shard=: bytes on the wire, percent",
     2,
     AT_MOST,
     "wire",
