@@ -200,16 +200,17 @@ def _plain(value: Any) -> Any:
 
 
 def check_name(what: str, name: object) -> str:
-    """Return `name` if it may name a store, job or host; else raise ConfigError.
+    """Return `name` if it may name a store, job, pin or host; else raise ConfigError, which says `what` it is of.
 
     Names become file names, so: a letter or digit, then up to 63 letters, digits, '.', '_' or '-'.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = repr(name)[:160]  # it may come from a peer
         raise ConfigError(
-            f"{what} name {name!r} is not allowed: use 1 to 64 letters, digits, '.', '_' or '-', "
+            f"{what} name {shown} is not allowed: use 1 to 64 letters, digits, '.', '_' or '-', "
             "the first a letter or digit",
             field=what,
-            value=name,
+            value=shown,
         )
     return name
 

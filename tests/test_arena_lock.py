@@ -142,9 +142,7 @@ def test_describe_and_garbage(folder: Path) -> None:
     assert arena_lock.owner(folder) is None
     with pytest.raises(ConfigError, match="not given up within 0 s"):
         ArenaLock.take(folder, timeout_s=0)
-    assert lock.is_valid()
     lock.release()
-    assert not lock.is_valid()
 
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "x" * 129, "a\0b"])

@@ -24,7 +24,7 @@ from memstore.cli.output import (
     size_text,
 )
 from memstore.config import Config
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from memstore.core.problems import DEGRADED, UNRECOVERABLE, worst
 from memstore.errors import MemstoreError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.job import Attempt, Call, Job, Seat
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:

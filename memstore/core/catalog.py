@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memstore.config import check_name
 from memstore.core import facts as f
 from memstore.core.attempts import Attempts
 from memstore.core.cadence_rounds import CadenceRounds
@@ -45,7 +46,6 @@ from memstore.core.forks import Forks
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
 from memstore.core.mesh_orders import MeshOrders
-from memstore.core.names import check_job_name
 from memstore.core.observer import Observer
 from memstore.core.pins import Pins
 from memstore.core.queries import Queries
@@ -208,7 +208,7 @@ class Catalog:
         verb = event.verb
         if verb == "join":
             try:
-                check_job_name(event.body.get("job"))  # it will be a folder's name
+                check_name("job", event.body.get("job"))  # it will be a folder's name
             except ConfigError as error:
                 self.refuse(call, "ConfigError", str(error))
                 return
@@ -250,7 +250,7 @@ class Catalog:
         elif kind == "staged" and int(body["round"]) < 0:
             self.queries.staged(body)
         elif kind == "staged":
-            self.staging.staged(self.now, host, body)
+            self.staging.staged(self.now, body)
         elif kind == "checked":
             self.staging.checked(self.now, body)
         elif kind == "persisted":

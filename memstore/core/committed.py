@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from memstore.core.job import Job
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
 

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.names import check_job_name
+from memstore.config import check_name
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 Body = dict[str, Any]
@@ -183,7 +183,7 @@ def shard_from_wire(value: Any) -> ShardId:
     if not isinstance(value, (list, tuple)) or len(value) != 4:
         raise ValueError("a shard is [job, attempt, step, rank]")
     job, *numbers = value
-    check_job_name(job)
+    check_name("job", job)
     if any(type(number) is not int or not 0 <= number < ORDINAL_LIMIT for number in numbers):
         raise ValueError(f"attempt, step and rank are whole numbers from 0 to 2**62, not {str(numbers)[:160]}")
     return ShardId(job, *numbers)

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memstore.config import check_name
 from memstore.core.committed import Refusal, named_step, whole_or_partly, why_not_whole
 from memstore.core.durable_place import place_of
 from memstore.core.events import Body
 from memstore.core.facts import JobForked
 from memstore.core.fork_making import ForkMaking, stand_in
 from memstore.core.job import Call, Job, Seat
-from memstore.core.names import check_job_name
 from memstore.errors import ConfigError
 from placement.domains import is_finer
 from recovery.inventory import StepId
@@ -64,7 +64,7 @@ class Forks:
         """Fork a step of a job under a new name; asked again with the same nonce it is the same fork."""
         name, nonce = call.body.get("new_job"), str(call.body["nonce"])
         try:
-            check_job_name(name)
+            check_name("job", name)
         except ConfigError as error:
             self.catalog.refuse(call, "ConfigError", str(error))
             return

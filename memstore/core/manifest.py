@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import xxhash
 
-from memstore.core.names import check_job_name
+from memstore.config import check_name
 from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
 from recovery.inventory import ShardId, ShardSpec
 
@@ -157,7 +157,7 @@ def _check(manifest: Manifest) -> None:
     if manifest.format != FORMAT:
         raise ManifestMismatch(f"manifest has format {manifest.format}; this memstore reads format {FORMAT}")
     try:
-        check_job_name(shard.job)
+        check_name("job", shard.job)
     except ConfigError as error:
         raise ManifestMismatch(f"manifest: {error}") from None
     if not (0 <= shard.attempt < _INT_LIMIT and 0 <= shard.step < _INT_LIMIT):

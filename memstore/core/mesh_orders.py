@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from recovery.mesh_order import MeshOrder, mesh_order
 
 if TYPE_CHECKING:

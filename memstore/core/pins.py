@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memstore.config import check_name
 from memstore.core.committed import named_step, why_not_whole
 from memstore.core.facts import StepPinned, StepUnpinned
 from memstore.core.job import Call, Job
-from memstore.core.names import check_pin_name
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -51,7 +51,7 @@ class Pins:
         """Name a step of a job; asked again with the same step it is the same pin."""
         body, attempt = call.body, job.newest
         try:
-            name = check_pin_name(body.get("name"))
+            name = check_name("pin", body.get("name"))
         except ConfigError as error:
             self.catalog.refuse(call, "ConfigError", str(error))
             return

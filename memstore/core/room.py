@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memstore.core.events import Body
 from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from memstore.core.pins import listed_pins
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from memstore.core.durable_place import place_of
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from memstore.core.staging import Phase, Round
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage

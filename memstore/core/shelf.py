@@ -278,11 +278,6 @@ class Shelf:
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
         return others + unshared + share.total + max(0, foreign - share.total // (share.versions + 1))
 
-    def is_local(self, shard: ShardId) -> bool:
-        """True if the shard belongs to a rank that puts from this host."""
-        share = self.shares.get(shard.job)
-        return share is not None and shard.rank in share.ranks
-
     def used_by_rank(self, job: str, rank: int) -> int:
         """Slots that a local rank's stored and drafted shards count for."""
         return self._count(job, [rank])

@@ -94,7 +94,7 @@ class Staging:
             }  # fmt: skip
             self.catalog.tell(home, "stage", body)
 
-    def staged(self, now: float, host_id: str, body: Body) -> None:
+    def staged(self, now: float, body: Body) -> None:
         """A host staged one rank's shard, or says which chunks their sources lack (R25)."""
         active = self._current(body)
         if active is None or active.phase != "staging" or active.plan is None:

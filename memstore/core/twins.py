@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import Body
 from memstore.core.facts import AttemptOpened
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.names import listed
+from memstore.core.listing import listed
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement

@@ -33,7 +33,6 @@ class ShardBytes:
         opened = ranges.open(ranges.ask(step, rank))
         opened.close()
         self.manifest = opened.manifest
-        self.bytes_read = 0
         self._window_bytes = WINDOW_BYTES
         self._coming: list[Range] = []
         self._window: dict[Range, bytearray] = {}
@@ -88,7 +87,6 @@ class ShardBytes:
             opened.verify()
         finally:
             opened.close()
-        self.bytes_read += sum(map(len, found))
         return found
 
     # -- as a SlotStream ------------------------------------------------------------------------

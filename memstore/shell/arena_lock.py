@@ -103,10 +103,6 @@ class ArenaLock:
         self._owner = LockOwner(now.pid, now.start_time, now.boot_id, now.pid_namespace, cluster, address)
         self._write()
 
-    def is_valid(self) -> bool:
-        """Say whether this process still holds the lock on the file that is in the folder now."""
-        return self._fd >= 0 and _is_current(self.folder, self._fd)
-
     def release(self) -> None:
         """Clear the record and give the lock up; a second call does nothing."""
         if self._fd >= 0:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire
-from memstore.core.shelf import Shelved
 from memstore.errors import MemstoreError, PeerRefused, TransportError
 from memstore.shell.lane import give_way
 from memstore.shell.peer_client import Peer, RateLimit
@@ -140,8 +139,11 @@ class Pusher:
         why = ""
         while not self.holder.stopping.is_set():
             pinned = self.holder.vault.pin(shard, digest)
-            if pinned is None or pinned[0].is_doomed:
-                return ("", True) if pinned is None else self._unpin(pinned, "dropped")
+            if pinned is None:
+                return "", True
+            if pinned[0].is_doomed:
+                self.holder.vault.unpin(*pinned)
+                return "", True
             shelved, pin = pinned
             is_final = False
             try:
@@ -192,10 +194,6 @@ class Pusher:
         """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
         since_s = self.silent_since_s.get(target)
         return since_s is not None and time.monotonic() - since_s > self.holder.config.repair_after_s
-
-    def _unpin(self, pinned: tuple[Shelved, int], why: str) -> tuple[str, bool]:
-        self.holder.vault.unpin(*pinned)
-        return "", True
 
     def close(self) -> None:
         """Stop taking work."""

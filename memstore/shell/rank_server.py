@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from memstore.shell.holder import Holder
 
 log = logging.getLogger("memstore")
-RANK_LINKS_MAX = 1024
 
 
 @dataclass(frozen=True)

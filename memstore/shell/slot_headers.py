@@ -1,6 +1,6 @@
 """One 64-byte record for every slot of the arena, in a mapped file that outlives the holder (R6, R7, R8).
 
-A 4 KiB file header (magic, format version, chunk size, claimed slots, lease generation), then the
+A 4 KiB file header (magic, format version, chunk size, claimed slots), then the
 records. The whole file is allocated when it is made, so that storing into it cannot meet a full
 file system, which would be a SIGBUS. References are not stored: they are recounted from manifests.
 """
@@ -28,9 +28,8 @@ HEADER_NBYTES = 4096
 RECORD_NBYTES = 64
 
 _MAGIC = b"MEMSLOTS"
-_HEADER = struct.Struct("<8sIIQQ")  # magic, version, chunk_bytes, slots_count, generation
+_HEADER = struct.Struct("<8sIIQ")  # magic, version, chunk_bytes, slots_count
 _SLOTS_COUNT_AT = 16
-_GENERATION_AT = 24
 _U64 = struct.Struct("<Q")
 _BODY = struct.Struct("<I16sIIQQd")  # what follows the state byte and three bytes of padding
 _BODY_AT = 4
@@ -83,7 +82,6 @@ class FileHeader:
 
     chunk_bytes: int
     slots_count: int  # claimed: these slots have memory behind them
-    generation: int
 
 
 def read_file_header(fd: int, path: Path) -> FileHeader:
@@ -98,7 +96,7 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
         raise IntegrityError(
             f"{path} is not a slot table: its header is damaged; `memstore down --leftovers` removes it"
         )
-    _, version, chunk_bytes, slots_count, generation = _HEADER.unpack(raw)
+    _, version, chunk_bytes, slots_count = _HEADER.unpack(raw)
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: run the version that wrote it,"
@@ -110,7 +108,7 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
             f"{path} is damaged: it claims {slots_count} slots of {chunk_bytes} bytes, with room for {room} records;"
             " `memstore down --leftovers` removes it"
         )
-    return FileHeader(chunk_bytes, slots_count, generation)
+    return FileHeader(chunk_bytes, slots_count)
 
 
 class SlotHeaders:
@@ -123,7 +121,6 @@ class SlotHeaders:
         self.capacity = (nbytes - HEADER_NBYTES) // RECORD_NBYTES
         self._map = mmap.mmap(fd, nbytes)
         self._slots_count = header.slots_count
-        self._generation = header.generation
 
     @classmethod
     def open(cls, folder: Path, *, chunk_bytes: int, capacity: int) -> SlotHeaders:
@@ -163,12 +160,6 @@ class SlotHeaders:
             raise ValueError(f"slots_count {count} is outside 0..{self.capacity}")
         self._slots_count = count
         _U64.pack_into(self._map, _SLOTS_COUNT_AT, count)
-
-    def next_generation(self) -> int:
-        """Return a lease generation that no lease of this arena ever had (R8)."""
-        self._generation += 1
-        _U64.pack_into(self._map, _GENERATION_AT, self._generation)
-        return self._generation
 
     def read(self, slot: int) -> SlotHeader:
         """Return one record; a state byte that means nothing is a ValueError."""
@@ -250,7 +241,7 @@ def _create(folder: Path, chunk_bytes: int, capacity: int) -> int:
     fd = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         _allocate(fd, folder / temporary, capacity)
-        os.pwrite(fd, _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0, 0), 0)
+        os.pwrite(fd, _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0), 0)
         os.rename(folder / temporary, folder / SLOTS_NAME)
     except BaseException:
         os.close(fd)
