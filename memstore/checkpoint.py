@@ -61,7 +61,8 @@ def open_shard(
     A chunk that is bad here by then is brought again from another copy, and copied again.
 
     Raises:
-        DigestMismatch: Some chunk has no good copy; a state given as `into` is unusable then, and the message says so.
+        DigestMismatch: Some chunk has no good copy; what was given as `into` or `own_into` and written to is unusable
+            then, and the message says so.
     """
     manifest = decode_manifest(bytes(answer["manifest"]))
     source = StagedShard(link, manifest, answer)
@@ -80,7 +81,7 @@ def read_shard(
 
     Raises:
         RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
-            state given as `into` is unusable then, and the message says so.
+            state given as `into` or `own_into` is unusable then, and the message says so.
     """
     with ShardRead(link, body, timeout_s) as read:
         manifest = read.manifest()
@@ -93,12 +94,12 @@ def _opened(
 ) -> Checkpoint:
     started_s, own = time.perf_counter(), None
     natural = NaturalLayout.decode(staged.manifest)
-    if natural is not None:
-        state, own = load_natural(staged, natural, others, into, own_into)
-    else:
-        check_shard(staged.manifest, None, own_into)
-        state = staged.build(staged.manifest.layout, into)
-    with staged.telling(into):
+    with staged.telling():
+        if natural is not None:
+            state, own = load_natural(staged, natural, others, into, own_into)
+        else:
+            check_shard(staged.manifest, None, own_into)
+            state = staged.build(staged.manifest.layout, into)
         answer = answered()
     if isinstance(state, dict) and DCP_KEY in state:
         raise ManifestMismatch(

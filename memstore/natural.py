@@ -106,8 +106,9 @@ class NaturalReplicas:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
-            state = _load(staged, part, into)
-            return staged, {**read.answer(), **adopted}, state
+            with staged.telling():
+                state = _load(staged, part, into, "into=")
+                return staged, {**read.answer(), **adopted}, state
 
     def _copier_elsewhere(self, ranges: ShardRanges, step: int | None) -> int | None:
         """Return a rank that copied this shard in a step of another number of ranks; None if none can have (R27)."""
@@ -240,12 +241,12 @@ def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: 
         if shared is None:
             copier = natural.copiers[staged.manifest.shard.rank % len(natural.copiers)]
             read = stack.enter_context(others(copier))
-            home = OpenShard(read, read.manifest())
+            home = OpenShard(read, read.manifest(), staged)
             shared = shared_part(home, natural.shard, natural.shards)
         _check(shared, into)
         _check(natural.own, own_into)
-        own = _load(staged, natural.own, own_into)
-        return _load(home, shared, into), own
+        own = _load(staged, natural.own, own_into, "own_into=")
+        return _load(home, shared, into, "into="), own
 
 
 def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
@@ -263,5 +264,5 @@ def _check(part: Part, into: Any) -> None:
         check_into(part.layout, into)
 
 
-def _load(staged: OpenShard, part: Part, into: Any) -> Any:
-    return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes)
+def _load(staged: OpenShard, part: Part, into: Any, name: str) -> Any:
+    return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes, name=name)

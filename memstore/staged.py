@@ -16,35 +16,48 @@ from memstore.shell.state_decode import build_state
 
 
 class OpenShard:
-    """The chunks of `source`, for as long as that has them."""
+    """The chunks of `source`, for as long as that has them.
 
-    def __init__(self, source: ChunkSource, manifest: Manifest) -> None:
+    Args:
+        beside: Another shard that the same get opens: what is written from either counts for both.
+    """
+
+    def __init__(self, source: ChunkSource, manifest: Manifest, beside: OpenShard | None = None) -> None:
         self.manifest = manifest
         self._stream = CheckedStream(manifest, source)
+        self._written: list[str] = [] if beside is None else beside._written  # which of the given states
 
-    def build(self, data: bytes, into: Any, *, offset: int = 0) -> Any:
+    def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "into=") -> Any:
         """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.
 
         A chunk that is bad here by then is brought again from another copy, and copied again.
 
+        Args:
+            name: What the caller of get() calls `into`.
+
         Raises:
-            DigestMismatch: Some chunk has no good copy; a state given as `into` is unusable then, and the message
-                says so.
+            DigestMismatch: Some chunk has no good copy. `into` may have been written to: see `telling`.
         """
         layout, left = decode_layout(data), self.manifest.nbytes - offset
         if layout.nbytes > max(left, 0):
             raise ProtocolError(f"a layout in {self.manifest.shard} is of {layout.nbytes} bytes, it has {left}")
-        with self.telling(into):
+        self._stream.has_written = False
+        try:
             return build_state(layout, _Shifted(self._stream, offset), into=into)
+        finally:
+            if into is not None and self._stream.has_written:
+                self._written.append(name)
 
     @contextlib.contextmanager
-    def telling(self, into: Any) -> Iterator[None]:
-        """Whatever fails in here once something was written says that `into` is unusable."""
+    def telling(self) -> Iterator[None]:
+        """Whatever fails in here says which of the given states were written to, and are unusable."""
         try:
             yield
         except MemstoreError as exc:
-            if into is not None and self._stream.has_written:
-                raise type(exc)(f"{exc}; the state given as into= is unusable: restart this process") from exc
+            if self._written:
+                given = " and ".join(f"the state given as {name}" for name in self._written)
+                unusable = f"{given} {'is' if len(self._written) == 1 else 'are'} unusable: restart this process"
+                raise type(exc)(f"{exc}; {unusable}") from exc
             raise
 
     @property

@@ -253,7 +253,7 @@ class Store(PinVerbs):
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
                 fail once it has begun, the error says that the state is unusable.
-            own_into: Filled with what this rank put as own=, likewise.
+            own_into: Filled with what this rank put as own=, before `into` and likewise.
             must_exist: Raise RecoveryError instead of returning None.
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from memstore.api import reader
 from memstore.cli import main
 from memstore.exchange.dcp_folder import write_dcp
+from memstore.exchange.exporting import FORMATS
 from memstore.store import Store
 from memstore.testing.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, save, sharded
 from memstore.testing.processes import ProcessCluster, wait_for
@@ -86,6 +87,24 @@ def test_torch_files_hold_what_each_rank_put(cluster: ProcessCluster, tmp_path: 
             assert bits(got["model"][name]) == bits(tensor), name
             assert (got["model"][name].dtype, got["model"][name].shape) == (tensor.dtype, tensor.shape)
         assert got["model"]["tied"]["a"].data_ptr() == got["model"]["tied"]["b"].data_ptr()
+
+
+def test_a_step_of_shards_is_refused_and_says_how_to_read_it(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """No format knows of a shared state that only some ranks' shards hold; nothing is left behind, no pin (R34)."""
+
+    def work(store: Store, rank: int) -> None:
+        store.put(7, {"w": torch.ones(4)}, own={"rank": rank}).wait("committed", WAIT_S)
+
+    as_ranks(cluster, "shards", 2, work, shard=0, shards=1)
+    for options in [["--format", name] for name in FORMATS] + [["--format", "dcp", "--rank", "1"]]:
+        said = refused(cluster, "shards", tmp_path / "out", *options)
+        assert "step 7 was put with connect(shard=, shards=), and such a step cannot be exported" in said
+        assert "memstore.reader('shards').get(7, rank=r)" in said
+    assert not pins(cluster, "shards")
+    with reader("shards", config=cluster.config) as source:
+        got = source.get(7, rank=1)
+    assert torch.equal(got.state["w"], torch.ones(4))
+    assert got.own == {"rank": 1}
 
 
 def test_torch_files_name_what_weights_only_refuses(cluster: ProcessCluster, tmp_path: Path) -> None:

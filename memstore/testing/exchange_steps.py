@@ -26,11 +26,13 @@ WAIT_S = 60.0
 STEP = 7
 
 
-def as_ranks(cluster: ProcessCluster, job: str, count: int, work: Callable[[Store, int], Any]) -> list[Any]:
-    """Run `work(store, rank)` on every rank of a new attempt of the job, each on a thread."""
+def as_ranks(
+    cluster: ProcessCluster, job: str, count: int, work: Callable[[Store, int], Any], **options: Any
+) -> list[Any]:  # fmt: skip
+    """Run `work(store, rank)` on every rank of a new attempt of the job, each on a thread; `options` are connect's."""
 
     def run(rank: int) -> Any:
-        with connect(job, rank=rank, world_size=count, config=cluster.config) as store:
+        with connect(job, rank=rank, world_size=count, config=cluster.config, **options) as store:
             return work(store, rank)
 
     with ThreadPoolExecutor(count) as pool:
