@@ -21,7 +21,7 @@ from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
 from memstore.shell.rank_link import RankLink
-from memstore.shell.state_encode import StatePlan, copy_into, plan_state
+from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
 
 if TYPE_CHECKING:
@@ -122,8 +122,12 @@ class Puts:
         return ticket
 
     def planned(self, state: Any, own: Any) -> StatePlan:
-        """Lay out what this rank puts of it. UnsupportedState."""
-        return plan_state(state) if self.natural is None else self.natural.plan(state, own, self.chunk_bytes)
+        """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
+        plan = plan_state(state) if self.natural is None else self.natural.plan(state, own, self.chunk_bytes)
+        device = cuda_device_of(plan)
+        if device is not None:
+            self.link.mapping.pin_for(device, self.link.outbox.put)
+        return plan
 
     def begin(
         self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None

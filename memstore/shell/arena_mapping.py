@@ -110,6 +110,17 @@ class ArenaMapping:
         start = slot * self.chunk_bytes
         return self._view[start : start + nbytes]
 
+    def address(self, slot: int) -> int:
+        """Return where a claimed slot begins, for as long as the mapping is open. Errors as `view`."""
+        self._check_open()
+        self._check_slot(slot)
+        return self._address + slot * self.chunk_bytes
+
+    def slot_at(self, address: int) -> int | None:
+        """Return the slot that an address lies in, or None if it is not of this mapping."""
+        slot = (address - self._address) // self.chunk_bytes
+        return slot if 0 <= slot < self.nbytes // self.chunk_bytes else None
+
     def prefault(self, slots: Sequence[int], should_stop: Callable[[], bool] | None = None) -> int:
         """Enter the pages of claimed slots into this process, in steps of 64 MiB without the GIL.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from memstore.core.layout import decode_layout, encode_layout
 from memstore.core.manifest import LAYOUT_BYTES_MAX
@@ -88,6 +89,14 @@ def plan_state(state: object) -> StatePlan:
     return StatePlan(layout, end, tuple(placed))
 
 
+def cuda_device_of(plan: StatePlan) -> int | None:
+    """Return the index of the CUDA device that the first of a state's bytes there lie on, or None."""
+    if not torch.cuda.is_initialized():
+        return None
+    owners = (source.owner for _, source in plan.placed if isinstance(source.owner, torch.Tensor))
+    return next((owner.device.index for owner in owners if owner.is_cuda), None)
+
+
 def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> None:
     """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
 
@@ -107,7 +116,7 @@ def slot_stream(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) 
 
 
 def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> None:
-    """Copy the planned stream but for the sources of these numbers in `plan.placed`, which lie in host memory."""
+    """Copy the planned stream but for the sources of these numbers in `plan.placed`."""
     writes: list[DeviceWrite] = []
     moves: list[Move] = []
     end = 0
