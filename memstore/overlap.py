@@ -3,7 +3,11 @@
 put:    what may change before the fence is copied at once, moves of the rest are queued; a copy thread makes them
 fence:  in front of the optimizer's step: joins in with what is left, waits for the end; then the optimizer may write
 
-A put, get, agree, rewind or close is a fence as well. At the end of the interpreter the copy is given up.
+Device memory leaves through a side stream, ordered by the copy thread bit by bit, and by the fence all at once. There
+the fence makes the stream of the step wait, not the host; the put is handed over when the copies have arrived. What may
+change on a device is cloned there at once, for the host waits for nothing that training has queued.
+
+A put, get, agree, rewind or close waits for the end, on the host. At the end of the interpreter the copy is given up.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,10 +28,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memstore.errors import ConfigError
+from memstore.shell.device_copy import DeviceWrite, has_streams
 from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
+from memstore.shell.late_flights import LateFlights
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
+from memstore.shell.tensor_bytes import Source, dense_bytes, is_flat
 from memstore.ticket import TERMINAL
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ log = logging.getLogger("memstore")
 # Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
 NICENESS = 10
 EXIT_S = 5.0
+# Device memory that a put may take for clones of what may change there; what is beyond it is copied at once, waiting.
+CLONES_BYTES_MAX = 64 << 20
 
 
 class Hook(Protocol):
@@ -81,7 +90,7 @@ class Overlap:
         def before_step(*_: Any) -> None:
             overlap = this()
             if overlap is not None:
-                overlap.wait()
+                overlap.hold_step()
 
         self._hooks.append(optimizer.register_step_pre_hook(before_step))
         self._optimizers.append(optimizer)
@@ -108,14 +117,22 @@ class Overlap:
     def copy(self, room: OpenPut, plan: StatePlan, memory: SteadyMemory) -> None:
         """Copy what may change and queue the rest; the put that took the room is handed over when that is done."""
         late: dict[int, tuple[WatchedSource, list[Move]]] = {}
+        writes: list[DeviceWrite] = []
         try:
             stream = slot_stream(plan, room.views(), room.chunk_bytes)
+            clones = _Clones()
             for number, (offset, source) in enumerate(plan.placed):
                 owners = memory.owners_of(source)
-                if owners and source.address is not None:
+                if source.address is None:
+                    flat = source.owner if owners else clones.take(source)
+                    if flat is not None:
+                        writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
+                        late[number] = _watched(flat, owners), []
+                elif owners:
                     watched = WatchedSource(owners, owners[-1].untyped_storage(), source.address, source.nbytes)
                     late[number] = watched, []
                     stream.plan_write(offset, source.address, source.nbytes, late[number][1])
+            flights = LateFlights(writes) if writes else None
             with room.lock:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
@@ -125,7 +142,7 @@ class Overlap:
             copy = LateCopy(
                 list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),
-                name_of=lambda number: bare.name_at(offsets[number]),
+                name_of=lambda number: bare.name_at(offsets[number]), flights=flights,
             )  # fmt: skip
         except BaseException as exc:
             room.is_filled_late = False
@@ -149,6 +166,7 @@ class Overlap:
             except RuntimeError as exc:  # the limit of threads or of memory: this one copies
                 log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
                 copy.work()
+                copy.work_device()
                 return
             self._thread = thread
         self._queue.put(copy)
@@ -169,10 +187,17 @@ class Overlap:
             self._puts.skip(room.ticket, problem, "failed")
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the sources of the copy under way may be written; at once if there is none.
+        """Return when the copy under way has ended; at once if there is none.
 
-        A copy that has not ended after `timeout_s` (the stall budget) fails its step, and training goes on. Any thread.
+        One that has not after `timeout_s` (the stall budget) fails its step, and training goes on. Any thread.
         """
+        self._wait(timeout_s, is_for_device=True)
+
+    def hold_step(self, timeout_s: float | None = None) -> None:
+        """Return when the copy's sources may be written, on a device by this thread's current streams. As `wait`."""
+        self._wait(timeout_s, is_for_device=False)
+
+    def _wait(self, timeout_s: float | None, *, is_for_device: bool) -> None:
         late = self._late
         if late is None:
             return
@@ -181,17 +206,22 @@ class Overlap:
         if not copy.ended.is_set():
             budget_s = self._puts.config.stall_budget_s if timeout_s is None else timeout_s
             self._join_in(copy, began_s + budget_s)
-            if not copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic())):
+            is_ordered = copy.flights is None or copy.flights.order_rest(began_s + budget_s)
+            end = copy.moved if copy.flights is not None and not is_for_device else copy.ended
+            if not is_ordered or not end.wait(max(0.0, began_s + budget_s - time.monotonic())):
                 copy.stop(f"it was not copied within {budget_s:g} s at the fence")
+            if copy.flights is not None:
+                _guarded(copy, copy.flights.hold_current)
         with self._checking:
             if self._late is not late:
                 return  # another thread waited as well, has looked, and its optimizer may have written since
             # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
-            name = copy.counted_change()
+            name = copy.release()
             if name and room.ticket.level not in TERMINAL:
                 self._puts.retire(room.ticket, changed_message(name))
             room.ticket.stall_s += time.monotonic() - began_s
-            self._late = None
+            if copy.flights is None or is_for_device or copy.ended.is_set():
+                self._late = None
 
     def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
         """Help the copy thread with the moves that are left, with as many threads as a put would take."""
@@ -225,6 +255,7 @@ class Overlap:
 
     def forget(self) -> None:
         """In a forked child: the copy is the parent's, and so is the thread."""
+        _OF_PARENTS.append(self._late)  # not freed here: its events are of the parent's device context
         self._late = self._thread = None
         self._queue = queue.SimpleQueue()
 
@@ -237,18 +268,45 @@ def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
         if copy is None:
             return
         _help(copy)
+        _guarded(copy, copy.work_device)
         del copy  # nothing of a state is kept alive until the next
 
 
 def _help(copy: LateCopy, deadline_s: float = float("inf")) -> None:
+    _guarded(copy, lambda: copy.work(deadline_s))
+
+
+def _guarded(copy: LateCopy, work: Callable[[], None]) -> None:
     try:
-        copy.work(deadline_s)
+        work()
     except Exception as exc:
         log.exception("an overlapped copy failed: its step is given up")
         copy.stop(f"its copy failed: {exc!r}")  # nothing, if it has ended
 
 
+class _Clones:
+    """Device memory of one put that may change before the fence, copied on its device first."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def take(self, source: Source) -> torch.Tensor | None:
+        """Return a copy of a source's bytes, made on the current stream, or None for what is not to be copied late."""
+        owner = source.owner
+        if not isinstance(owner, torch.Tensor) or owner.is_cpu or not has_streams(owner.device):
+            return None
+        self._nbytes += source.nbytes
+        if self._nbytes > CLONES_BYTES_MAX:
+            return None
+        return owner.clone() if is_flat(owner) else dense_bytes(owner)
+
+
+def _watched(flat: torch.Tensor, owners: tuple[torch.Tensor, ...]) -> WatchedSource:
+    return WatchedSource(owners, flat.untyped_storage(), flat.data_ptr(), flat.nbytes, is_sampled=False)
+
+
 _OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()
+_OF_PARENTS: list[object] = []
 
 
 def _give_up_all() -> None:

@@ -143,16 +143,16 @@ class Store(PinVerbs):
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
-        A tensor that was changed before the fence makes its step fail, by name (or retires it). Seen are in-place
-        operations that autograd counts, freed or resized memory, and what changes some of the cache lines of which one
-        in a MiB is compared: a write to a few elements through `.data` or numpy is not. A fence that waited
-        `stall_budget_s`, or `timeout_s`, in vain makes the step fail as well, and training goes on (R11, R12).
+        A tensor changed before the fence makes its step fail, by name (or retires it). Seen: operations that autograd
+        counts, freed or resized memory, and in host memory what alters one of the cache lines compared, one in a MiB:
+        not a few elements written through `.data`. For GPU memory this thread's current stream waits, not the host. A
+        fence that waited `stall_budget_s`, or `timeout_s`, in vain fails the step, too; training goes on (R11, R12).
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.
         """
         if optimizer is None:
-            self.puts.overlap.wait(timeout_s)
+            self.puts.overlap.hold_step(timeout_s)
         else:
             self._check_open()
             self.puts.overlap.fence(optimizer)
@@ -264,7 +264,7 @@ class Store(PinVerbs):
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout.
         """
         self._check_open()
-        self.fence()  # into= may be what is being copied
+        self.puts.overlap.wait()  # into= may be what is being copied
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
             return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
@@ -301,7 +301,7 @@ class Store(PinVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        self.fence()
+        self.puts.overlap.wait()
         body: dict[str, Any] = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
             "is_agreement": True,
@@ -363,7 +363,7 @@ class Store(PinVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
-        self.fence()
+        self.puts.overlap.wait()
         body = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
             "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,

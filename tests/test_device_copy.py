@@ -49,7 +49,7 @@ def test_every_byte_arrives_in_its_place(monkeypatch: pytest.MonkeyPatch, has_st
     targets = [torch.zeros_like(source) for source in sources]
     ordered = order_all([_write(s, t, 64) for s, t in zip(sources, targets, strict=True)])
     ordered.wait()
-    assert len(ordered.events) == (FLIGHTS_MAX if has_streams else 0)
+    assert len(ordered.arrivals) == (FLIGHTS_MAX if has_streams else 0)
     assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
 
 
@@ -94,13 +94,13 @@ def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: py
         def synchronize(self) -> None:
             told.append("wait")
 
-    def copy(flight: Any) -> None:
+    def copy(piece: Any) -> None:
         if "event" in told:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
     monkeypatch.setattr(device_copy, "flights", lambda writes: flights(writes, 64))
-    monkeypatch.setattr(device_copy, "_copy", copy)
+    monkeypatch.setattr(device_copy, "copy_out", copy)
     source = torch.arange(255, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
         order_all([_write(source, torch.zeros_like(source), 64)])

@@ -4,6 +4,9 @@ A tensor's version counter is raised by every in-place operation that autograd s
 done, and not at all by fused optimizers (torch 2.13), by writes through `.data` or through numpy. So besides the
 counters a cache line in every MiB of a source, its first among them, is noted before and compared after: an operation
 over the whole of a tensor, still at work when the copy ends or unseen by autograd, has changed some of them.
+
+Device memory goes by counters and storage alone: to look at it would cost a copy and a wait. There a counter rises when
+the operation is queued, so none that autograd sees is missed; one that it does not see is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memstore.shell.late_flights import LateFlights
 from memstore.shell.slot_stream import Move
 
 # A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
@@ -30,18 +34,20 @@ SAMPLE_BYTES = 64  # a cache line: as cheap to read as one of its bytes
 
 @dataclass(slots=True)
 class WatchedSource:
-    """Host memory of one tensor between put and fence; keeps it alive even if the tensor gets other memory.
+    """Memory of one tensor between put and fence; keeps it alive even if the tensor gets other memory.
 
     Args:
         tensors: Whose version counters rise when it is written: the tensor, and for a DTensor its local part.
         storage: Its memory.
-        address, nbytes: What of it is copied; at least `SAMPLE_BYTES`.
+        address, nbytes: What of it is copied.
+        is_sampled: False for device memory; else it has at least `SAMPLE_BYTES`.
     """
 
     tensors: tuple[torch.Tensor, ...]
     storage: torch.UntypedStorage
     address: int
     nbytes: int
+    is_sampled: bool = True
     _versions: list[int] = field(init=False)
     _storage_address: int = field(init=False)
     _samples: np.ndarray = field(init=False)
@@ -49,7 +55,7 @@ class WatchedSource:
     def __post_init__(self) -> None:
         self._versions = [tensor._version for tensor in self.tensors]
         self._storage_address = self.storage.data_ptr()
-        self._samples = self._lines().copy()
+        self._samples = self._lines().copy() if self.is_sampled else np.empty(0, np.uint8)
 
     def is_there(self) -> bool:
         """Tell whether the memory was neither freed nor moved by a resize of its storage."""
@@ -61,7 +67,7 @@ class WatchedSource:
 
     def is_changed(self) -> bool:
         """Tell whether it has changed, as far as counters and samples show."""
-        return self.is_counted_change() or not np.array_equal(self._samples, self._lines())
+        return self.is_counted_change() or (self.is_sampled and not np.array_equal(self._samples, self._lines()))
 
     def _lines(self) -> np.ndarray:
         memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
@@ -99,8 +105,12 @@ def move_bytes(target: int, source: int, nbytes: int) -> None:
 class LateCopy:
     """The late moves of one put. Any number of threads call `work`; it ends once, by whoever makes the last move.
 
+        host moves made --device copies in the slots--> ended
+          '--a fence ordered the device copies: released, so what changes from now on is not looked at
+
     Args:
-        sources: What is copied, each with its moves.
+        sources: What is copied, each with its moves; device memory has none.
+        flights: The copies of device memory, if there is any.
         keep: Kept alive until the end: the slots' views.
         is_wanted: Asked before every move; False ends the copy.
         on_end: Called once, with "" if all was copied and nothing has changed, else with the reason.
@@ -109,15 +119,20 @@ class LateCopy:
 
     def __init__(
         self, sources: Sequence[tuple[WatchedSource, Sequence[Move]]], *, keep: object, is_wanted: Callable[[], bool],
-        on_end: Callable[[str], None], name_of: Callable[[int], str],
+        on_end: Callable[[str], None], name_of: Callable[[int], str], flights: LateFlights | None = None,
     ) -> None:  # fmt: skip
         self._sources = [source for source, _ in sources]
         self._moves = deque((number, move) for number, (_, moves) in enumerate(sources) for move in in_pieces(moves))
         self._keep, self._is_wanted, self._on_end, self._name_of = keep, is_wanted, on_end, name_of
+        self.flights = flights
         self._lock = threading.Lock()
         self._busy_count = 0
-        self._is_ending = False
+        self._is_device_done = flights is None
+        self._is_ending = self._is_released = False
         self._problem = ""
+        self._judging = threading.Lock()
+        self._verdict: str | None = None  # what was found changed, "" for nothing; None: not looked yet
+        self.moved = threading.Event()  # set when host memory is copied
         self.ended = threading.Event()  # set when on_end has returned
 
     @property
@@ -151,15 +166,46 @@ class LateCopy:
         if problem:
             self.stop(problem)
 
+    def work_device(self) -> None:
+        """Order the device's copies and wait until they have arrived: not for who must not wait."""
+        if self.flights is not None and not self.ended.is_set():
+            try:
+                if not self._is_wanted():
+                    self.stop("it was given up while it was copied")
+                self.flights.work()
+            except Exception as exc:
+                self.stop(f"device memory could not be copied: {exc}")
+            with self._lock:
+                self._is_device_done = True
+        self._end_if_over()
+
     def stop(self, why: str) -> None:
         """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
         with self._lock:
             self._moves.clear()
             self._problem = self._problem or why
+        # After that: whoever finds nothing left must find the reason.
+        if self.flights is not None and self.flights.drop():
+            with self._lock:
+                self._is_device_done = True
         self._end_if_over()
 
-    def counted_change(self) -> str:
-        """Name a source that an operation has changed since the put, or return ""; costs a microsecond a source."""
+    def release(self) -> str:
+        """Let sources be written from now on, once host memory is copied and the rest is ordered.
+
+        A change that shows now fails the put at its end; returned is the name of a source whose counter shows a change
+        that the end did not see, or "". A microsecond a source; "" the second time.
+        """
+        if self._is_released:
+            return ""
+        self._is_released = True
+        problem = self._judged()
+        if problem:
+            self.stop(problem)
+            return ""
+        return self._counted_change()
+
+    def _counted_change(self) -> str:
         return next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_counted_change()), "")
 
     def _make(self, number: int, move: Move) -> str:
@@ -172,20 +218,27 @@ class LateCopy:
 
     def _end_if_over(self) -> None:
         with self._lock:
-            if self._moves or self._busy_count or self._is_ending:
+            if self._moves or self._busy_count:
+                return
+            self.moved.set()
+            if not self._is_device_done or self._is_ending:
                 return
             self._is_ending = True
         try:
-            self._on_end(self._problem or self._change())
+            self._on_end(self._problem or self._judged())
         finally:
             self.ended.set()
 
-    def _change(self) -> str:
-        try:
-            name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_changed()), "")
-        except Exception as exc:  # what is not known to be of one moment is not handed over
-            return f"its sources could not be compared: {exc!r}"
-        return name and changed_message(name)
+    def _judged(self) -> str:
+        """Look once for changes: at the end, or at the fence if that comes first."""
+        with self._judging:
+            if self._verdict is None:
+                try:
+                    name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_changed()), "")
+                    self._verdict = name and changed_message(name)
+                except Exception as exc:  # what is not known to be of one moment is not handed over
+                    self._verdict = f"its sources could not be compared: {exc!r}"
+            return self._verdict
 
 
 def changed_message(name: str) -> str:

@@ -10,10 +10,14 @@ import torch
 from memstore.core.layout import is_dense
 from memstore.errors import ConfigError
 from memstore.shell import subclasses
-from memstore.shell.tensor_bytes import Source
+from memstore.shell.device_copy import has_streams
+from memstore.shell.tensor_bytes import Source, is_flat
 
-# Smaller ones are copied at once: that costs less than to keep an eye on them.
+# Smaller ones in host memory are copied at once: that costs less than to keep an eye on them. On a device it would
+# make the host wait for what training has queued there.
 STEADY_BYTES_MIN = 64 << 10
+
+Place = tuple[str, int]  # device, address
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -26,16 +30,16 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 
 
 class SteadyMemory:
-    """The memory of some tensors, found by address.
+    """The memory of some tensors, found by device and address.
 
-    Small ones are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+    Small ones of host memory are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
 
     Raises:
         ConfigError: Something else than a tensor is among them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        found: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
+        found: dict[Place, tuple[int, tuple[torch.Tensor, ...]]] = {}
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
@@ -44,22 +48,33 @@ class SteadyMemory:
                     field="overlap",
                 )
             local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor
-            if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference() or not local.is_cpu:
+            if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference():
                 continue
-            if _fills_its_extent(local) and local.nbytes >= STEADY_BYTES_MIN:
-                found[local.data_ptr()] = (local.nbytes, (local,) if local is tensor else (tensor, local))
+            if _fills_its_extent(local) and _is_large_or_elsewhere(local):
+                owners = (local,) if local is tensor else (tensor, local)
+                found[str(local.device), local.data_ptr()] = local.nbytes, owners
         self._starts = sorted(found)
         self._found = [found[start] for start in self._starts]
 
     def owners_of(self, source: Source) -> tuple[torch.Tensor, ...]:
         """Return the tensors whose version counters tell of writes to a source, the one with its memory last, or ()."""
-        if source.address is None or source.nbytes < STEADY_BYTES_MIN:
-            return ()
-        index = bisect_right(self._starts, source.address) - 1
+        if source.address is not None:
+            if source.nbytes < STEADY_BYTES_MIN:
+                return ()
+            place = "cpu", source.address
+        elif is_flat(source.owner):
+            place = str(source.owner.device), source.owner.data_ptr()
+        else:
+            return ()  # what is gathered is a copy, made at once
+        index = bisect_right(self._starts, place) - 1
         if index < 0:
             return ()
-        nbytes, owners = self._found[index]
-        return owners if source.address + source.nbytes <= self._starts[index] + nbytes else ()
+        (device, start), (nbytes, owners) = self._starts[index], self._found[index]
+        return owners if device == place[0] and place[1] + source.nbytes <= start + nbytes else ()
+
+
+def _is_large_or_elsewhere(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes >= STEADY_BYTES_MIN if tensor.is_cpu else tensor.nbytes > 0 and has_streams(tensor.device)
 
 
 def _fills_its_extent(tensor: torch.Tensor) -> bool:

@@ -216,10 +216,14 @@ def _lone(leaf: Leaf) -> tuple[tuple[int, tuple[int, ...] | None, int], Source]:
 def _raw(leaf: Leaf, low: int, high: int) -> Source:
     if not leaf.device:
         return Source(high - low, low, leaf.owner)
+    return Source(high - low, None, flat_bytes(leaf, low, high))
+
+
+def flat_bytes(leaf: Leaf, low: int, high: int) -> torch.Tensor:
+    """Return the memory of a tensor between two addresses, as it lies: one-dimensional uint8."""
     storage = leaf.owner.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=leaf.owner.device)
-    flat.set_(storage, low - storage.data_ptr(), (high - low,), (1,))
-    return Source(high - low, None, flat)
+    return flat.set_(storage, low - storage.data_ptr(), (high - low,), (1,))
 
 
 def flat_source(tensor: torch.Tensor) -> Source:
@@ -237,11 +241,16 @@ def flat_source(tensor: torch.Tensor) -> Source:
     return Source(flat.numel(), flat.data_ptr() if flat.is_cpu else None, flat)
 
 
+def is_flat(owner: Any) -> bool:
+    """Tell whether these are a device's bytes as they lie, so that no copy is needed to have them in one piece."""
+    return isinstance(owner, torch.Tensor) and owner.is_contiguous() and owner.dtype is torch.uint8 and owner.dim() == 1
+
+
 def dense_bytes(owner: Any) -> torch.Tensor:
     """Return a gathered copy of a tensor or array, or a device's flat bytes, as one-dimensional uint8."""
     if isinstance(owner, np.ndarray):
         return torch.from_numpy(np.frombuffer(bytearray(owner.tobytes()), np.uint8))
-    if owner.is_contiguous() and owner.dtype is torch.uint8 and owner.dim() == 1:
+    if is_flat(owner):
         flat: torch.Tensor = owner
         return flat
     with torch.no_grad():
@@ -254,3 +263,14 @@ def dense_bytes(owner: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=dense.device).set_(
         dense.untyped_storage(), 0, (dense.nbytes,), (1,)
     )
+
+
+def fill_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bit for bit into a live tensor of any strides and device."""
+    with torch.no_grad():
+        bits = _BITS.get(source.element_size())
+        is_view = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
+        if bits is None or is_view:
+            target.copy_(source)
+        else:
+            target.detach().view(bits).copy_(source.view(bits))

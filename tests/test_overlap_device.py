@@ -1,0 +1,215 @@
+"""put(overlap=True) of device memory: ordered late; at the fence the step's stream waits, the host does not (R11)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import LazyDevice
+from torch import nn
+
+from memstore.api import connect
+from memstore.errors import CommitError
+from memstore.shell import late_flights
+from memstore.shell.device_copy import DeviceWrite, flights
+from memstore.shell.late_copy import LateCopy
+from memstore.shell.state_encode import StatePlan, plan_state
+from memstore.shell.tensor_bytes import Source
+from memstore.store import Store
+from memstore.testing.processes import ProcessCluster
+
+WAIT_S = 60.0
+WIDTH = 256
+FLIGHT_BYTES = 100 << 10
+_jobs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with ProcessCluster(
+        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=64 << 20, keep_steps=3, stall_budget_s=WAIT_S
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
+    def small(writes: list[DeviceWrite]) -> Any:
+        return flights(writes, FLIGHT_BYTES)
+
+    monkeypatch.setattr(late_flights, "flights", small)
+    return LazyDevice(monkeypatch, late_flights, "copy_out")
+
+
+@pytest.fixture
+def store(cluster: ProcessCluster, device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Plans every tensor as if it lay on a device: to be copied by that device, not by the host."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+        joined.puts.planned = lambda state, own: on_device(plan_state(state))  # type: ignore[method-assign]
+        yield joined
+
+
+def on_device(plan: StatePlan) -> StatePlan:
+    return replace(plan, placed=tuple((offset, _flat(source)) for offset, source in plan.placed))
+
+
+def _flat(source: Source) -> Source:
+    if source.address is None or not isinstance(source.owner, torch.Tensor):
+        return source
+    storage = source.owner.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, source.address - storage.data_ptr(), (source.nbytes,), (1,))
+    return Source(source.nbytes, None, flat)
+
+
+class Training:
+    """A model with BatchNorm and Adam."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.forward_backward()
+        self.optimizer.step()
+
+    def forward_backward(self) -> None:
+        self.model(torch.randn(8, WIDTH)).square().mean().backward()
+
+    def state(self) -> dict[str, Any]:
+        moments = [value for values in self.optimizer.state.values() for value in values.values()]
+        return {"model": self.model.state_dict(), "moments": moments}
+
+    def copy(self) -> dict[str, Any]:
+        state = self.state()
+        return {
+            "model": {name: tensor.clone() for name, tensor in state["model"].items()},
+            "moments": [tensor.clone() for tensor in state["moments"]],
+        }
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = [
+        *zip(one["model"].values(), other["model"].values(), strict=True),
+        *zip(one["moments"], other["moments"], strict=True),
+    ]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def stored(store: Store, step: int) -> Any:
+    got = store.get(step, rank=0)
+    assert got is not None
+    return got.state
+
+
+def hold(store: Store) -> None:
+    """From now on the copy thread orders nothing: all is left to the fence."""
+    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
+
+
+def under_way(store: Store) -> LateCopy:
+    late = store.puts.overlap._late
+    assert late is not None
+    return late[0]
+
+
+def test_what_is_stored_is_the_state_at_the_put(store: Store, device: LazyDevice) -> None:
+    """The copy thread and the fence between them, whoever comes first; the next put waits for the end."""
+    training = Training()
+    store.fence(training.optimizer)
+    for step in range(3):
+        expected = training.copy()
+        ticket = store.put(step, training.state(), overlap=True)
+        training.forward_backward()
+        training.optimizer.step()
+        ticket.wait("committed", WAIT_S)
+        assert is_same(stored(store, step), expected)
+        assert not is_same(training.copy(), expected)
+    assert device.ordered == device.arrived > 0
+
+
+def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device: LazyDevice) -> None:
+    """All is ordered, nothing is handed over; that happens once the copies have arrived, after the step's writes."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    expected = training.copy()
+    ticket = store.put(0, training.state(), overlap=True)
+    assert device.ordered == 0
+    training.forward_backward()
+    training.optimizer.step()
+    copy = under_way(store)
+    assert {who for who, _ in device.told} == {"stream"}
+    assert not copy.ended.is_set()
+    assert ticket.level == "pending"
+    copy.work_device()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 0), expected)
+    assert store.puts.overlap._late is None
+
+
+def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store) -> None:
+    """Seen by its counter alone; the change of the step itself is none."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    ticket = store.put(0, training.state(), overlap=True)
+    with torch.no_grad():
+        training.model[2].weight[3, 4] += 1
+    training.optimizer.step()
+    under_way(store).work_device()
+    with pytest.raises(CommitError, match=r"state\['model'\]\['2.weight'\]"):
+        ticket.wait("committed", WAIT_S)
+    expected = training.copy()
+    ticket = store.put(1, training.state(), overlap=True)
+    training.optimizer.step()
+    under_way(store).work_device()
+    ticket.wait("committed", WAIT_S)
+    assert is_same(stored(store, 1), expected)
+
+
+def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it_does(
+    store: Store, device: LazyDevice
+) -> None:
+    """The device still writes into them; then they are free, and the next put has room."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    ticket = store.put(0, training.state(), overlap=True)
+    copy, taken = under_way(store), set(store._link.in_copy)
+    store.puts.overlap.wait(0.01)
+    assert store._link.in_copy == taken
+    worker = threading.Thread(target=copy.work_device)
+    worker.start()
+    worker.join(WAIT_S)
+    with pytest.raises(CommitError, match=r"0\.01 s at the fence"):
+        ticket.wait("committed", WAIT_S)
+    assert not store._link.in_copy
+    assert device.ordered == device.arrived
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_training_on_a_gpu_is_stored_as_it_was(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real streams: many steps, each put compared; restored into live tensors, too."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    batch = torch.randn(8, 512, device="cuda")
+    with connect("gpu", rank=0, world_size=1, config=cluster.config) as joined:
+        joined.fence(optimizer)
+        for step in range(6):
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            ticket = joined.put(step, {"model": model.state_dict(), "optim": optimizer.state_dict()}, overlap=step > 0)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            ticket.wait("committed", WAIT_S)
+            got = stored(joined, step)["model"]
+            assert all(torch.equal(got[name].cuda(), tensor) for name, tensor in expected.items())
+        joined.get(5, rank=0, into={"model": model.state_dict(), "optim": optimizer.state_dict()})
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
