@@ -75,6 +75,9 @@ class _Shifted:
     def read(self, offset: int, address: int, nbytes: int) -> None:
         self._stream.read(self._offset + offset, address, nbytes)
 
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        return self._stream.read_to(self._offset + offset, target)
+
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         return self._stream.read_bytes(self._offset + offset, nbytes)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lazy_device import LazyDevice
 
 from memstore.core.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
@@ -39,6 +42,9 @@ class Slots:
     def take(self, wanted: Sequence[int]) -> Views:
         return [(index, memoryview(self.slots[index])) for index in list(wanted)[: self.batch]]
 
+    def pin(self, views: Views, device: int) -> None:
+        raise AssertionError("there is no CUDA device")
+
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         self.mended += 1
         if self.mended > self.can_mend:
@@ -47,12 +53,15 @@ class Slots:
             raise RecoveryError("no host has a good copy")
 
 
-def read_all(slots: Slots, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read ranges the planned way."""
+def read_all(slots: Slots, ranges: Sequence[tuple[int, int]], *, devices: Sequence[bool] = ()) -> list[bytes]:
+    """Read ranges the planned way; some as if to a device: torch's own cpu device has streams by name."""
     stream = CheckedStream(slots.manifest, slots)
     targets = [np.zeros(size, np.uint8) for _, size in ranges]
-    for (offset, size), target in zip(ranges, targets, strict=True):
-        stream.read(offset, address_of(target), size)
+    for (offset, size), target, is_device in zip_longest(ranges, targets, devices[: len(ranges)], fillvalue=False):
+        if is_device:
+            assert stream.read_to(offset, torch.from_numpy(target))
+        else:
+            stream.read(offset, address_of(target), size)
     stream.settle()
     return [target.tobytes() for target in targets]
 
@@ -75,15 +84,16 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_stream, "PIECE_BYTES", 24)
 
 
-@given(cases())
+@given(cases(), st.lists(st.booleans(), max_size=8))
 def test_any_reads_of_any_slots_return_what_was_put(
     case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
+    devices: list[bool],
 ) -> None:
     """Whatever is bad or lost on this host, in whatever batches chunks come, the bytes are those of the stream."""
     data, ranges, bad, lost, batch = case
     slots = Slots(data, bad=bad, lost=lost, batch=batch)
     slots.can_mend = 1
-    assert read_all(slots, ranges) == [data[start : start + size] for start, size in ranges]
+    assert read_all(slots, ranges, devices=devices) == [data[start : start + size] for start, size in ranges]
     touched = {i // CHUNK_BYTES for start, size in ranges for i in range(start, start + size)}
     assert bool(slots.mended) == bool(touched & {*bad, *lost})
 
@@ -128,6 +138,28 @@ def test_bytes_that_are_read_twice_are_digested_after_both(monkeypatch: pytest.M
     monkeypatch.setattr("memstore.shell.checked_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 64), (0, 10)]) == [data, data[:10]]
     assert slots.mended == 1
+
+
+def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot that others overwrite while the copy is under way is found, copied from the good one, and right then."""
+    data = bytes(range(250))
+    slots = Slots(data)
+    slots.can_mend = 0
+    monkeypatch.setattr(checked_stream, "FLIGHT_BYTES", CHUNK_BYTES)
+    device = LazyDevice(monkeypatch, checked_stream, "copy_in")
+    flying = []
+
+    def overwrite() -> None:
+        flying.append(device.ordered - device.arrived)
+        slots.slots[3][5] = 0xEE
+
+    device.before_copies = overwrite
+    assert read_all(slots, [(10, 230)], devices=[True]) == [data[10:240]]
+    assert slots.mended == 1
+    assert max(flying) == checked_stream.FLIGHTS_MAX
+    assert all(who == "host" for who, _ in device.told)
 
 
 def test_objects_are_verified_before_they_are_used() -> None:

@@ -96,6 +96,10 @@ class ShardBytes:
         if nbytes:
             copy_bytes(address, address_of(np.frombuffer(self.take(offset, nbytes), np.uint8)), nbytes)
 
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Return False: bytes for a device go through host memory."""
+        return False
+
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Return stream bytes."""
         return bytes(self.take(offset, nbytes))

@@ -79,6 +79,10 @@ class SlotStream:
         for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
             copy_bytes(address + done, self._addresses[slot] + start, size)
 
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Return False: bytes for a device go through host memory."""
+        return False
+
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Return stream bytes as an object of their own."""
         buffer = np.empty(nbytes, np.uint8)

@@ -9,13 +9,21 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from memstore.core.manifest import Manifest, decode_manifest
 from memstore.errors import IntegrityError, PeerTimeout
 from memstore.shell.checked_stream import Views
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
+from memstore.shell.slot_stream import address_of
 
 MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
+
+
+def pin_views(link: RankLink, views: Views, device: int) -> None:
+    """Let a CUDA device read these chunks where they lie."""
+    link.mapping.pin_at([address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device)
 
 
 class StagedShard:
@@ -34,6 +42,10 @@ class StagedShard:
     def take(self, wanted: Sequence[int]) -> Views:
         """Return all of them; one that was lost after staging as an empty view, which is no chunk's."""
         return [(index, self._view(index)) for index in wanted]
+
+    def pin(self, views: Views, device: int) -> None:
+        """Let a CUDA device read these where they lie."""
+        pin_views(self.link, views, device)
 
     def _view(self, index: int) -> memoryview:
         slot = self._slots[index]
@@ -117,6 +129,10 @@ class ShardRead:
                 return [(index, self._link.view(slot, sizes[index].nbytes)) for index, slot in came]
             self._listen()
         return self._staged.take(wanted)
+
+    def pin(self, views: Views, device: int) -> None:
+        """Let a CUDA device read these where they lie."""
+        pin_views(self._link, views, device)
 
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """Bring chunks again; see `StagedShard.mend`."""

@@ -17,7 +17,7 @@ from memstore.shell import registry, subclasses
 from memstore.shell.slot_stream import SlotStream
 from memstore.shell.state_match import StateMatch
 from memstore.shell.state_walk import FACTORIES
-from memstore.shell.tensor_bytes import DTYPES, dtype_of, leaf_of_array, leaf_of_tensor
+from memstore.shell.tensor_bytes import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes, leaf_of_array, leaf_of_tensor
 
 WAITING_BYTES_MAX = 256 << 20  # of host memory on its way to a device
 
@@ -99,6 +99,9 @@ class ByteStream(Protocol):
     def read(self, offset: int, address: int, nbytes: int) -> None:
         """Copy stream bytes to host memory, at the latest in the next `settle`."""
 
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Copy stream bytes into flat uint8 device memory, at the latest in the next `settle`; False if it does not."""
+
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Return stream bytes as an object of their own."""
 
@@ -168,9 +171,11 @@ class StateBuild:
         leaf = leaf_of_array(target) if spec.flags & Flag.ARRAY else leaf_of_tensor(target)
         is_same_order = spec.is_row_major and leaf.strides is None
         is_same_order |= leaf.strides == spec.strides and is_dense(spec.shape, spec.strides, spec.itemsize)
-        if is_same_order and not leaf.device and not (spec.flags | leaf.flags) & Flag.VIEWS:
-            start = self._layout.extents[spec.extent][0] + spec.offset
-            self._stream.read(start, leaf.address, leaf.high - leaf.low)
+        if (
+            is_same_order
+            and not (spec.flags | leaf.flags) & Flag.VIEWS
+            and self._read(self._layout.extents[spec.extent][0] + spec.offset, leaf)
+        ):
             if isinstance(target, torch.Tensor) and not target.is_inference():
                 torch.autograd.graph.increment_version(target)  # written behind autograd's back
         elif spec.flags & Flag.ARRAY:
@@ -180,6 +185,14 @@ class StateBuild:
             tensor = self._tensor(spec)
             self._later.append(lambda: fill_tensor(target, tensor))
 
+    def _read(self, start: int, leaf: Leaf) -> bool:
+        """Have the bytes read to where the leaf lies; False for a device that they cannot be read to."""
+        assert self._stream is not None
+        if leaf.device:
+            return self._stream.read_to(start, flat_bytes(leaf, leaf.low, leaf.high))
+        self._stream.read(start, leaf.address, leaf.high - leaf.low)
+        return True
+
     def _extent(self, index: int, device: str | None) -> torch.Tensor:
         """Return an extent's bytes, the same object for every tensor that looks into it."""
         buffer = self._extents.get((index, device))
@@ -188,22 +201,29 @@ class StateBuild:
         offset, nbytes = self._layout.extents[index]
         if self._stream is None:
             raise _Malformed("a tensor stands where only plain keys may")
-        alias = self._stream.alias(offset, nbytes) if self._is_alias else None
+        if device is not None and has_device(device):
+            extent = self._on_device(self._stream, offset, nbytes, device)
+        else:
+            extent = self._on_host(self._stream, offset, nbytes)
+        self._extents[index, device] = extent
+        return extent
+
+    def _on_host(self, stream: ByteStream, offset: int, nbytes: int) -> torch.Tensor:
+        alias = stream.alias(offset, nbytes) if self._is_alias else None
         if alias is None:
             alias = torch.empty(nbytes, dtype=torch.uint8)
-            self._stream.read(offset, alias.data_ptr(), nbytes)
-        if device is not None and has_device(device):
-            alias = self._on_device(alias, device)
-        self._extents[index, device] = alias
+            stream.read(offset, alias.data_ptr(), nbytes)
         return alias
 
-    def _on_device(self, host: torch.Tensor, device: str) -> torch.Tensor:
-        """Return device memory that gets bytes in host memory once they are there."""
-        if self._waiting_bytes > WAITING_BYTES_MAX:
-            self.settle()
-        buffer = torch.empty(host.shape, dtype=host.dtype, device=device)
-        self._later.append(lambda: buffer.copy_(host))
-        self._waiting_bytes += host.nbytes
+    def _on_device(self, stream: ByteStream, offset: int, nbytes: int, device: str) -> torch.Tensor:
+        """Return device memory that gets the bytes: straight, if the stream does that, else by way of host memory."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if not stream.read_to(offset, buffer):
+            if self._waiting_bytes > WAITING_BYTES_MAX:
+                self.settle()
+            host = self._on_host(stream, offset, nbytes)
+            self._later.append(lambda: buffer.copy_(host))
+            self._waiting_bytes += nbytes
         return buffer
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -292,17 +312,6 @@ class StateBuild:
         for field, item in zip(fields, self.items(node), strict=True):
             object.__setattr__(value, field, item)
         return value
-
-
-def fill_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bit for bit into a live tensor of any strides and device."""
-    with torch.no_grad():
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(source.element_size())
-        is_view = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
-        if bits is None or is_view:
-            target.copy_(source)
-        else:
-            target.detach().view(bits).copy_(source.view(bits))
 
 
 def has_device(kind: str) -> bool:
