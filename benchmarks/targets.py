@@ -92,7 +92,7 @@ SHARING = _line(
     AT_MOST,
     "sharing",
 )
-GPU_OVERLAP = _line("gpu overlap", "GPU: stall / pinned copy, overlapped", 0.02, AT_MOST, "overlap")
-GPU_STALL = _line("gpu stall", "GPU: stall / pinned copy, not overlapped", 1.05, AT_MOST, "overlap")
-GPU_D2H = _line("gpu d2h", "GPU: copy out / the pinned peak", 0.9, AT_LEAST, "overlap")
-GPU_H2D = _line("gpu h2d", "GPU: copy back / the pinned peak", 0.9, AT_LEAST, "overlap")
+GPU_OVERLAP = _line("gpu overlap", "GPU: stall / pinned copy, overlapped", 0.02, AT_MOST, "gpu")
+GPU_STALL = _line("gpu stall", "GPU: stall / pinned copy, not overlapped", 1.05, AT_MOST, "gpu")
+GPU_D2H = _line("gpu d2h", "GPU: copy out / the pinned peak", 0.9, AT_LEAST, "gpu")
+GPU_H2D = _line("gpu h2d", "GPU: copy back / the pinned peak", 0.9, AT_LEAST, "gpu")
