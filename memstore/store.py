@@ -171,7 +171,7 @@ class Store(PinVerbs):
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
 
         Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready
-        waits for it. get() of a whole step begins it by itself, for a state of the restored one's size.
+        waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
 
         Args:
             state: What will be put: it is planned, not copied. An int is the number of its bytes.
@@ -289,8 +289,6 @@ class Store(PinVerbs):
     def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
         if step is None:
             self._go_on_from(got.step)
-            if self.natural is None:  # else who copies may have changed, and the size with it
-                self.puts.prepare(got.nbytes)
         if self.rank == 0:
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got

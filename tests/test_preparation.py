@@ -16,7 +16,7 @@ from memstore.api import connect
 from memstore.errors import CapacityError, ClosedError, CommitError, GatherTimeout
 from memstore.preparation import Preparation
 from memstore.store import Store
-from memstore.testing.processes import ProcessCluster
+from memstore.testing.processes import ProcessCluster, wait_for
 
 LABELS = {"memstore": "replica"}
 WAIT_S = 60.0
@@ -131,7 +131,7 @@ def test_what_cannot_fit_is_refused_on_all_ranks_alike_and_again_at_the_put(clus
 
 
 def test_a_restart_may_not_prepare_before_it_has_asked_for_its_history(cluster: ProcessCluster) -> None:
-    """As a first put, prepare() would free what it did not look at (R19); get() prepares by itself."""
+    """As a first put, prepare() would free what it did not look at (R19)."""
     with ranks(cluster, 1) as (store,):
         store.put(1, state_of(4 * CHUNK)).wait("committed", WAIT_S)
     with ranks(cluster, 1) as (store,):
@@ -142,6 +142,26 @@ def test_a_restart_may_not_prepare_before_it_has_asked_for_its_history(cluster: 
         assert prepared.wait(WAIT_S).is_ready
         assert store.prepare(4 * CHUNK) is prepared
         assert store.put(2, state_of(4 * CHUNK, 2.0)).wait("committed", WAIT_S).level == "committed"
+
+
+def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
+    """Who restores after a restart of the store and puts nothing leaves the arena to others; hosts still grow (R10)."""
+    with ranks(cluster, 1) as (store,):
+        store.put(1, state_of(64 * CHUNK)).wait("committed", WAIT_S)
+    cluster.kill_all()
+    cluster.start_controller()
+    for host in ("h1", "h2"):
+        cluster.start_holder(host)
+    cluster.wait_live("h1", "h2")
+    with ranks(cluster, 1) as (reader,):
+        assert reader.get().step == 1
+        wait_for(lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK, "growth for the reader's puts", WAIT_S)
+        with ranks(cluster, 1, "other") as (other,):
+            assert other.put(1, state_of(128 * CHUNK)).wait("committed", WAIT_S).level == "committed"
+
+
+def claimed_bytes(cluster: ProcessCluster, host: str) -> int:
+    return next(int(row["stats"]["claimed_bytes"]) for row in cluster.status()["hosts"] if row["host"] == host)
 
 
 def test_a_rank_that_waits_alone_is_told_who_is_missing(cluster: ProcessCluster) -> None:

@@ -14,6 +14,7 @@ Orders to a holder (`Tell.kind`):
                                                 others hold too: [rank, its own targets, ranks that copy the same] (R34)
     reserve        job, attempt, call, ranks, guest_slots, world_size, versions
                                                 claim room (R10); the call is a pin's or a fork's
+    grow           as reserve                   have memory and connections ready for such room; claims nothing
     fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
     push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
     stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)

@@ -140,7 +140,18 @@ class Room:
         self._finish_claims()
         return hosts
 
-    def order(self, job: Job, attempt: Attempt, *, only_host: str | None = None, call: int = 0) -> set[str]:
+    def grow(self, job: Job, attempt: Attempt) -> None:
+        """After a restore every host of the job gets memory and connections ready for puts of that size.
+
+        Nothing is claimed and nothing refused: who restored may only want to read (D107). Where ranks share a state
+        (R34), who copies may have changed, and the size with it.
+        """
+        if not attempt.needs and not attempt.shard_of:
+            self.order(job, attempt, kind="grow")
+
+    def order(
+        self, job: Job, attempt: Attempt, *, only_host: str | None = None, call: int = 0, kind: str = "reserve"
+    ) -> set[str]:
         """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
         if self.catalog.view.placement(job) is None:
             return set()
@@ -170,7 +181,7 @@ class Room:
                 "replicas": attempt.replicas,
                 "versions": keep,
             }
-            self.catalog.tell(host, "reserve", body)
+            self.catalog.tell(host, kind, body)
         return hosts
 
     def versions(self, job: Job, attempt: Attempt) -> int:

@@ -8,8 +8,9 @@ A shard may miss chunks (a condemned slot, R30); it then counts and serves only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from memstore.core.slots import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
@@ -73,6 +74,14 @@ class Share:
     def total(self) -> int:
         """All slots the job may use here."""
         return sum(self.ranks.values()) + self.guest_slots
+
+
+def share_from_wire(body: Mapping[str, Any]) -> Share:
+    """Read what the controller orders to reserve."""
+    return Share(
+        int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
+        int(body.get("world_size", 0)), int(body.get("versions", 1)),
+    )  # fmt: skip
 
 
 class Shelf:

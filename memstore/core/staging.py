@@ -227,4 +227,6 @@ class Staging:
         for rank, call in active.calls.items():
             staged = {} if active.is_agreement else active.staged[rank]
             self.catalog.answer(call, {**shared, **{key: staged[key] for key in ("shard", "digest") if key in staged}})
+        if active.is_adopting and not active.is_agreement:
+            self.catalog.room.grow(job, attempt)
         self.catalog.repair.consider(now, job)

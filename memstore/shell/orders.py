@@ -5,13 +5,14 @@ Whatever can block runs in a thread of `workers`; an order that fails ends no se
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import copy_to_wire, shard_from_wire
-from memstore.core.shelf import Share
+from memstore.core.shelf import share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares, forked_body, look, make
 
@@ -59,6 +60,8 @@ class Orders:
             self.holder.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
         elif kind == "reserve":
             self.reserves.submit(self.holder.logged, self._reserve, body)
+        elif kind == "grow":
+            self.reserves.submit(self.holder.logged, self._grow, body)
         elif kind == "fork":
             self.workers.submit(self.holder.logged, self._fork, body)
         elif kind == "push":
@@ -97,11 +100,7 @@ class Orders:
 
     def _reserve(self, body: dict[str, Any]) -> None:
         """Claim the room, or say with numbers why not (R9, R10)."""
-        job = str(body["job"])
-        share = Share(
-            int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
-            int(body.get("world_size", 0)), int(body.get("versions", 1)),
-        )  # fmt: skip
+        job, share = str(body["job"]), share_from_wire(body)
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         # Meanwhile: a first put that has to connect finds nothing warm.
         connecting = self.workers.submit(self.holder.logged, self.holder.pusher.connect, job)
@@ -112,6 +111,16 @@ class Orders:
         wait([connecting], CONNECT_S)
         self.holder.report("reserved", reply)
         self.holder.ranks.grant_job(job)
+
+    def _grow(self, body: dict[str, Any]) -> None:
+        """Memory and streams for the puts that may follow a restore, if there is any: nothing is claimed (R10)."""
+        job, share = str(body["job"]), share_from_wire(body)
+        self.workers.submit(self.holder.logged, self.holder.pusher.connect, job)
+        with self.vault.lock:
+            missing = self.vault.shelf.slots_needed(job, share) - len(self.vault.table.slots)
+            count = len(self.vault.table.free) + missing
+        with contextlib.suppress(CapacityError):
+            self.vault.ensure_free(count)
 
     def _abandon(self, body: dict[str, Any]) -> None:
         """Forget an uncommitted step and tell its tickets (R12)."""

@@ -207,6 +207,9 @@ class FakeHolder:
         self.targets[body["job"]] = list(body["targets"])
         self.copiers[body["job"]] = {rank: list(targets) for rank, targets, _ in body["copiers"]}
 
+    def _on_grow(self, body: Body) -> None:
+        """Time is all that it saves."""
+
     def _on_reserve(self, body: Body) -> None:
         why = self.refuses_room
         self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})

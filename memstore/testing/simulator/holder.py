@@ -24,7 +24,7 @@ from memstore.core.events import (
 )
 from memstore.core.facts import AttemptOpened, entry_from_wire
 from memstore.core.manifest import chunk_digest, chunk_sizes
-from memstore.core.shelf import Share, Shelved
+from memstore.core.shelf import Shelved, share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
 from memstore.shell.peer_server import PeerServer
@@ -307,12 +307,11 @@ class SimHolder:
     def _on_targets(self, body: Body) -> None:
         self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
 
+    def _on_grow(self, body: Body) -> None:
+        """Time is all that it saves."""
+
     def _on_reserve(self, body: Body) -> None:
-        job = str(body["job"])
-        share = Share(
-            int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
-            int(body.get("world_size", 0)), int(body.get("versions", 1)),
-        )  # fmt: skip
+        job, share = str(body["job"]), share_from_wire(body)
         reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
         try:
             self.vault.claim(job, share)
