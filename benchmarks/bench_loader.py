@@ -2,8 +2,10 @@
 
 First, processor seconds per GB: the rank's put and its link thread, the holders of both ends and the controller, over
 puts in a row without anything else. Then a training whose data loader is the bottleneck: as many workers as cores, each
-busy all the time, a small model, and 64 MiB put every step of about a second, in blocks of steps with and without. Both
-ends of the transfer share the machine, as on a host that sends its copy to one neighbour and takes another's.
+busy all the time, a small model, and 64 MiB put in every second step of about a second: the machine drifts by the
+second, so steps with and without a put take turns. A step takes many small batches, so that what lies ready when it
+begins counts little. Both ends of the transfer share the machine, as on a host that sends its copy to one neighbour
+and takes another's.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from memstore.store import Store
 
 STATE_BYTES = 64 * MIB
 STEP_S = 1.0
-BLOCK_STEPS = 4
-ITEM_VALUES = 400_000
+ROUND_STEPS = 8  # with a put, and as many without
+STEP_BATCHES = 32
+ITEM_VALUES = 100_000
+SAMPLED_ITEMS = 20
 COST_PUTS = 16
 
 
@@ -57,14 +61,16 @@ def run(options: Options) -> list[Record]:
         model = torch.nn.Linear(64, 64)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
         for number in range(options.warmups + options.rounds):
-            for name in ("with", "without") if number % 2 else ("without", "with"):
-                put = store if name == "with" else None
-                took_s, last = _block(batches, model, put, state, steps)
-                if last is not None:
-                    got = rig.read_at(rig.FAR, cluster.config, last)
-                    require(gpt_tensors.is_same(got.state, state), f"the peer's copy of step {last}")
-                if number >= options.warmups:
-                    seconds[name].append(took_s)
+            took_s = {"with": 0.0, "without": 0.0}
+            for turn in range(2 * ROUND_STEPS):
+                name = "with" if turn % 4 in (0, 3) else "without"  # the last one is with
+                step = next(steps)
+                took_s[name] += _step(batches, model, store, state, step if name == "with" else None)
+            got = rig.read_at(rig.FAR, cluster.config, step)
+            require(gpt_tensors.is_same(got.state, state), "the peer's copy of the last step")
+            if number >= options.warmups:
+                for name, total_s in took_s.items():
+                    seconds[name].append(total_s / ROUND_STEPS)
         del batches
     record = Record("loader", nbytes, {f"a step, {name} puts": values for name, values in seconds.items()})
     record.ratio("step, with / without puts", "a step, with puts", "a step, without puts", targets.LOADER)
@@ -74,11 +80,11 @@ def run(options: Options) -> list[Record]:
 
 
 def _items(step_s: float, cores: int) -> int:
-    """Return how many samples make all cores busy for one step."""
+    """Return how many samples a batch must have for a step's batches to make all cores busy as long as the step."""
     items, begun_s = Items(), time.process_time()
-    for index in range(5):
+    for index in range(SAMPLED_ITEMS):
         items[index]
-    return max(1, round(step_s * cores / ((time.process_time() - begun_s) / 5)))
+    return max(1, round(step_s * cores / STEP_BATCHES / ((time.process_time() - begun_s) / SAMPLED_ITEMS)))
 
 
 def _cost(store: Store, state: Any, others: list[int], steps: Iterator[int]) -> float:
@@ -92,20 +98,14 @@ def _cost(store: Store, state: Any, others: list[int], steps: Iterator[int]) -> 
     return total_s / COST_PUTS
 
 
-def _block(
-    batches: Iterator[torch.Tensor], model: torch.nn.Linear, store: Store | None, state: Any, steps: Iterator[int]
-) -> tuple[float, int | None]:
-    """Return the seconds of a step of one block, and the last step put; the state changes in every one of them."""
-    next(batches)  # what was made ready meanwhile is not of this block
-    ticket, step = None, None
+def _step(batches: Iterator[torch.Tensor], model: torch.nn.Linear, store: Store, state: Any, step: int | None) -> float:
+    """Return the seconds of a step, put under this number; its copy must be through by then, or the next one pays."""
     begun_s = time.perf_counter()
-    for _ in range(BLOCK_STEPS):
+    gpt_tensors.touch(state)
+    ticket = store.put(step, state) if step is not None else None
+    for _ in range(STEP_BATCHES):
         model(next(batches)).sum().backward()
-        gpt_tensors.touch(state)
-        if store is not None:
-            step = next(steps)
-            ticket = store.put(step, state)
-    took_s = (time.perf_counter() - begun_s) / BLOCK_STEPS
-    if ticket is not None:
-        ticket.wait("committed")
-    return took_s, step
+    took_s = time.perf_counter() - begun_s
+    if ticket is not None and ticket.level != "committed":
+        raise RuntimeError(f"the put of step {step} is not committed within its step of {took_s:.2f} s")
+    return took_s

@@ -20,6 +20,7 @@ from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
+from memstore.shell.collector import collector_paused
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -101,6 +102,12 @@ class Puts:
         own: Any = None,
     ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
+        with collector_paused():  # until `_put` has let go of its plan
+            return self._put(step, state, timeout_s, overlap, own)
+
+    def _put(
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor], own: Any
+    ) -> Ticket:
         began_s = time.monotonic()
         ticket = self._same_step(step)
         if ticket is not None:

@@ -1,0 +1,62 @@
+"""The cyclic collector stands still while a put blocks training (R11), and is left as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from memstore.api import connect
+from memstore.errors import UnsupportedState
+from memstore.shell.collector import collector_paused
+from memstore.store import Store
+from memstore.testing.processes import ProcessCluster
+
+TENSORS = 3000  # some forty young generations, so that older ones are certain without the pause
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with (
+        ProcessCluster(tmp_path, {"h1": {}}, arena_bytes=64 << 20) as cluster,
+        connect("collected", rank=0, world_size=1, config=cluster.config) as opened,
+    ):
+        yield opened
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    try:
+        gc.enable() if is_enabled else gc.disable()
+        with pytest.raises(ZeroDivisionError), collector_paused():
+            _ = gc.isenabled() or 1 / 0
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+def test_a_put_of_many_tensors_looks_at_no_old_object(store: Store) -> None:
+    state = {f"layer.{number}": torch.full((4,), float(number)) for number in range(TENSORS)}
+    store.put(0, state).wait("committed")
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        generations.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        ticket = store.put(1, state)
+        looked_at = max(generations, default=0)  # at its end perhaps once at the youngest
+    finally:
+        gc.callbacks.remove(note)
+    assert looked_at == 0
+    assert gc.isenabled()
+    ticket.wait("committed")
+    with pytest.raises(UnsupportedState):
+        store.put(2, {"a": object()})
+    assert gc.isenabled()
