@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -16,16 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
 from torch import nn
 
 from memstore.api import connect, reader
 from memstore.errors import CommitError, ConfigError, RecoveryError
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
-
-WAIT_S = 60.0
-WIDTH = 256  # a weight is 256 KiB
-_jobs = itertools.count()
 
 
 class Training:
@@ -76,28 +72,14 @@ def is_same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with ProcessCluster(
-        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=256 << 20, keep_steps=3, stall_budget_s=WAIT_S
-    ) as running:
+    with one_host(tmp_path_factory.mktemp("overlap")) as running:
         yield running
 
 
 @pytest.fixture
-def store(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("MEMSTORE_HOST", "h1")
-    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+def store(cluster: ProcessCluster) -> Iterator[Store]:
+    with one_rank(cluster) as joined:
         yield joined
-
-
-def hold(store: Store) -> None:
-    """From now on the copy thread copies nothing: all is left to the fence."""
-    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
-
-
-def stored(store: Store, step: int) -> Any:
-    got = store.get(step, rank=0)
-    assert got is not None
-    return got.state
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["by the thread", "at the fence"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
 
 from memstore import overlap as overlap_module
 from memstore.api import connect
@@ -18,34 +18,22 @@ from memstore.shell import late_copy, state_encode
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 
-WAIT_S = 60.0
-WIDTH = 256  # a weight is 256 KiB
-_jobs = itertools.count()
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with ProcessCluster(
-        tmp_path_factory.mktemp("overlap_errors"), {"h1": {}}, arena_bytes=64 << 20, keep_steps=3, stall_budget_s=WAIT_S
-    ) as running:
+    with one_host(tmp_path_factory.mktemp("overlap_errors")) as running:
         yield running
 
 
 @pytest.fixture
-def store(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("MEMSTORE_HOST", "h1")
-    with connect(f"errors{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+def store(cluster: ProcessCluster) -> Iterator[Store]:
+    with one_rank(cluster) as joined:
         yield joined
 
 
 @pytest.fixture
 def weight() -> torch.Tensor:
     return torch.ones(WIDTH, WIDTH)
-
-
-def hold(store: Store) -> None:
-    """From now on the copy thread copies nothing: all is left to the fence."""
-    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
 
 
 def raising(error: BaseException) -> Any:
@@ -61,9 +49,7 @@ def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) ->
     ticket = store.put(step, {"w": weight}, overlap=[weight])
     store.fence()
     ticket.wait("committed", WAIT_S)
-    got = store.get(step, rank=0)
-    assert got is not None
-    assert torch.equal(got.state["w"], weight)
+    assert torch.equal(stored(store, step)["w"], weight)
 
 
 def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
@@ -174,9 +160,7 @@ def test_a_compiled_step_waits_as_well(store: Store, weight: torch.Tensor, is_ho
         ticket = store.put(number, {"w": weight}, overlap=True)
         step()
         ticket.wait("committed", WAIT_S)
-        got = store.get(number, rank=0)
-        assert got is not None
-        assert torch.equal(got.state["w"].detach(), expected)
+        assert torch.equal(stored(store, number)["w"].detach(), expected)
         assert torch.equal(weight.detach(), expected - 1)
 
 
@@ -274,9 +258,7 @@ def test_a_dcp_load_of_a_step_into_what_is_being_copied_is_a_fence(store: Store,
     dcp.load({"w": weight}, storage_reader=store.dcp_reader(step=0), no_dist=True)
     assert torch.equal(weight, torch.ones(WIDTH, WIDTH))
     ticket.wait("committed", WAIT_S)
-    got = store.get(1, rank=0)
-    assert got is not None
-    assert torch.equal(got.state["w"], torch.full((WIDTH, WIDTH), 2.0))
+    assert torch.equal(stored(store, 1)["w"], torch.full((WIDTH, WIDTH), 2.0))
 
 
 def test_device_copies_are_waited_for_when_a_host_move_raises(monkeypatch: pytest.MonkeyPatch) -> None:
