@@ -65,7 +65,7 @@ class Store(PinVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None and not self._is_closed:  # else no word of a level comes any more
             with contextlib.suppress(MemstoreError, TimeoutError):
                 self.flush(timeout_s=self.config.stall_budget_s)
         self.close()

@@ -7,6 +7,7 @@ import itertools
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import memstore.api
+import memstore.shell.vault
 import memstore.staged
 from memstore.config import Config
 from memstore.core.manifest import chunk_digest
@@ -223,8 +225,8 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    stop = Stop(site.vault.finish)
-    monkeypatch.setattr(site.vault, "finish", stop)
+    stop = Stop(memstore.shell.vault.Manifest)
+    monkeypatch.setattr("memstore.shell.vault.Manifest", stop)
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")
@@ -236,6 +238,19 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     assert store.put(100, state(100), timeout_s=WAIT_S).wait("committed", WAIT_S).level == "committed"
     with site.vault.lock:
         assert len(list(site.vault.manifests.load_all())) == len(site.vault.shelf.shards)
+
+
+def test_the_end_of_a_with_block_waits_for_nothing_once_the_store_is_closed(make_site: Callable[..., Site]) -> None:
+    """No word of a level comes any more, and a put that no other rank has joined never gets further (R15)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[store.prepare(100).wait for store in stores])
+    stores[0].config = stores[0].config.with_fields({"stall_budget_s": 4 * WAIT_S})
+    with stores[0] as store:
+        store.put(1, {"w": 1}).wait("sealed", WAIT_S)
+        store.close()
+        closed_s = time.monotonic()
+    assert time.monotonic() - closed_s < 4 * WAIT_S
 
 
 def test_a_put_that_fails_on_its_host_is_skipped_by_all(
