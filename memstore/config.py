@@ -150,7 +150,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("replicate_bytes_per_s", 0, 1 << 50),
     ("dscp", 0, 63),
-    ("interleave_s", 0, 3600),
+    ("interleave_s", 0, 300),
     ("recovery_grace_s", 0, 86_400),
     ("orphan_ttl_s", 0, 1e9),
     ("replicas", 1, 16),

@@ -293,7 +293,10 @@ class Puts:
             if ticket.is_over:
                 return None
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
-        slots = self.link.acquire(count, budget_s)
+        slots = self.link.acquire(count, 0.0)
+        if slots is None:
+            self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
+            slots = self.link.acquire(count, budget_s)
         if slots is None and self._abandon_open():
             slots = self.link.acquire(count, budget_s)
         if self.link.fenced_by:

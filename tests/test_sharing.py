@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import socket
-import struct
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +16,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from memstore.adapters.torch import watch_collectives
-from memstore.api import connect
+from memstore.api import connect, reader
 from memstore.collectives import watch_module, watch_optimizer
 from memstore.config import Config
-from memstore.core.idle_spans import Kind
+from memstore.core.idle_spans import BUSY_MAX_S, Kind
 from memstore.core.metrics import holder_growth
 from memstore.core.problems import problems
 from memstore.errors import ConfigError, ProtocolError
-from memstore.shell.channel import Channel
-from memstore.shell.lane import BULK_NICE, PACE_MIN, Lane, give_way
 from memstore.shell.marks import RING, MarkReader, Marks
-from memstore.shell.socket_options import SO_MAX_PACING_RATE, TC_PRIO_FILLER
+from memstore.shell.socket_options import Flight
 from memstore.shell.traffic import Traffic, _cut
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 
 HOSTS = {"near": {"rack": "r1"}, "far": {"rack": "r2", "memstore": "replica"}}
+NOTHING = Flight(0, 0.0)
 HELD_S = 0.5  # a copy that is not held travels in a tenth of this
 
 
@@ -61,12 +62,37 @@ def test_copies_wait_for_a_collective_and_go_when_it_ends(tmp_path: Path, monkey
                 ticket.wait("sealed")
                 with pytest.raises(TimeoutError):
                     ticket.wait("replicated", HELD_S)
+                if step == 1:
+                    read_from_far(cluster, monkeypatch)
+                    assert ticket.level == "sealed"  # no restore waits for what is held
             ticket.wait("committed")
             if step == 1:
                 cluster.kill_holder("near")
                 cluster.start_holder("near")
                 cluster.wait_live("near", "far")
                 store.steps()  # answered over the link to the new holder: from now on that one gets the marks
+
+
+def read_from_far(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put another job's step on the far host alone, and read it on this one."""
+    config = replace(cluster.config, replicas=1)
+    with monkeypatch.context() as there:
+        there.setenv("MEMSTORE_HOST", "far")
+        with connect("other", rank=0, world_size=1, config=config) as store:
+            store.put(0, state(7)).wait("committed")
+    with reader("other", config=config) as there_from_here:
+        found = there_from_here.get(0, rank=0)
+        assert found.verdict == "peer"
+        assert np.array_equal(found.state["weights"], state(7)["weights"])
+
+
+def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one collective: room comes with commits, and those wait for copies."""
+    with training(tmp_path, monkeypatch) as (_, store):
+        with store.busy():
+            tickets = [store.put(step, state(step)) for step in range(5)]
+        tickets[-1].wait("committed")
+        assert not [ticket.reason for ticket in tickets if ticket.level == "skipped"]
 
 
 def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
@@ -99,7 +125,7 @@ class FakeLink:
     """The two things of a rank's link that marks use."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.welcome = folder, {"host": "a"}
+        self.folder, self.channel = folder, object()
         self.files: list[str] = []
 
     def notify(self, body: dict[str, Any]) -> None:
@@ -133,16 +159,16 @@ def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
     marks.put()
     reader.read()
     assert not reader.spans.is_busy
-    assert reader.spans.iterations == 1
+    assert reader.spans.iteration_s is not None
     assert list(link.folder.iterdir()) == []
     reader.close()
 
 
 def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None:
-    """Its welcome is another one; what was under way is told by its end."""
+    """Its connection is another one; what was under way is told by its end."""
     marks: Any = Marks(link)  # type: ignore[arg-type]
     marks.begin()
-    link.welcome = {"host": "a"}
+    link.channel = object()
     marks.end()
     assert len(set(link.files)) == 2
     reader = opened(link)
@@ -181,6 +207,48 @@ def test_a_mark_that_is_not_there_yet_is_waited_for(link: FakeLink) -> None:
     reader.close()
 
 
+def test_a_collective_that_was_given_up_is_forgotten(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its future never completes, and training goes on in another group: its collectives are marked."""
+    marks = Marks(link)  # type: ignore[arg-type]
+    now = time.monotonic()
+    marks.begin()
+    reader = opened(link)
+    monkeypatch.setattr("memstore.shell.marks.time.monotonic", lambda: now + BUSY_MAX_S + 1.0)
+    monkeypatch.setattr("memstore.shell.marks.time.monotonic_ns", lambda: int((now + BUSY_MAX_S + 1.0) * 1e9))
+    marks.begin()
+    reader.read()
+    assert reader.spans.is_busy
+    assert reader.spans.since_s > now + BUSY_MAX_S
+    marks.end()
+    reader.read()
+    assert not reader.spans.is_busy
+    reader.close()
+
+
+def test_marks_that_cannot_be_told_leave_nothing_behind(
+    link: FakeLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No room beside the arena: training goes on, a warning says so, once for each holder."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    marks = Marks(link)  # type: ignore[arg-type]
+    for _ in range(3):
+        marks.begin()
+        marks.end()
+    assert list(link.folder.iterdir()) == []
+    assert link.files == []
+    assert caplog.text.count("no room") == 1
+
+
+def test_marks_that_cannot_be_opened_do_not_end_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are advice; puts go over the same link."""
+    Traffic(tmp_path, 60.0).watch("rank", "marks-absent")
+    assert "marks of rank process rank are ignored" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["slots", "marks-/../slots", "marks-absent", "marks-link", "marks-folder"])
 def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
     """Whatever a process of this user names."""
@@ -202,9 +270,9 @@ def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: 
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
     with traffic.sending(shipment) as valve:
         assert valve is not None
-        assert traffic.allow(valve._sending, 1 << 20, 1, 0, 0.0)[0] == 0
+        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 0
         os.ftruncate(file, 4)
-        assert traffic.allow(valve._sending, 1 << 20, 1, 0, 0.0)[0] == 1 << 20
+        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 1 << 20
     os.close(file)
 
 
@@ -217,8 +285,8 @@ def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) 
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
     with traffic.sending(shipment) as valve:
         assert valve is not None
-        traffic.forget("rank")
-        assert traffic.allow(valve._sending, 1 << 20, 1, 0, 0.0)[0] == 1 << 20
+        traffic.forget("rank", "j", 0)
+        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 1 << 20
     with traffic.sending(shipment) as valve:
         assert valve is None
 
@@ -294,68 +362,37 @@ def test_torchs_functions_are_marked_while_they_are_watched() -> None:
     assert dist.all_reduce is original
 
 
-# -- class, pace, priority --------------------------------------------------------------------------
+class Foreign(Work):
+    """Of a backend that has no futures."""
 
 
-@contextmanager
-def connected() -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel over TCP and its socket."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sock = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-        with other, Channel(sock) as channel:
-            yield channel, sock
+def test_a_collective_without_a_future_is_over_when_it_was_started() -> None:
+    """What torch itself would not refuse is not refused because it is marked."""
+    store: Any = SimpleNamespace(marks=Counting())
+    with watch_collectives(store) as watched:
+        work = Foreign()
+        assert watched._wrapped(lambda tensor: work)(torch.ones(4)) is work
+    assert (store.marks.begun, store.marks.ended) == (1, 1)
 
 
-def pace_of(sock: socket.socket) -> int:
-    """The kernel's word on a socket's pace."""
-    found: int = struct.unpack("@L", sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0]
-    return found
+@pytest.mark.usefixtures("group")
+def test_a_module_is_watched_for_the_newest_store() -> None:
+    """The process has connected again; and a hook of somebody else's is left alone."""
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    first: Any = Counting()
+    second: Any = Counting()
+    for marks in (first, second):
+        watch_module(marks, module)
+    module(torch.ones(2, 8)).sum().backward()
+    assert (first.begun, second.begun > 0) == (0, True)
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    module.register_comm_hook(None, fp16_compress_hook)
+    with pytest.raises(ConfigError, match="watch_collectives"):
+        watch_module(first, module)
+    module(torch.ones(2, 8)).sum().backward()
 
 
-def test_the_hosts_limit_is_shared_by_the_connections_that_send() -> None:
-    """Alone all of it, two of them a half each, and never so little that a frame would miss its deadline."""
-    lane = Lane(1, 10 << 20)
-    with connected() as (first, one), connected() as (second, two):
-        for channel, sock in ((first, one), (second, two)):
-            lane.enter(channel)
-            assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 1 << 2
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == TC_PRIO_FILLER
-        with lane.sending(first):
-            assert pace_of(one) == 10 << 20
-            with lane.sending(second):
-                assert [pace_of(one), pace_of(two)] == [5 << 20, 5 << 20]
-            assert pace_of(one) == 10 << 20
-        lane = Lane(0, 1)
-        with lane.sending(first):
-            assert pace_of(one) == PACE_MIN
-
-
-def test_without_a_limit_or_a_class_a_connection_is_left_alone() -> None:
-    """0 and 0."""
-    lane = Lane(0, 0)
-    with connected() as (channel, sock):
-        before = pace_of(sock)
-        with lane.sending(lane.enter(channel)):
-            assert pace_of(sock) == before
-        assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0
-
-
-def test_a_thread_that_gives_way_leaves_the_others_alone() -> None:
-    """By thread, not by process, and no lower than there is."""
-    found: list[int] = []
-
-    def work() -> None:
-        for _ in range(3):
-            give_way()
-            found.append(os.getpriority(os.PRIO_PROCESS, 0))
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [min(19, before + n * BULK_NICE) for n in (1, 2, 3)]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+# -- the valve and its settings ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", range(1, 8))

@@ -1,7 +1,7 @@
 """May the next bytes of a copy go now? Not while a rank of this host has a collective under way (D87). Pure.
 
     begin --> held piece by piece into idle spans --> end
-        '--> released: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is told
+        '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is told
 
 The gate runs Algorithm 2 (`chunk_fit.py`) as it goes: a span's room is what the profile (`idle_spans.py`) leaves of it
 now, less what still waits in the kernel. Without marks all goes at once. Nothing here holds a restore or a repair.
@@ -14,19 +14,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memstore.core.chunk_fit import SAFE_SHARE, Link, fit, piece_bytes
-from memstore.core.idle_spans import IdleSpans
+from memstore.core.chunk_fit import PIECE_MIN_BYTES, SAFE_SHARE, Link, piece_bytes
+from memstore.core.idle_spans import BUSY_MAX_S, IdleSpans
 
 PIECE_S = 0.002  # a piece holds the link for so long; two are on their way at most when a collective begins early
 STARTUP_S = 0.0002  # from the decision until the first byte is on the wire
 FIRST_RATE = 125e6  # bytes per second, until one was measured
 RATES_KEPT = 16
+RATE_KEPT_S = 10.0  # a rate that is older is forgotten: one too low would let nothing go, and so never be corrected
 SAMPLE_S = 0.005  # a rate is measured over so long, or until everything has arrived
 LOOK_S = 0.002  # how often somebody who waits for an idle span looks
-TURN_S = 0.05  # a stream that has not asked for so long has lost its turn
-BUSY_MAX_S = 10.0  # a collective that takes longer hangs, or its rank does: it moves no bytes
-ITERATIONS_MAX = 64  # from one put to the next, for what is said of them
+TURN_S = 0.05  # a stream that has not asked for so long, or whose peer has taken nothing, has lost its turn
 CHUNK_HOLD_S = 10.0  # a chunk that has begun waits no longer: its receiver gives up after 30 s
+
+Order = tuple[int, int]  # attempt and step
 
 
 class Answer(NamedTuple):
@@ -40,13 +41,19 @@ class Answer(NamedTuple):
 class Sending:
     """One push of one put."""
 
-    job: str
-    rank: int
-    order: tuple[int, int]  # attempt and step
+    putter: Putter
+    order: Order
     began_s: float
     sent_bytes: int = 0
     spilled_bytes: int = 0
-    is_released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Putter:
+    """A rank that puts: copies of its puts below `newest` are held no longer; why its last copy spilled, or ""."""
+
+    newest: Order = (0, 0)
+    short: str = ""
 
 
 class TrafficGate:
@@ -56,13 +63,11 @@ class TrafficGate:
         self.hold_s = hold_s
         self.ranks: dict[str, IdleSpans] = {}  # by process
         self.spilled_bytes = 0  # sent beside collectives, or regardless of them
-        self.short = ""  # why idle time does not suffice; "" while it does
-        self._sendings: list[Sending] = []
-        self._last_bytes: dict[tuple[str, int], int] = {}  # (job, rank) -> what its last put sent to one target
-        self._last_iteration: dict[tuple[str, int], int] = {}  # (job, rank) -> when its last put began
-        self._rates: deque[float] = deque(maxlen=RATES_KEPT)
+        self._putters: dict[tuple[str, int], Putter] = {}  # by job and rank
+        self._rates: deque[tuple[float, float]] = deque(maxlen=RATES_KEPT)  # (when, bytes per second)
         self._stream = 0  # whose turn it is: one stream at a time, so that what waits in the kernel is known
-        self._looked_s = -math.inf  # when it asked last
+        self._moved_s = -math.inf  # when it last asked without being stuck
+        self._unacked = 0  # what it had given away then, and nobody had acknowledged
         self._sample_s = 0.0  # when the present sample of its rate began
         self._sample_bytes = 0  # given to the kernel since, and what it had then
 
@@ -71,90 +76,94 @@ class TrafficGate:
     @property
     def link(self) -> Link:
         """What sending costs now, by the fastest of the last samples: slower ones shared the link."""
-        rate = max(self._rates, default=FIRST_RATE)
-        return Link(rate, STARTUP_S, max(1, int(rate * PIECE_S)))
+        rate = max((rate for _, rate in self._rates), default=FIRST_RATE)
+        return Link(rate, STARTUP_S, max(PIECE_MIN_BYTES, int(rate * PIECE_S)))
 
-    def _take_turn(self, now: float, stream: int) -> bool:
-        """Say whether it is this stream's turn; one that is stuck in its kernel loses its own."""
+    def _take_turn(self, now: float, stream: int, unacked: int) -> bool:
+        """Say whether it is this stream's turn; one whose peer takes nothing loses it to the next that asks."""
         if self._stream != stream:
-            if self._stream and now - self._looked_s < TURN_S:
+            if self._stream and now - self._moved_s < TURN_S:
                 return False
-            self._stream, self._sample_bytes = stream, 0
-        self._looked_s = now
+            self._stream, self._moved_s = stream, now
+            self._sample_s, self._sample_bytes = now, unacked
+        elif not unacked or unacked != self._unacked:
+            self._moved_s = now
+        self._unacked = unacked
         return True
 
-    def _measure(self, now: float, queued: int) -> None:
-        """Take how many bytes were acknowledged since the sample began."""
-        took_s = now - self._sample_s
-        if self._sample_bytes and took_s > 0 and (not queued or took_s >= SAMPLE_S):
-            self._rates.append((self._sample_bytes - queued) / took_s)
-            self._sample_s, self._sample_bytes = now, queued
+    def _measure(self, now: float, unacked: int) -> None:
+        """Take how many bytes were acknowledged since the sample began; none say nothing of the link."""
+        took_s, acked = now - self._sample_s, self._sample_bytes - unacked
+        if acked > 0 and took_s > 0 and (not unacked or took_s >= SAMPLE_S):
+            self._rates.append((now, acked / took_s))
+            self._sample_s, self._sample_bytes = now, unacked
 
     # -- pushes ---------------------------------------------------------------------------------
 
-    def begin(self, now: float, job: str, rank: int, order: tuple[int, int], nbytes: int) -> Sending:
-        """A put's copy is about to travel to one target; older ones of its rank are held no longer."""
-        for older in self._sendings:
-            if (older.job, older.rank) == (job, rank) and older.order < order:
-                older.is_released = True
-        sending = Sending(job, rank, order, now)
-        self._sendings.append(sending)
-        tightest = min((r for r in self.ranks.values() if r.expected), key=lambda r: sum(r.expected), default=None)
-        if tightest is not None:
-            asked = sum(self._last_bytes.get((s.job, s.rank), nbytes) for s in self._sendings if not s.is_released)
-            since = tightest.iterations - self._last_iteration.get((job, rank), tightest.iterations)
-            every = min(max(1, since), ITERATIONS_MAX)
-            self._last_iteration[job, rank] = tightest.iterations
-            self._say(fit(tightest.expected * every, asked, self.link).why, order[1])
-        return sending
+    def release(self, job: str, rank: int, order: Order) -> Putter:
+        """A put begins: copies of older ones of its rank are held no longer."""
+        putter = self._putters.setdefault((job, rank), Putter())
+        putter.newest = max(putter.newest, order)
+        return putter
+
+    def begin(self, now: float, job: str, rank: int, order: Order) -> Sending:
+        """A put's copy is about to travel to one target."""
+        while self._rates and now - self._rates[0][0] > RATE_KEPT_S:
+            self._rates.popleft()
+        return Sending(self.release(job, rank, order), order, now)
 
     def end(self, sending: Sending) -> None:
-        """The push is over; what it could not fit is told."""
-        if sending not in self._sendings:
-            return
-        self._sendings.remove(sending)
-        if not sending.sent_bytes:
-            return
-        self._last_bytes[sending.job, sending.rank] = sending.sent_bytes
+        """The push is over; what it could not fit is told, until one of the rank's fits."""
+        sending.putter.short = ""
         if sending.spilled_bytes:
             rate = self.link.rate
             needs_s, had_s = sending.sent_bytes / rate, (sending.sent_bytes - sending.spilled_bytes) / rate
-            why = f"needed {needs_s * 1e3:.0f} ms of the link, found {had_s * 1e3:.0f} ms between collectives"
-            self._say(why, sending.order[1])
+            sending.putter.short = (
+                f"step {sending.order[1]} needed {needs_s * 1e3:.0f} ms of the link, "
+                f"found {had_s * 1e3:.0f} ms between collectives"
+            )
 
-    def _say(self, why: str, step: int) -> None:
-        self.short = f"step {step} {why}" if why else ""
+    @property
+    def short(self) -> str:
+        """Why idle time does not suffice; "" while it does."""
+        return next((putter.short for putter in list(self._putters.values()) if putter.short), "")
 
-    def allow(self, now: float, sending: Sending, asked: int, stream: int, queued: int, held_s: float) -> Answer:
+    def forget(self, job: str, rank: int) -> None:
+        """A rank is gone, and what was short for it."""
+        if (job, rank) in self._putters:
+            self._putters[job, rank].short = ""
+
+    def allow(
+        self, now: float, sending: Sending, asked: int, stream: int, unacked: int, held_s: float, rtt_s: float = 0.0
+    ) -> Answer:
         """Decide how many of the bytes that one stream wants to send may go now.
 
         Args:
             asked: Bytes that the stream has at hand, > 0.
-            queued: Bytes that its kernel holds and nobody has acknowledged.
+            unacked: Bytes that its kernel holds and nobody has acknowledged.
             held_s: How long the chunk at hand has been under way.
+            rtt_s: How long an acknowledgement takes on a link without a queue: so much is on its way, not waiting.
         """
         room_s = self.room_s(now)
-        if room_s is None:
-            return self._go(now, sending, asked)
-        sending.is_released |= now - sending.began_s > self.hold_s
-        if sending.is_released or held_s > CHUNK_HOLD_S:
-            sending.spilled_bytes += asked
-            self.spilled_bytes += asked
-            return self._go(now, sending, asked)
-        if not self._take_turn(now, stream):
+        is_late = sending.order < sending.putter.newest or now - sending.began_s > self.hold_s or held_s > CHUNK_HOLD_S
+        if room_s is None or is_late:
+            if room_s is not None:
+                sending.spilled_bytes += asked
+                self.spilled_bytes += asked
+            sending.sent_bytes += asked
+            return Answer(asked)
+        if not self._take_turn(now, stream, unacked):
             return Answer(0, LOOK_S)
-        self._measure(now, queued)
+        self._measure(now, unacked)
         link = self.link
+        queued = max(0.0, unacked - rtt_s * link.rate)
         nbytes = piece_bytes(room_s - queued / link.rate, asked, link)
         if not nbytes:
             return Answer(0, LOOK_S)
         if queued > link.piece_bytes:
             return Answer(0, min(LOOK_S, max(PIECE_S / 8, (queued - link.piece_bytes / 2) / link.rate)))
-        return self._go(now, sending, nbytes)
-
-    def _go(self, now: float, sending: Sending, nbytes: int) -> Answer:
         if not self._sample_bytes:
-            self._sample_s = now
+            self._sample_s = now + rtt_s
         self._sample_bytes += nbytes
         sending.sent_bytes += nbytes
         return Answer(nbytes)

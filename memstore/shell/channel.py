@@ -134,8 +134,10 @@ class Channel:
             if valve is None:
                 self._send_all(everything, clock)
                 return
-            for part in valve.parts(everything, lambda: socket_options.queued_bytes(self._sock), self._closed):
-                self._send_all(part, clock)
+            started = False
+            for part in valve.parts(everything, lambda: socket_options.flight(self._sock), self._closed):
+                self._send_all(part, clock, started=started)
+                started = True
             if self.is_closed:
                 self._lost("closed between two parts of a frame")
 
@@ -261,9 +263,9 @@ class Channel:
         finally:
             lock.release()
 
-    def _send_all(self, views: list[memoryview], clock: _Clock) -> None:
+    def _send_all(self, views: list[memoryview], clock: _Clock, *, started: bool = False) -> None:
         # TLS may have sent part of a record when it asks us to wait.
-        started, index = isinstance(self._sock, TlsStream), 0
+        started, index = started or isinstance(self._sock, TlsStream), 0
         while True:
             while index < len(views) and not views[index].nbytes:
                 index += 1

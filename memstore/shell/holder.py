@@ -92,7 +92,7 @@ class Holder:
         self.peers: dict[str, Peer] = {}
         self.session: ControllerSession | None = None
         self._peers_lock, self._session_lock = threading.Lock(), threading.Lock()
-        self.lane = Lane(config.dscp, config.replicate_bytes_per_s)
+        self.lane = Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.traffic = Traffic(self.folder, config.interleave_s)
         self.orders = Orders(self)
         self.stager = Stager(self)

@@ -13,16 +13,20 @@ from collections.abc import Iterator
 
 from memstore.shell.channel import Channel
 
-PACE_MIN = 64 << 10  # bytes per second of one connection; less would break the deadlines of its frames
+CHUNK_S = 10.0  # a chunk may be on its way for so long at most: its receiver gives up after 30 s
 BULK_NICE = 10  # a thread that computes gets ten times the share of one of these
 
 
 class Lane:
     """All outgoing bulk connections of one host; any thread may use it."""
 
-    def __init__(self, dscp: int, bytes_per_s: int) -> None:
-        """`bytes_per_s` is for all connections together, 0: no limit; `dscp` 0: the network's default class."""
+    def __init__(self, dscp: int, bytes_per_s: int, chunk_bytes: int) -> None:
+        """`bytes_per_s` is for all connections together, 0: no limit; `dscp` 0: the network's default class.
+
+        A connection is never so slow that a chunk would miss its deadline: with many of them the limit is exceeded.
+        """
         self.dscp, self.bytes_per_s = dscp, bytes_per_s
+        self.pace_min = int(chunk_bytes / CHUNK_S)
         self._lock = threading.Lock()
         self._sending: list[Channel] = []
 
@@ -51,7 +55,7 @@ class Lane:
             else:
                 self._sending.remove(channel)
             for each in self._sending:
-                each.pace(max(PACE_MIN, self.bytes_per_s // len(self._sending)))
+                each.pace(max(self.pace_min, self.bytes_per_s // len(self._sending)))
 
 
 def give_way() -> None:

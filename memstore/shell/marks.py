@@ -11,25 +11,26 @@ before it. The file has no name any more once the holder has opened it; for a ho
 from __future__ import annotations
 
 import contextlib
-import itertools
+import logging
 import mmap
 import os
+import secrets
 import stat
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.core.idle_spans import IdleSpans, Kind
+from memstore.core.idle_spans import BUSY_MAX_S, IdleSpans, Kind
 from memstore.errors import ProtocolError
 
 if TYPE_CHECKING:
     from memstore.shell.rank_link import RankLink
 
+log = logging.getLogger("memstore")
 RING = 8191  # marks: some iterations of a model with a thousand collectives
 FILE_BYTES = 8 * (RING + 1)
 PREFIX = "marks-"
-_FILES = itertools.count(1)
 
 
 class Marks:
@@ -41,14 +42,19 @@ class Marks:
         self.has_iterations = False  # somebody marks them; else every put does
         self._depth = 0  # collectives under way
         self._count = 0
-        self._known: object = None  # the welcome of the holder that has the file
+        self._busy_s = 0.0  # when the first of them began
+        self._known: object = None  # the connection over which the holder heard of the file
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
 
     def begin(self) -> None:
         """A collective begins."""
         with self._lock:
+            now = time.monotonic()
+            if now - self._busy_s > BUSY_MAX_S:  # what began then will never end: its group was given up
+                self._depth = 0
             self._depth += 1
             if self._depth == 1:
+                self._busy_s = now
                 self._mark(Kind.BUSY)
 
     def end(self) -> None:
@@ -69,7 +75,7 @@ class Marks:
             self.iteration()
 
     def _mark(self, kind: Kind) -> None:
-        if self._known is not self._link.welcome:
+        if self._known is not self._link.channel:
             self._publish()
         self._words[1 + self._count % RING] = time.monotonic_ns() << 2 | kind
         self._count += 1
@@ -77,19 +83,22 @@ class Marks:
 
     def _publish(self) -> None:
         """Make a file for the holder that serves now; without room for one, nobody hears the marks."""
-        self._known, self._count = self._link.welcome, 0
+        self._known, self._count = self._link.channel, 0
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
-        name = f"{PREFIX}{os.getpid()}-{next(_FILES)}"
-        path = self._link.folder / name
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # of a process that had our pid
+        path = self._link.folder / f"{PREFIX}{secrets.token_hex(8)}"
+        try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, FILE_BYTES)
                 self._words = memoryview(mmap.mmap(file, FILE_BYTES)).cast("Q")
             finally:
                 os.close(file)
-            self._link.notify({"k": "marks", "file": name})
+        except OSError as exc:
+            log.warning("memstore: collectives are not marked, so copies travel beside them: %s", exc)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return
+        self._link.notify({"k": "marks", "file": path.name})
 
 
 class MarkReader:

@@ -39,6 +39,7 @@ class Pusher:
         self.holder = holder
         self.lock = threading.Lock()
         self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", give_way)
+        self.repairs = ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", give_way)  # never behind what marks hold
         self.under_way: dict[tuple[ShardId, str], list[Done]] = {}  # -> who hears of its end
         self.silent_since_s: dict[str, float] = {}  # targets that the view has and that we cannot reach
         self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
@@ -48,6 +49,7 @@ class Pusher:
 
         False if there are no targets, so that nothing is to be waited for.
         """
+        self.holder.traffic.release(shard.job, shard.rank, (shard.attempt, shard.step))
         targets = self.holder.twins.targets(shard)
         left = set(targets)
 
@@ -94,7 +96,8 @@ class Pusher:
             self.under_way[shard, target] = [done] if done is not None else []
         if fresh is not None:
             fresh.begin()
-        self.workers.submit(self._run, shard, digest, target, is_repair, fresh)
+        workers = self.repairs if is_repair else self.workers
+        workers.submit(self._run, shard, digest, target, is_repair, fresh)
 
     def _run(self, shard: ShardId, digest: str, target: str, is_repair: bool, fresh: Fresh | None) -> None:
         why, is_final = "", True
@@ -197,7 +200,8 @@ class Pusher:
 
     def close(self) -> None:
         """Stop taking work."""
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self.workers, self.repairs):
+            workers.shutdown(wait=False, cancel_futures=True)
 
 
 def _unthrottled(nbytes: int) -> None:

@@ -3,7 +3,7 @@
 One thread per link reads; another digests hand-overs in order (sealer.py), so that a put is
 acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
-    rank -> holder   hello, call (id, verb, body), handover, unpin, checked, marks
+    rank -> holder   hello, call (id, verb, body), handover, unpin, checked, marks, waits
     holder -> rank   welcome, refused, answer, grant, room, level, resume, check, fenced, came (herald.py)
 """
 
@@ -89,7 +89,7 @@ class RankServer:
                 link.handovers.put(None)
                 if self.links.get(link.nonce) is link:
                     del self.links[link.nonce]
-                    self.holder.traffic.forget(link.nonce)
+                    self.holder.traffic.forget(link.nonce, link.job, link.rank)
             for release in list(link.pins.values()):
                 release()
 
@@ -143,6 +143,8 @@ class RankServer:
             link.pins.pop(int(body["pin"]), lambda: None)()
         elif kind == "marks":
             self.holder.traffic.watch(link.nonce, str(body["file"]))
+        elif kind == "waits":
+            self.holder.traffic.release(link.job, link.rank, (link.attempt, int(body["step"])))
         elif kind == "bye":
             self._bye(link)
         elif kind == "checked":
@@ -319,14 +321,10 @@ class RankServer:
 
     def resume(self, body: dict[str, Any]) -> None:
         """An abandoned step names the step from which all put again (R12)."""
+        told = {key: body[key] for key in ("attempt", "step", "level", "reason", "resume")}
         for link in self.of_job(body["job"]):
             if link.attempt == body["attempt"]:
-                link.send(
-                    {
-                        "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
-                        "reason": body["reason"], "degraded": False, "resume": body["resume"],
-                    }
-                )  # fmt: skip
+                link.send({"k": "level", "degraded": False, **told})
 
     def check(self, body: dict[str, Any], shelved: Shelved) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""

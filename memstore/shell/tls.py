@@ -131,6 +131,10 @@ class TlsStream:
         """Set an option of the connection below TLS."""
         self._sock.setsockopt(level, option, value)
 
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        """Read an option of the connection below TLS."""
+        return self._sock.getsockopt(level, option, nbytes)
+
     def close(self) -> None:
         """Free the descriptor."""
         self._sock.close()

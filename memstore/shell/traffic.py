@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.core.traffic_gate import Sending, TrafficGate
+from memstore.core.traffic_gate import Order, Sending, TrafficGate
 from memstore.errors import ProtocolError
 from memstore.shell.marks import MarkReader, remove_marks
 from memstore.shell.shipment import Shipment
+from memstore.shell.socket_options import Flight
 
 log = logging.getLogger("memstore")
 
@@ -30,20 +31,27 @@ class Traffic:
         remove_marks(folder)
 
     def watch(self, nonce: str, file: str) -> None:
-        """A rank has made a file of marks."""
-        reader = MarkReader(self._folder, file)
-        self.forget(nonce)
+        """A rank has made a file of marks; one that cannot be read is no reason to end its link."""
+        try:
+            reader = MarkReader(self._folder, file)
+        except ProtocolError as exc:
+            log.warning("memstore: marks of rank process %s are ignored: %s", nonce, exc)
+            return
         with self._lock:
+            self._drop(nonce)
             self._readers[nonce] = reader
             self._gate.ranks[nonce] = reader.spans
 
-    def forget(self, nonce: str) -> None:
+    def forget(self, nonce: str, job: str, rank: int) -> None:
         """A rank's link has ended: its marks say nothing any more."""
         with self._lock:
-            reader = self._readers.pop(nonce, None)
-            self._gate.ranks.pop(nonce, None)
-            if reader is not None:
-                reader.close()
+            self._drop(nonce)
+            self._gate.forget(job, rank)
+
+    def release(self, job: str, rank: int, order: Order) -> None:
+        """A put begins, or waits for room: copies of older ones of its rank are held no longer (R13)."""
+        with self._lock:
+            self._gate.release(job, rank, order)
 
     def stats(self) -> dict[str, Any]:
         """What a heartbeat carries."""
@@ -59,18 +67,19 @@ class Traffic:
         with self._lock:
             self._read()
             order = (shard.attempt, shard.step)
-            sending = self._gate.begin(time.monotonic(), shard.job, shard.rank, order, sum(shipment.sizes))
+            sending = self._gate.begin(time.monotonic(), shard.job, shard.rank, order)
         try:
             yield Valve(self, sending)
         finally:
             with self._lock:
                 self._gate.end(sending)
 
-    def allow(self, sending: Sending, asked: int, stream: int, queued: int, held_s: float) -> tuple[int, float]:
+    def allow(self, sending: Sending, asked: int, stream: int, flight: Flight, held_s: float) -> tuple[int, float]:
         """Return how many bytes may go now, and if none, when to ask again."""
         with self._lock:
             self._read()
-            return self._gate.allow(time.monotonic(), sending, asked, stream, queued, held_s)
+            now = time.monotonic()
+            return self._gate.allow(now, sending, asked, stream, flight.unacked_bytes, held_s, flight.rtt_s)
 
     def leave(self, stream: int) -> None:
         """A stream has nothing to send now."""
@@ -83,8 +92,13 @@ class Traffic:
                 reader.read()
             except (OSError, ProtocolError) as exc:
                 log.warning("memstore: marks of rank process %s are ignored from now on: %s", nonce, exc)
-                self._readers.pop(nonce).close()
-                self._gate.ranks.pop(nonce, None)
+                self._drop(nonce)
+
+    def _drop(self, nonce: str) -> None:
+        reader = self._readers.pop(nonce, None)
+        self._gate.ranks.pop(nonce, None)
+        if reader is not None:
+            reader.close()
 
 
 class Valve:
@@ -94,13 +108,13 @@ class Valve:
         self._traffic, self._sending = traffic, sending
 
     def parts(
-        self, views: Sequence[memoryview], queued: Callable[[], int], closed: threading.Event
+        self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
     ) -> Iterator[list[memoryview]]:
         """Cut a frame into parts, each given when it may go; ends early if the channel is closed.
 
         Args:
             views: Everything that is to be sent, of bytes.
-            queued: Tells what the kernel holds of this channel's bytes.
+            flight: Tells what the kernel holds of this channel's bytes.
             closed: The channel's end.
         """
         stream, began_s = threading.get_ident(), time.monotonic()
@@ -109,7 +123,7 @@ class Valve:
         try:
             while asked and not closed.is_set():
                 held_s = time.monotonic() - began_s
-                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, queued(), held_s)
+                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, flight(), held_s)
                 if nbytes:
                     part, left = _cut(left, nbytes)
                     asked -= nbytes
