@@ -7,9 +7,11 @@ be used around code that waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memstore.errors import ConfigError
 from memstore.shell.marks import Marks
 
+_T = TypeVar("_T")
+
 WRAPPED = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
     "all_to_all_single", "broadcast", "reduce",
@@ -26,31 +30,60 @@ WRAPPED = (
 """Functions of torch.distributed that move bulk bytes; barriers and object collectives are small."""
 
 
-def watch_module(
-    marks: Marks, module: torch.nn.Module, hook: Callable[[Any, Any], Any] = allreduce_hook, state: Any = None
-) -> None:
-    """Have DDP reduce its gradients by `hook`, marked; ConfigError for what is not DDP."""
+def watch_module(marks: Marks, module: torch.nn.Module) -> None:
+    """Have DDP reduce its gradients by a hook that marks them, in `marks` only from now on.
+
+    Raises:
+        ConfigError: It is not DDP, or has a hook already: DDP takes one, and is of no use after a second.
+    """
     if not isinstance(module, DistributedDataParallel):
         raise ConfigError(
             f"watch() hooks DistributedDataParallel, not {type(module).__name__}: use store.busy() around its "
             "collectives, or memstore.adapters.torch.watch_collectives(store)"
         )
+    if module not in _WATCHED:
+        if module._comm_hooks:
+            raise ConfigError(
+                "watch() needs DistributedDataParallel's communication hook, and this module has another one: use "
+                "memstore.adapters.torch.watch_collectives(store), which marks what that hook sends"
+            )
+        _WATCHED[module] = watched = _Watched()
+        module.register_comm_hook(watched, _reduced)
+    _WATCHED[module].marks = marks
 
-    def marked(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        if bucket.buffer().device.type != "cpu":
-            reduced: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            return reduced
-        marks.begin()
-        try:
-            reduced = hook(state, bucket)
-            reduced.add_done_callback(lambda _: marks.end())
-        except BaseException:
+
+class _Watched:
+    """What a module's hook knows: whose marks, as stores come and go. Not the module, which would never be freed."""
+
+    marks: Marks
+
+
+_WATCHED: weakref.WeakKeyDictionary[DistributedDataParallel, _Watched] = weakref.WeakKeyDictionary()
+
+
+def _reduced(watched: _Watched, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    if bucket.buffer().device.type != "cpu":
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: of the default group
+    return _marked(watched.marks, lambda: allreduce_hook(None, bucket), lambda reduced: reduced)  # type: ignore[arg-type]
+
+
+_reduced.__annotations__.clear()  # DDP compares them with classes, and here they are text
+
+
+def _marked(marks: Marks, start: Callable[[], _T], future_of: Callable[[_T], Any]) -> _T:
+    """Start a collective; it is over when its future is done, or now if it has none."""
+    marks.begin()
+    future = None
+    try:
+        started = start()
+        with contextlib.suppress(RuntimeError, TypeError):  # a backend without futures: nobody can say when it ends
+            future = future_of(started)
+    finally:
+        if future is None:
             marks.end()
-            raise
-        return reduced
-
-    marked.__annotations__.clear()  # DDP compares them with classes, and here they are text
-    module.register_comm_hook(state, marked)
+    if future is not None:
+        future.add_done_callback(lambda _: marks.end())
+    return started
 
 
 def watch_optimizer(marks: Marks, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -74,18 +107,7 @@ class WatchedCollectives:
         def marked(*args: Any, **kwargs: Any) -> Any:
             if not _is_on_cpu(args, kwargs):
                 return function(*args, **kwargs)
-            self._marks.begin()
-            work = None
-            try:
-                work = function(*args, **kwargs)
-                if work is not None:
-                    work.get_future().add_done_callback(lambda _: self._marks.end())
-            except BaseException:
-                self._marks.end()
-                raise
-            if work is None:
-                self._marks.end()
-            return work
+            return _marked(self._marks, lambda: function(*args, **kwargs), lambda work: work and work.get_future())
 
         return marked
 
