@@ -15,11 +15,11 @@ from torch import nn
 
 from memstore.api import connect
 from memstore.errors import CommitError
-from memstore.shell import late_flights
+from memstore.shell import checked_stream, late_flights, state_decode
 from memstore.shell.device_copy import DeviceWrite, flights
 from memstore.shell.late_copy import LateCopy
 from memstore.shell.state_encode import StatePlan, plan_state
-from memstore.shell.tensor_bytes import Source
+from memstore.shell.tensor_bytes import Source, leaf_of_tensor
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
@@ -190,6 +190,27 @@ def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it
         ticket.wait("committed", WAIT_S)
     assert not store._link.in_copy
     assert device.ordered == device.arrived
+
+
+def test_a_get_fills_device_memory_straight_from_the_slots(
+    cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte by way of other host memory; whoever counts versions sees that the tensors were written."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    device = LazyDevice(monkeypatch, checked_stream, "copy_in")
+    training = Training()
+    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+        expected = training.copy()
+        joined.put(0, training.state()).wait("committed", WAIT_S)
+        training.forward_backward()
+        training.optimizer.step()
+        weight = training.model[0].weight
+        version = weight._version
+        monkeypatch.setattr(state_decode, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
+        joined.get(0, rank=0, into=training.state())
+    assert is_same(training.copy(), expected)
+    assert device.ordered == device.arrived > 0
+    assert weight._version > version
 
 
 @pytest.mark.gpu
