@@ -3,6 +3,7 @@
     MemstoreError(Exception)        message + keyword context kept as attributes
     ├─ ConfigError                  a field, its value, the allowed range           (also a ValueError)
     ├─ CapacityError                bytes asked, bytes there, what would free them
+    │  └─ GrowthRefused             a state larger than prepared, not of all ranks: its steps are skipped (R12)
     ├─ ClosedError                  you closed it
     ├─ FencedError                  a newer attempt of the job has been opened (R20, R21)
     ├─ JobBusyError                 another launch of the job is alive (R20)
@@ -48,6 +49,10 @@ class ConfigError(MemstoreError, ValueError):
 
 class CapacityError(MemstoreError):
     """The bytes asked for do not fit under a named limit; nothing was stored or lost."""
+
+
+class GrowthRefused(CapacityError):
+    """A state has outgrown its share, other ranks' have not or they put already: its steps are skipped by all (R12)."""
 
 
 class ClosedError(MemstoreError):

@@ -103,7 +103,7 @@ class Preparation:
             timeout_s: None: as long as the store waits for its hosts and ranks, `connect_timeout_s` each.
 
         Raises:
-            CapacityError: A host has no room; on all ranks alike (R10).
+            CapacityError: A host has no room; on all ranks alike, or GrowthRefused where not all asked (R10).
             CommitError: The job has a history that this attempt has not asked for (R19).
             GatherTimeout: Not every rank prepared or put.
             PeerTimeout, FencedError, ClosedError: It cannot become ready any more.

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.config import Config
-from memstore.errors import ClosedError, MemstoreError, StepConflict
+from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
@@ -345,7 +345,12 @@ class Puts:
             return
         if not self._has_room:
             preparation = self.prepare(count * self.chunk_bytes)
-            preparation.wait_claimed()
+            try:
+                preparation.wait_claimed()
+            except GrowthRefused as exc:  # other ranks have put, or will: an error here alone would end them all
+                self._reserved_slots, self._has_room = known.slots_count if known and known.is_ready else 0, True
+                self.skip(ticket, str(exc))
+                return
             self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
             slots = self.link.acquire(count, self.config.connect_timeout_s)

@@ -86,7 +86,7 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
         world.call(rank, "reserve", slots=3 * CHUNKS)
         world.run(1.0)
     assert world.run_until(lambda: answered(ranks, 2), 10.0)
-    assert all("full" in rank.error("reserve") for rank in ranks)
+    assert all(rank.error("reserve").startswith("CapacityError") and "full" in rank.error("reserve") for rank in ranks)
     assert world.job().attempts[1].needs == dict.fromkeys(range(3), CHUNKS)
     assert world.put_all(ranks, 1)
 
@@ -102,6 +102,27 @@ def test_one_larger_first_put_waits_for_no_rank_whose_put_fits() -> None:
     world.put(ranks[1], 1)
     assert world.run_until(lambda: answered(ranks[:1], 2), 3.0)
     assert not ranks[0].errors.get("reserve")
+
+
+@pytest.mark.parametrize("has_put", [True, False])
+def test_a_rank_that_asks_alone_in_vain_is_told_to_skip(has_put: bool) -> None:
+    """The others' first puts fit, and have come or will: an error of this rank's put would end them all (R10, R12)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.reserve(ranks)
+    limit_room(world, 12 * CHUNKS)
+    if has_put:
+        world.put(ranks[1], 1)
+        world.run(0.2)
+    world.call(ranks[0], "reserve", slots=30 * CHUNKS)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("reserve")), 10.0)
+    assert ranks[0].error("reserve").startswith("GrowthRefused: train does not fit on")
+    world.skip(ranks[0], 1)
+    for rank in ranks[1:]:
+        world.put(rank, 1)
+    world.run(3.0)
+    assert {rank.tickets[1] for rank in ranks} == {"skipped"}
+    assert world.put_all(ranks, max(2, *(rank.resume_step for rank in ranks)))
 
 
 def test_room_that_is_refused_to_a_second_order_leaves_what_the_first_one_claimed() -> None:

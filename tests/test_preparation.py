@@ -130,6 +130,22 @@ def test_what_cannot_fit_is_refused_on_all_ranks_alike_and_again_at_the_put(clus
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
 
 
+def test_a_larger_first_put_of_one_rank_that_does_not_fit_is_skipped_by_all(cluster: ProcessCluster) -> None:
+    """Another rank's first put has fitted: no rank fails, all give the step up, and what fits is put (R10, R12)."""
+    with ranks(cluster, 2) as stores:
+        for preparation in [store.prepare(CHUNK) for store in stores]:
+            preparation.wait(WAIT_S)
+        small = stores[1].put(1, state_of(CHUNK // 2)).wait("sealed", WAIT_S)
+        large = stores[0].put(1, state_of(64 << 20))
+        assert large.level == "skipped"
+        assert "does not fit on h1" in large.reason
+        wait_for(lambda: small.is_over, "the skip on the other rank", WAIT_S)
+        assert small.level == "skipped"
+        step = max(store.puts._resume_step for store in stores)
+        tickets = [store.put(step, state_of(CHUNK // 2)) for store in stores]
+        assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
+
+
 def test_a_restart_may_not_prepare_before_it_has_asked_for_its_history(cluster: ProcessCluster) -> None:
     """As a first put, prepare() would free what it did not look at (R19)."""
     with ranks(cluster, 1) as (store,):

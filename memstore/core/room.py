@@ -279,7 +279,9 @@ class Room:
         if job.pins:
             why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
         self._take_back(attempt, active)
-        self._dismiss(active, "CapacityError", f"{job.name} does not fit on {host}: {why}")
+        is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
+        error = "CapacityError" if is_alike else "GrowthRefused"
+        self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
 
     def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
         """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
