@@ -135,7 +135,7 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     send(leaving, {"k": "bye"})
     wait_for(lambda: "n" not in site.holder.ranks.links, "the goodbye")
     site.relayed.clear()
-    site.holder.ranks.resend_calls()
+    site.holder.ranks.calls.ask_again()
     assert site.relayed == [(kept, "steps")]
 
 
@@ -191,11 +191,11 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             ranks.links["n"].channel.abort()
             wait_for(lambda: "n" not in ranks.links, "the link's end")
             ranks.reap()
-            assert (site.leased(), site.gone, len(ranks.calls)) == (2, [], 1)
+            assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (2, [], 1)
         finally:
             rank.kill()
     ranks.reap()
-    assert (site.leased(), site.gone, len(ranks.calls)) == (0, ["n"], 0)
+    assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (0, ["n"], 0)
 
 
 def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> None:

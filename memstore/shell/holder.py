@@ -215,7 +215,7 @@ class Holder:
             old.replaced(term)
         try:
             session.open(self._up())
-            self.ranks.resend_calls()
+            self.ranks.calls.ask_again()
             while True:
                 body = channel.recv(timeout_s=None).body
                 with self._session_lock:  # an order is over before a newer session begins, or is not obeyed

@@ -13,7 +13,6 @@ import functools
 import logging
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -24,6 +23,7 @@ from memstore.core.slots import Owner
 from memstore.core.wire import Kind, error_body
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena_lock import is_alive, process_start_time
+from memstore.shell.calls import Call, Calls
 from memstore.shell.channel import Channel
 from memstore.shell.herald import Herald
 from memstore.shell.lendings import Lendings, check_child
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from memstore.shell.holder import Holder
 
 log = logging.getLogger("memstore")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A question on its way to the controller; `owner` is None for what the holder asks by itself."""
-
-    owner: Owner | None
-    nonce: str
-    rank_id: int  # the rank's own number of it
-    verb: str
-    body: dict[str, Any]
 
 
 class RankServer:
@@ -59,8 +48,7 @@ class RankServer:
         self.parents: dict[str, str] = {}  # nonce of a child among `owners` -> that of the rank's process
         self.sealer = Sealer(self)
         self.lendings = Lendings(self.vault)
-        self.calls: dict[int, Call] = {}  # by our own number
-        self.calls_count = 0
+        self.calls = Calls(holder)
         self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
 
     # -- one link -----------------------------------------------------------------------------
@@ -157,7 +145,7 @@ class RankServer:
             return
         if verb == "join":
             link.job, link.rank = str(inner["job"]), int(inner["rank"])
-        self._ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
+        self.calls.ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
 
     def _lending(self, link: RankLink, call_id: int, verb: str, body: dict[str, Any]) -> None:
         answer: dict[str, Any] = {}
@@ -176,33 +164,15 @@ class RankServer:
                     error = ["CommitError", str(exc)]
             link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
-    def _ask(self, call: Call) -> None:
-        with self.lock:
-            # A link that came back asks again: it is the same call, and its first answer ends it.
-            known = (n for n, c in self.calls.items() if c.owner is not None and c.owner == call.owner)
-            call_id = next((n for n in known if self.calls[n].rank_id == call.rank_id), None)
-            if call_id is None:
-                self.calls_count += 1
-                call_id = self.calls_count
-            self.calls[call_id] = call
-        self.holder.relay(call_id, call.verb, call.body)
-
     def skip(self, shard: ShardId, why: str) -> None:
         """A put failed on this host: the step is given up on all ranks alike, or nothing commits any more (R12)."""
         body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": why}
-        self._ask(Call(None, "", 0, "skip", body))
-
-    def resend_calls(self) -> None:
-        """A new controller session: whoever still waits for an answer asks again."""
-        with self.lock:
-            waiting = sorted(self.calls.items())
-        for call_id, call in waiting:
-            self.holder.relay(call_id, call.verb, call.body)
+        self.calls.ask(Call(None, "", 0, "skip", body))
 
     def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
         """The controller answered a call: pass it on, with the bytes' place if it is a get."""
+        call = self.calls.take(call_id)
         with self.lock:
-            call = self.calls.pop(call_id, None)
             link = self.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
@@ -211,11 +181,6 @@ class RankServer:
         if "shard" in body and error is None:
             body, error = self._with_place(link, body)
         link.send({"k": "answer", "id": call.rank_id, "body": body, "error": error})
-
-    def _forget_calls(self, owner: Owner) -> None:
-        """Nobody waits for the answers of a process or store that is gone."""
-        with self.lock:
-            self.calls = {n: call for n, call in self.calls.items() if call.owner != owner}
 
     def _with_place(self, link: RankLink, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
         if "excerpt" in body:
@@ -277,7 +242,7 @@ class RankServer:
     def _bye(self, link: RankLink) -> None:
         """The rank closed its store: what it leased and did not hand over is free again."""
         self.sealer.drain_owner(link.owner, SEND_S)
-        self._forget_calls(link.owner)
+        self.calls.forget(link.owner)
         with self.lock:
             if self.links.get(link.nonce) is link:  # else the process has connected again, as another owner
                 del self.links[link.nonce]
@@ -362,7 +327,7 @@ class RankServer:
                 self.lendings.forget(owner)
                 self.vault.table.reclaim(owner)
                 self.vault.flush()
-            self._forget_calls(owner)
+            self.calls.forget(owner)
             with self.lock:
                 link = self.links.get(nonce)
             if link is not None:
