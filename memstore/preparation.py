@@ -111,10 +111,10 @@ class Preparation:
         """
         limit_s = 2 * self._timeout_s if timeout_s is None else timeout_s
         show = self._show_bar if sys.stderr.isatty() else self._say
-        if self._link.rank == 0 and not self._over.wait(min(BAR_S, limit_s)):
+        if self._link.rank != 0:
+            self._over.wait(limit_s)
+        elif not self._over.wait(min(BAR_S, limit_s)):
             show(time.monotonic() + limit_s - BAR_S)
-        elif not self._over.wait(limit_s):
-            pass
         if not self._over.is_set():
             raise TimeoutError(
                 f"not ready after {limit_s:g} s, {self._words()}: it goes on, wait longer with timeout_s=, or put: "
