@@ -73,21 +73,22 @@ def described(about: Mapping[str, Any]) -> str:
 
 def targets_table(measured: Mapping[str, list[Record]]) -> str:
     """Return the table of all promises: measured value, target, met or MISSED or not measured."""
-    found: dict[str, list[tuple[str, Ratio]]] = {key: [] for key in LINES}
+    found: dict[str, list[tuple[str, str, Ratio]]] = {key: [] for key in LINES}
     for file, records in measured.items():
         for record in records:
             for ratio in record.ratios:
                 line = ratio.target[2] if ratio.target is not None and len(ratio.target) > 2 else ""
                 if line in found:
-                    found[line].append((file, ratio))
+                    found[line].append((file, record.name, ratio))
     table = ["| promised | measured | target | |", "|---|---:|---|---|"]
     for key, (what, note) in LINES.items():
         if not found[key]:
             table.append(f"| {what} | not measured | | |")
-        for file, ratio in found[key]:
+        for file, record_name, ratio in found[key]:
+            which = f" ({record_name})" if len(found[key]) > 1 else ""
             value = amount(ratio.judged, ratio.unit)
             answer = f"[why](notes/{note}.md)" if ratio.is_met is False and _has_note(note) else ""
-            table.append(f"| {what} | [{value}](#{_anchor(file)}) | {verdict(ratio)} | {answer} |")
+            table.append(f"| {what}{which} | [{value}](#{_anchor(file)}) | {verdict(ratio)} | {answer} |")
     return "\n".join(table)
 
 
