@@ -29,6 +29,7 @@ from memstore.core.cadence import (
 from memstore.errors import ConfigError, GatherTimeout
 from memstore.puts import Puts
 from memstore.store import Store
+from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_world import CatalogWorld
 from memstore.testing.processes import ProcessCluster
 from memstore.ticket import Ticket
@@ -269,6 +270,43 @@ def test_all_ranks_are_told_the_same_by_whatever_controller(crash_at: int | None
     world.call(ranks[0], "cadence", step=7, step_s=9.0, stall_s=9.0, commit_s=9.0)
     assert world.run_until(lambda: len(ranks[0].answers["cadence"]) == 2, 10.0)
     assert ranks[0].answers["cadence"][-1] == {"steps": 5}, "who asks later hears what the others heard"
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_rank_is_replaced_and_answers_as_the_others(rounds: int) -> None:
+    """A new process of the rank, of another configuration and measure, hears what the others heard (R20)."""
+    world = CatalogWorld(3, put_every="10%")
+    ranks, moments = world.launch(3, key="launch"), (7, 43)
+
+    def ask(rank: FakeRank, at: int, cost: float) -> None:
+        world.call(rank, "cadence", step=moments[at], step_s=0.1, stall_s=cost * (at + 1), commit_s=0.0)
+
+    def all_heard(count: int) -> bool:
+        return world.run_until(lambda: all(len(r.answers.get("cadence", ())) >= count for r in ranks), 30.0)
+
+    for at in range(rounds):
+        for rank in ranks:
+            ask(rank, at, 0.05)
+        assert all_heard(at + 1)
+    for at in range(rounds, 1):
+        for rank in ranks[:2]:
+            ask(rank, at, 0.05)
+    world.kill_rank(ranks[2])
+    ranks[2] = world.join(2, 3, "launch", config={**world.config, "put_every": "50%"})
+    assert world.run_until(lambda: bool(ranks[2].answers.get("join")), 30.0)
+    assert (ranks[2].attempt, ranks[2].answers["join"][-1]["put_every"]) == (1, "10%")
+    for at in range(max(1, rounds)):
+        ask(ranks[2], at, 0.001)
+    assert all_heard(max(1, rounds))
+    told = [[answer["steps"] for answer in rank.answers["cadence"]] for rank in ranks]
+    assert told == [[5, 10][: max(1, rounds)]] * 3
+    due = []
+    for rank, answers in zip(ranks, told, strict=True):
+        schedule = Schedule(parse_put_every(rank.answers["join"][-1]["put_every"]), -1)
+        for steps in answers:
+            schedule.take(steps)
+        due.append([step for step in range(100) if schedule.due(step)])
+    assert due[2] == due[1] == due[0]
 
 
 def test_real_ranks_put_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
