@@ -7,7 +7,9 @@ import multiprocessing
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,25 +17,49 @@ from typing import Any
 import numpy as np
 
 TIMEOUT_S = 60.0
+Receive = Callable[[socket.socket, memoryview], None]  # until the sender closes: a share again and again, each answered
+
+
+class Sink:
+    """A process that receives the bytes of a file into warm memory.
+
+    Args:
+        path: File of the bytes; what came is compared with it after the clock stops.
+        streams: Connections; the n-th that comes carries the n-th share.
+        receive: Of one stream, in a thread of the process; pickled.
+    """
+
+    def __init__(self, path: Path, streams: int, receive: Receive) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        self._process = context.Process(target=_sink, args=(theirs, str(path), streams, receive), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.port = int(answer(self._control))
+
+    def is_same(self) -> bool:
+        """Say whether what came is the file, and forget it."""
+        self._control.send("compare")
+        return bool(answer(self._control))
+
+    def close(self) -> None:
+        """End the process."""
+        self._control.close()
+        end(self._process)
 
 
 class TcpStreams:
-    """Sends the bytes of a file in shared memory to a process that receives them into warm memory.
+    """Sends the bytes of a file in shared memory to a `Sink`.
 
     Args:
-        path: File of the bytes; the sink compares what it received with it after the clock stops.
+        path: File of the bytes.
         streams: Connections, with one thread at each end of each.
     """
 
     def __init__(self, path: Path, streams: int = 2) -> None:
         self._source = np.memmap(path, np.uint8, mode="r")
-        context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self._sink = context.Process(target=_sink, args=(theirs, str(path), streams), daemon=True)
-        self._sink.start()
-        theirs.close()
-        port = int(answer(self._control))
-        self._sockets = [socket.create_connection(("127.0.0.1", port), TIMEOUT_S) for _ in range(streams)]
+        self._sink = Sink(path, streams, _receive)
+        self._sockets = connected(self._sink.port, streams)
 
     def __enter__(self) -> TcpStreams:
         return self
@@ -43,60 +69,71 @@ class TcpStreams:
     ) -> None:
         for connection in self._sockets:
             connection.close()
-        self._control.close()
-        self._sink.join(5.0)
-        if self._sink.is_alive():
-            self._sink.kill()
-            self._sink.join(5.0)
         self._sink.close()
 
     def send(self) -> tuple[float, bool]:
         """Send everything once; return the seconds until all streams acknowledged, and whether the bytes agree."""
-        shares = _shares(self._source.size, len(self._sockets))
-        threads = [
-            threading.Thread(target=_send, args=(connection, self._source[start:end]))
-            for connection, (start, end) in zip(self._sockets, shares, strict=True)
-        ]
+        parts = shares(self._source.size, len(self._sockets))
+
+        def send(number: int) -> None:
+            start, stop = parts[number]
+            self._sockets[number].sendall(self._source[start:stop].data)
+            if self._sockets[number].recv(1) != b"k":
+                raise ConnectionError("the sink closed a stream")
+
         started_s = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        took_s = time.perf_counter() - started_s
-        self._control.send("compare")
-        return took_s, bool(answer(self._control))
+        together(len(parts), send)
+        return time.perf_counter() - started_s, self._sink.is_same()
 
 
 def answer(control: Connection) -> Any:
     """Return what the process at the other end says within TIMEOUT_S; TimeoutError."""
     if not control.poll(TIMEOUT_S):
-        raise TimeoutError(f"the sink did not answer within {TIMEOUT_S:g} s")
+        raise TimeoutError(f"the process at the other end did not answer within {TIMEOUT_S:g} s")
     return control.recv()
 
 
-def _shares(nbytes: int, count: int) -> list[tuple[int, int]]:
-    edges = [nbytes * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(edges))
+def end(process: BaseProcess) -> None:
+    """Wait for a process whose control was closed; kill it if it stays."""
+    process.join(5.0)
+    if process.is_alive():
+        process.kill()
+        process.join(5.0)
+    process.close()
 
 
-def _send(connection: socket.socket, share: np.ndarray) -> None:
-    connection.sendall(share.data)
-    if connection.recv(1) != b"k":
-        raise ConnectionError("the sink closed a stream")
+def connected(port: int, streams: int) -> list[socket.socket]:
+    """Connect to a sink, stream by stream."""
+    return [socket.create_connection(("127.0.0.1", port), TIMEOUT_S) for _ in range(streams)]
 
 
-def _sink(control: Connection, path: str, streams: int) -> None:
+def shares(nbytes: int, count: int) -> list[tuple[int, int]]:
+    """Return start and end of each stream's bytes."""
+    return list(itertools.pairwise(nbytes * i // count for i in range(count + 1)))
+
+
+def together(count: int, work: Callable[[int], object]) -> None:
+    """Run work(0), work(1), ... on a thread each."""
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+
+
+def _sink(control: Connection, path: str, streams: int, receive: Receive) -> None:
     source = np.memmap(path, np.uint8, mode="r")
-    buffer = np.zeros(source.size, np.uint8)
+    buffer = np.ones(source.size, np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         control.send(server.getsockname()[1])
         sockets = [server.accept()[0] for _ in range(streams)]
-    for connection, (start, end) in zip(sockets, _shares(source.size, streams), strict=True):
-        threading.Thread(target=_receive, args=(connection, buffer.data[start:end]), daemon=True).start()
+    for connection, (start, stop) in zip(sockets, shares(source.size, streams), strict=True):
+        threading.Thread(target=receive, args=(connection, buffer.data[start:stop]), daemon=True).start()
     try:
         while control.recv():
-            control.send(bool(np.array_equal(buffer, source)))
-            buffer[:] = 0
+            is_same = bool(np.array_equal(buffer, source))
+            buffer[:] = 0  # before the answer: what is timed next has the cores to itself
+            control.send(is_same)
     except EOFError:
         return
 
