@@ -12,6 +12,7 @@ from typing import Any
 from memstore.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
 from memstore.config import Config, check_name
 from memstore.core.cadence import parse_put_every
+from memstore.core.durable_schedule import parse_every
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
@@ -96,6 +97,7 @@ def connect(
     config = config or Config()
     check_name("job", job)
     parse_put_every(config.put_every)  # before anybody has joined
+    parse_every(config.durable_every)
     check_shard(shard, shards)
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     start = process_start_time(os.getpid()) or 0

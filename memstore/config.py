@@ -78,7 +78,7 @@ class Config:
     stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
     placement: str = "mixed"  # "mixed" | "group" | "ring"
     durable: str | None = None  # a path, file://, s3://, gs:// or az://; None: RAM only, with one warning
-    durable_every: str | int = "30min"  # text: time between durable steps; int: steps between them
+    durable_every: str | int = "30min"  # time between durable steps; int: steps; "auto": the optimum, as put_every's
     durable_keep: int = 3
     durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
     durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memstore.core.cadence import optimal_interval_s
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
@@ -87,6 +88,29 @@ def test_a_writer_that_dies_ends_the_write_and_the_next_one_goes_on() -> None:
     world.kill_host("h1")
     world.run(10.0)
     assert ("train", 1, 2) in world.durable.markers
+
+
+@pytest.mark.parametrize("failures", [0, 30])
+def test_auto_writes_at_the_optimum_of_what_a_write_took(failures: int) -> None:
+    """Daly's, by the measured write and the failures seen; nothing is written before it is due (R31, R33)."""
+    world = CatalogWorld(2, durable="/durable", durable_every="auto")
+    for _ in range(failures):
+        ranks = world.launch(2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.work_s = (1.0, 1.5)
+    assert world.put_all(ranks, 1, until="durable")
+    state = world.served.durable.state("train")
+    assert state.write_s is not None
+    assert state.last_started_s is not None
+    mtbf_s = (86_400.0 + world.now) / (failures + 1)
+    due_s, step = state.last_started_s + optimal_interval_s(state.write_s, mtbf_s), 1
+    while state.last_started_step == StepId(ranks[0].attempt, 1):
+        step += 1
+        world.run(5.0)
+        assert world.put_all(ranks, step)
+        assert world.now < 2 * due_s
+    assert due_s - 1.0 <= state.last_started_s <= due_s + 15.0
 
 
 def test_a_failed_write_is_told_and_training_goes_on() -> None:

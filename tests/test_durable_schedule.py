@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.core.durable_schedule import Every, next_durable, parse_every, retire
+from memstore.api import connect
+from memstore.config import Config
+from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -23,6 +25,7 @@ STEPS = st.builds(StepId, st.integers(1, 4), st.integers(0, 200))
         ("500 steps", Every(steps=500)),
         ("1step", Every(steps=1)),
         (7, Every(steps=7)),
+        ("auto", Every(is_optimal=True)),
         (None, Every()),
     ],
 )
@@ -37,6 +40,26 @@ def test_bad_spacing_is_refused(value: str | int) -> None:
     with pytest.raises(ConfigError, match="durable_every=") as caught:
         parse_every(value)
     assert "30min" in str(caught.value)
+
+
+def test_connect_refuses_what_cannot_be_read() -> None:
+    """Before anybody has joined: the controller could only fail on it."""
+    with pytest.raises(ConfigError, match="durable_every='often'"):
+        connect("job", rank=0, world_size=1, config=Config(durable_every="often"))
+
+
+@given(st.floats(1e-3, 1e5), st.floats(60.0, 1e7))
+def test_the_optimal_distance_keeps_up(write_s: float, mtbf_s: float) -> None:
+    """Never less than a write takes; a write twice as long comes less often, more failures make it come more often."""
+    interval_s = optimal_every(write_s, mtbf_s).interval_s
+    longer_s, rarer_s = optimal_every(2 * write_s, mtbf_s).interval_s, optimal_every(write_s, 2 * mtbf_s).interval_s
+    assert interval_s is not None
+    assert longer_s is not None
+    assert rarer_s is not None
+    assert interval_s >= write_s
+    assert longer_s >= interval_s
+    assert rarer_s >= interval_s
+    assert optimal_every(None, mtbf_s) == Every(interval_s=1800.0)
 
 
 @pytest.mark.parametrize("value", [True, 2.5, b"30min"])

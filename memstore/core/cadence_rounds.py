@@ -50,7 +50,7 @@ class CadenceRounds:
         ranks = [
             Measured(*(seconds(call.body.get(name)) for name in ("step_s", "stall_s", "commit_s"))) for call in calls
         ]
-        mtbf_s = self._mtbf_s(job)
+        mtbf_s = self.mtbf_s(job)
         last = attempt.cadence[max(attempt.cadence)] if attempt.cadence else 1
         steps = decide_steps(parse_put_every(attempt.config.get("put_every", "step")), ranks, mtbf_s, last)
         self.catalog.note(
@@ -60,8 +60,8 @@ class CadenceRounds:
         )
         return steps
 
-    def _mtbf_s(self, job: Job) -> float:
-        """From the attempts that ended without being closed."""
+    def mtbf_s(self, job: Job) -> float:
+        """Return the mean time between failures, from the attempts that ended without being closed."""
         opened = [a.opened_s for a in job.attempts.values() if a.opened_s is not None]
         newest = job.newest_ordinal
         failures = sum(a.phase != "closed" for a in job.attempts.values() if a.ordinal != newest)

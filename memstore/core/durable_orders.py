@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from memstore.core.durable_part import slices_count
 from memstore.core.durable_place import place_of
-from memstore.core.durable_schedule import next_durable, retire
+from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
 from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
@@ -60,6 +60,7 @@ class DurableState:
     failures_count: int = 0
     problem: str = ""
     last_done_s: float | None = None
+    write_s: float | None = None  # what the last write took
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
     taken_back: set[StepId] = field(default_factory=set)  # torn steps whose removal was ordered
 
@@ -96,7 +97,7 @@ class DurableOrders:
             last_started_s=state.last_started_s,
             last_durable_step=max((s for s in job.markers if in_lineage(spans, s)), default=None),
             committed=committed,
-            every=attempt.config["durable_every"],
+            every=self._spacing(job, attempt, state),
             in_progress=state.active.step if state.active is not None else None,
             last_started_step=state.last_started_step,
             abandoned_in_a_row=state.abandoned_in_a_row,
@@ -106,6 +107,10 @@ class DurableOrders:
         if decision.abandon is not None:
             self._abandon(job, state, decision.why)
         self._start(now, job, attempt, state, decision.start)
+
+    def _spacing(self, job: Job, attempt: Attempt, state: DurableState) -> Every:
+        every = parse_every(attempt.config["durable_every"])
+        return optimal_every(state.write_s, self.catalog.cadence.mtbf_s(job)) if every.is_optimal else every
 
     def _give_up_retired(self, job: Job, attempt: Attempt, state: DurableState) -> None:
         """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
@@ -249,6 +254,7 @@ class DurableOrders:
             self._give_up_retired(job, attempt, state)
             return
         job.markers[step], state.last_done_s = DurableMarker(step, len(write.specs), dict(write.specs)), now
+        state.write_s = now - write.since_s
         self.catalog.observer.durable(job.name, step, "", write.since_s)
         self.catalog.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)

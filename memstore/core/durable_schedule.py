@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from memstore.core.cadence import optimal_interval_s
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|steps?)\Z", re.ASCII)
+UNMEASURED_S = 1800.0  # between durable steps under "auto" until a write has finished
 _PATIENCE_DOUBLINGS = 16  # 65536 intervals: longer than any write; keeps the arithmetic finite
 
 
@@ -24,6 +26,7 @@ class Every:
 
     interval_s: float | None = None
     steps: int | None = None
+    is_optimal: bool = False  # seconds that `optimal_every` finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Decision:
 
 
 def parse_every(value: str | int | None) -> Every:
-    """Read `durable_every`: "90s", "30min", "2h", "1d", "500 steps", a number of steps, or None.
+    """Read `durable_every`: "90s", "30min", "2h", "1d", "500 steps", a number of steps, "auto", or None.
 
     Raises:
         ConfigError: anything else, and zero or less.
@@ -48,6 +51,8 @@ def parse_every(value: str | int | None) -> Every:
     """
     if value is None:
         return Every()
+    if value == "auto":
+        return Every(is_optimal=True)
     if type(value) is int and value > 0:
         return Every(steps=value)
     found = _TEXT.match(value.strip()) if isinstance(value, str) else None
@@ -59,8 +64,24 @@ def parse_every(value: str | int | None) -> Every:
             return Every(steps=int(found[1]))
     raise ConfigError(
         f"durable_every={value!r} is neither a time nor a number of steps above 0: "
-        'write "90s", "30min", "2h", "1d" or a whole number of steps'
+        'write "90s", "30min", "2h", "1d", a whole number of steps, or "auto"'
     )
+
+
+def optimal_every(write_s: float | None, mtbf_s: float) -> Every:
+    """Return the distance that wastes least (`cadence.optimal_interval_s`), never less than a write takes.
+
+    No put waits for a durable write, so what it really costs is a share of the network and the storage for that long:
+    all of its time counts, as if training stood still, and every failure, as if RAM never survived one. Both are upper
+    bounds, and the optimum grows with the one and shrinks with the other.
+
+    Args:
+        write_s: Seconds that the last write took, from its order to its marker; None: none has finished yet.
+        mtbf_s: Mean seconds between failures.
+    """
+    if write_s is None:
+        return Every(interval_s=UNMEASURED_S)
+    return Every(interval_s=max(write_s, optimal_interval_s(write_s, mtbf_s)))
 
 
 def next_durable(
