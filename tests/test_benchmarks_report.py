@@ -44,14 +44,14 @@ def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> No
     assert "old" not in page
     assert "| [1.20](#put-stall) | at most 1.1: **MISSED** | [why](notes/transfer.md) |" in page
     assert page.count("| not measured |") == len(targets.LINES) - 1
+    assert "| put stall | peer | did not run | | ImportError: no module of that name |" in page
+    assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | |" in page
+    assert report.page(page, {"put_stall": [record()]}) == page
 
 
 def test_a_promise_that_two_records_answer_says_which_is_which() -> None:
     page = report.page(PAGE, {"overlap": [record("one core computes"), record("two cores compute")]})
     assert page.count(" (one core computes) | [") == page.count(" (two cores compute) | [") == 1
-    assert "| put stall | peer | did not run | | ImportError: no module of that name |" in page
-    assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | |" in page
-    assert report.page(page, {"put_stall": [record()]}) == page
 
 
 def test_a_page_without_a_place_for_the_results_is_refused() -> None:
