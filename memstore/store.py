@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from memstore.checkpoint import Checkpoint, StepInfo, checkpoint, open_shard, re
 from memstore.config import Config
 from memstore.core.manifest import decode_manifest
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
+from memstore.mark_verbs import MarkVerbs
 from memstore.natural import NaturalReplicas, check_shard
 from memstore.pin_verbs import PinVerbs
 from memstore.preparation import Preparation
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 
 
-class Store(PinVerbs):
+class Store(PinVerbs, MarkVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
     def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
@@ -186,33 +187,6 @@ class Store(PinVerbs):
         """
         self._check_open()
         return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
-
-    # -- sharing the network ------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Hold the copies of puts back while a collective runs inside; at most `interleave_s` (D87)."""
-        self.marks.begin()
-        try:
-            yield
-        finally:
-            self.marks.end()
-
-    def iteration(self) -> None:
-        """Mark that the next iteration begins; without it every put does, where collectives are marked."""
-        self.marks.has_iterations = True
-        self.marks.iteration()
-
-    def watch(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
-
-        For others use `busy`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if it is not DDP.
-        """
-        from memstore.collectives import watch_module, watch_optimizer
-
-        watch_module(self.marks, module)
-        if optimizer is not None:
-            watch_optimizer(self.marks, optimizer)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
