@@ -83,6 +83,7 @@ _ARENA: tuple[Row, ...] = (
 _DAMAGE: tuple[Row, ...] = (
     ("scrub_findings_total", HOST, "Damaged slots found in the arena."),
     ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
+    ("received_bytes_total", HOST, "Bytes of copies that peers pushed to the host."),
     ("spilled_bytes_total", HOST, "Bytes of copies sent beside collectives, for want of idle time between them."),
 )
 _STALL = Metric(
@@ -159,6 +160,7 @@ def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]
     keys = {
         "memstore_scrub_findings_total": ("scrub",),
         "memstore_link_damage_total": ("digest_errors", "broken_frames"),
+        "memstore_received_bytes_total": ("received_bytes",),
         "memstore_spilled_bytes_total": ("spilled_bytes",),
     }
     grown = {name: sum(int(stats.get(key, 0)) - int(before.get(key, 0)) for key in of) for name, of in keys.items()}
