@@ -138,8 +138,10 @@ class Store(PinVerbs, MarkVerbs):
         self._check_open()
         if own is not None and self.natural is None:
             raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
-        self.marks.put()
-        return self.puts.put(step, state, timeout_s, overlap, own)
+        try:
+            return self.puts.put(step, state, timeout_s, overlap, own)
+        finally:
+            self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
 
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.

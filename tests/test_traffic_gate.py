@@ -369,3 +369,16 @@ def test_a_long_way_does_not_starve_a_copy(rtt_s: float) -> None:
         now += answer.wait_s or 1e-5
     assert sending.sent_bytes >= 0.7 * 2.0 * RATE
     assert gate.link.rate == pytest.approx(RATE, rel=0.3)
+
+
+def test_a_burst_that_the_link_allows_once_is_not_its_rate() -> None:
+    """Few bytes pass a token bucket at once, and are acknowledged at the next look."""
+    gate = TrafficGate(60.0)
+    gate.ranks["rank"] = IdleSpans()
+    gate.ranks["rank"].mark(Kind.IDLE, 0.0)
+    sending = gate.begin(0.0, "job", 0, (1, 0))
+    for look in range(100):
+        assert gate.allow(look * 0.01, sending, PIECE_MIN_BYTES, 1, 0, 0.0).nbytes == PIECE_MIN_BYTES
+        assert gate.allow(look * 0.01 + 1e-4, sending, PIECE_MIN_BYTES, 1, 0, 0.0).nbytes == PIECE_MIN_BYTES
+        gate.leave(1)
+    assert gate.link.rate == 125e6

@@ -22,7 +22,7 @@ STARTUP_S = 0.0002  # from the decision until the first byte is on the wire
 FIRST_RATE = 125e6  # bytes per second, until one was measured
 RATES_KEPT = 16
 RATE_KEPT_S = 10.0  # a rate that is older is forgotten: one too low would let nothing go, and so never be corrected
-SAMPLE_S = 0.005  # a rate is measured over so long, or until everything has arrived
+SAMPLE_S = 0.005  # a rate is measured over so long, or until a piece has arrived
 LOOK_S = 0.002  # how often somebody who waits for an idle span looks
 TURN_S = 0.05  # a stream that has not asked for so long, or whose peer has taken nothing, has lost its turn
 CHUNK_HOLD_S = 10.0  # a chunk that has begun waits no longer: its receiver gives up after 30 s
@@ -92,10 +92,14 @@ class TrafficGate:
         return True
 
     def _measure(self, now: float, unacked: int) -> None:
-        """Take how many bytes were acknowledged since the sample began; none say nothing of the link."""
+        """Take how many bytes were acknowledged since the sample began; few or none say nothing of the link."""
         took_s, acked = now - self._sample_s, self._sample_bytes - unacked
-        if acked > 0 and took_s > 0 and (not unacked or took_s >= SAMPLE_S):
-            self._rates.append((now, acked / took_s))
+        if took_s >= SAMPLE_S or not unacked:
+            # Less than a whole piece may have passed in a burst that the link allows once.
+            if took_s > 0 and acked >= (PIECE_MIN_BYTES if took_s >= SAMPLE_S else self.link.piece_bytes):
+                self._rates.append((now, acked / took_s))
+            elif unacked:
+                return
             self._sample_s, self._sample_bytes = now, unacked
 
     # -- pushes ---------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ class TrafficGate:
         if queued > link.piece_bytes:
             return Answer(0, min(LOOK_S, max(PIECE_S / 8, (queued - link.piece_bytes / 2) / link.rate)))
         if not self._sample_bytes:
-            self._sample_s = now + rtt_s
+            self._sample_s = now
         self._sample_bytes += nbytes
         sending.sent_bytes += nbytes
         return Answer(nbytes)

@@ -70,7 +70,7 @@ class Marks:
             self._mark(Kind.ITERATION)
 
     def put(self) -> None:
-        """A put begins: an iteration, if collectives are marked and iterations are not."""
+        """A put has ended, and an iteration, if collectives are marked and iterations are not."""
         if self._known is not None and not self.has_iterations:
             self.iteration()
 
