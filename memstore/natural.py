@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ log = logging.getLogger("memstore")
 COMPARED_CHUNKS_MAX = 8  # of those that differ, whose tensors are named
 NAMES_MAX = 10
 NAMING_S = 30.0
-Read = Callable[[int], ShardRead]  # of another rank's shard of the same step; a context manager
+# Reads the shard of one of these ranks, of the same step: for all ranks of a host the same one. A context manager.
+Read = Callable[[Sequence[int]], ShardRead]
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class NaturalReplicas:
         Returns:
             The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
         """
-        copier = self._copier_elsewhere(ShardRanges(link, link.job, timeout_s), body["step"])
+        copier = self._copier_elsewhere(link, ShardRanges(link, link.job, timeout_s), body["step"])
         if copier is None:
             return None
         adopted: dict[str, Any] = {}
@@ -110,7 +112,7 @@ class NaturalReplicas:
                 state = _load(staged, part, into, "into=")
                 return staged, {**read.answer(), **adopted}, state
 
-    def _copier_elsewhere(self, ranges: ShardRanges, step: int | None) -> int | None:
+    def _copier_elsewhere(self, link: RankLink, ranges: ShardRanges, step: int | None) -> int | None:
         """Return a rank that copied this shard in a step of another number of ranks; None if none can have (R27)."""
         opened = ranges.open(ranges.ask(step, 0))
         try:
@@ -119,8 +121,7 @@ class NaturalReplicas:
             opened.close()
         if natural is None or natural.shards != self.shards or not natural.roster:
             return None
-        ranks = natural.roster[self.shard]
-        return ranks[self.rank % len(ranks)]
+        return _chosen(link, natural.roster[self.shard])
 
     # -- twins that differ ------------------------------------------------------------------------
 
@@ -227,7 +228,12 @@ def reader_of(link: RankLink, manifest: Manifest, timeout_s: float) -> Read:
     """Return what reads other ranks' shards of the step that a shard is of."""
     shard = manifest.shard
     body = {"job": shard.job, "step": shard.step, "of_attempt": shard.attempt}
-    return lambda rank: ShardRead(link, {**body, "rank": rank}, timeout_s)
+    return lambda ranks: ShardRead(link, {**body, "rank": _chosen(link, ranks)}, timeout_s)
+
+
+def _chosen(link: RankLink, ranks: Sequence[int]) -> int:
+    """Return the rank whose shard all of this host's ranks read, so that it comes here once; hosts differ."""
+    return ranks[zlib.crc32(link.folder.name.encode()) % len(ranks)]
 
 
 def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: Any, own_into: Any) -> tuple[Any, Any]:
@@ -239,8 +245,7 @@ def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: 
     home, shared = staged, natural.shared
     with contextlib.ExitStack() as stack:
         if shared is None:
-            copier = natural.copiers[staged.manifest.shard.rank % len(natural.copiers)]
-            read = stack.enter_context(others(copier))
+            read = stack.enter_context(others(natural.copiers))
             home = OpenShard(read, read.manifest(), staged)
             shared = shared_part(home, natural.shard, natural.shards)
         _check(shared, into)

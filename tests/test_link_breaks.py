@@ -22,7 +22,7 @@ import memstore.staged
 from memstore.config import Config
 from memstore.core.manifest import chunk_digest
 from memstore.core.slots import SlotState
-from memstore.errors import DigestMismatch, PeerUnreachable, RecoveryError
+from memstore.errors import CapacityError, DigestMismatch, PeerUnreachable, RecoveryError
 from memstore.shell import checked_stream
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_mapping import ArenaMapping
@@ -386,6 +386,41 @@ def test_chunks_are_copied_while_others_are_still_coming(
         got = reader.get(rank=1, into=target)
     assert next(batches) > 2
     assert (got.verdict, torch.equal(target["w"], put["w"])) == ("peer", True)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_of_two_reads_of_one_shard_one_fetches(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Ranks of one host that share a state read it at once: the second waits, and fetches only if the first failed."""
+    site, put = apart(make_site)
+    fetches, has_second = itertools.count(), threading.Event()
+    fetch_into, await_other = Peer.fetch_into, Stager._await_other
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(fetches) > 0:
+            has_second.set()
+        assert has_second.wait(WAIT_S)
+        if is_lost and site.holders["a"].stager.reading:
+            raise CapacityError("no room")
+        return fetch_into(peer, *args)
+
+    def await_first(read: threading.Event) -> None:
+        has_second.set()
+        await_other(read)
+
+    def read() -> torch.Tensor | None:
+        with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+            try:
+                return reader.get(rank=1).state["w"]
+            except RecoveryError:
+                return None
+
+    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(Stager, "_await_other", staticmethod(await_first))
+    came = [found for found in together(read, read) if found is not None]
+    assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
+    assert all(torch.equal(found, put["w"]) for found in came)
 
 
 @pytest.mark.parametrize("has_into", [False, True])

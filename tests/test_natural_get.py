@@ -63,7 +63,7 @@ def reads(source: Staged | None) -> Read:
             raise RecoveryError("the copier's shard is gone")
         yield source
 
-    return lambda rank: cast(ShardRead, read())
+    return lambda ranks: cast(ShardRead, read())
 
 
 def failed(staged: Staged, others: Read, *, late: MemstoreError | None = None) -> tuple[str, Any, Any]:

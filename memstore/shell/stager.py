@@ -35,6 +35,7 @@ RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fa
 DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
+BESIDE_S = 120.0  # longest wait of a read for another one of the same shard
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
 DURABLE = "durable"  # names durable storage among sources, in reports
 
@@ -53,6 +54,7 @@ class Stager:
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.lock = threading.Lock()
         self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
+        self.reading: dict[tuple[ShardId, str], threading.Event] = {}  # set when the read that fetches it has ended
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
         self.excerpts = Excerpts(self)
 
@@ -75,7 +77,7 @@ class Stager:
         }  # fmt: skip
         started_s = time.monotonic()
         try:
-            bad = self.excerpts.stage(body) if body.get("chunks") is not None else self._stage(body, shard)
+            bad = self.excerpts.stage(body) if body.get("chunks") is not None else self._stage_once(body, shard)
             report["bad"] = bad
             report["ok"] = not bad
             if bad:
@@ -88,6 +90,27 @@ class Stager:
             report["why"] = repr(exc)
         report["seconds"] = time.monotonic() - started_s
         self.holder.report("staged", report)
+
+    def _stage_once(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:
+        """Of several reads of one shard, as of ranks that share its state, one fetches and the others find it here."""
+        if int(body["round"]) > 0:
+            return self._stage(body, shard)
+        key, mine = (shard, spec_from_wire(body["spec"]).digest), threading.Event()
+        with self.lock:
+            first = self.reading.setdefault(key, mine)
+        if first is not mine:
+            self._await_other(first)
+            return self._stage(body, shard)  # which fetches, if the other could not
+        try:
+            return self._stage(body, shard)
+        finally:
+            with self.lock:
+                del self.reading[key]
+            mine.set()
+
+    @staticmethod
+    def _await_other(read: threading.Event) -> None:
+        read.wait(BESIDE_S)
 
     def _stage(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:
         """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
