@@ -11,63 +11,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
-from torch import nn
+from overlap_case import WAIT_S, WIDTH, Training, hold, is_same, one_host, one_rank, stored
 
 from memstore.api import connect, reader
 from memstore.errors import CommitError, ConfigError, RecoveryError
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
-
-
-class Training:
-    """A model with BatchNorm, an optimizer, and the state that is put."""
-
-    def __init__(self, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, **options)
-        self.forward_backward()
-        self.optimizer.step()
-        self.seen = 0
-
-    def forward_backward(self) -> None:
-        self.model(torch.randn(8, WIDTH)).square().mean().backward()
-
-    def state(self) -> dict[str, Any]:
-        self.seen += 1
-        return {
-            "model": self.model.state_dict(), "optim": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(), "seen": [self.seen],
-        }  # fmt: skip
-
-    def copy(self) -> dict[str, Any]:
-        """What a put of now must store."""
-        state = self.state()
-        self.seen -= 1
-        return _cloned(state)
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    return [_cloned(item) for item in value] if isinstance(value, list) else value
-
-
-def is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lazy_device import LazyDevice
+from overlap_case import WAIT_S, Training, hold, is_same, one_host, one_rank, stored
 from torch import nn
 
-from memstore.api import connect
 from memstore.errors import CommitError
 from memstore.shell import checked_stream, late_flights, state_decode
 from memstore.shell.device_copy import DeviceWrite, flights
@@ -23,17 +22,12 @@ from memstore.shell.tensor_bytes import Source, leaf_of_tensor
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
-WAIT_S = 60.0
-WIDTH = 256
 FLIGHT_BYTES = 100 << 10
-_jobs = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with ProcessCluster(
-        tmp_path_factory.mktemp("overlap"), {"h1": {}}, arena_bytes=64 << 20, keep_steps=3, stall_budget_s=WAIT_S
-    ) as running:
+    with one_host(tmp_path_factory.mktemp("overlap_device")) as running:
         yield running
 
 
@@ -47,10 +41,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
 
 
 @pytest.fixture
-def store(cluster: ProcessCluster, device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(cluster: ProcessCluster, device: LazyDevice) -> Iterator[Store]:
     """Plans every tensor as if it lay on a device: to be copied by that device, not by the host."""
-    monkeypatch.setenv("MEMSTORE_HOST", "h1")
-    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+    with one_rank(cluster) as joined:
         joined.puts.planned = lambda state, own: on_device(plan_state(state))  # type: ignore[method-assign]
         yield joined
 
@@ -65,50 +58,6 @@ def _flat(source: Source) -> Source:
     storage = source.owner.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, source.address - storage.data_ptr(), (source.nbytes,), (1,))
     return Source(source.nbytes, None, flat)
-
-
-class Training:
-    """A model with BatchNorm and Adam."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.forward_backward()
-        self.optimizer.step()
-
-    def forward_backward(self) -> None:
-        self.model(torch.randn(8, WIDTH)).square().mean().backward()
-
-    def state(self) -> dict[str, Any]:
-        moments = [value for values in self.optimizer.state.values() for value in values.values()]
-        return {"model": self.model.state_dict(), "moments": moments}
-
-    def copy(self) -> dict[str, Any]:
-        state = self.state()
-        return {
-            "model": {name: tensor.clone() for name, tensor in state["model"].items()},
-            "moments": [tensor.clone() for tensor in state["moments"]],
-        }
-
-
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    pairs = [
-        *zip(one["model"].values(), other["model"].values(), strict=True),
-        *zip(one["moments"], other["moments"], strict=True),
-    ]
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def stored(store: Store, step: int) -> Any:
-    got = store.get(step, rank=0)
-    assert got is not None
-    return got.state
-
-
-def hold(store: Store) -> None:
-    """From now on the copy thread orders nothing: all is left to the fence."""
-    store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
 
 
 def under_way(store: Store) -> LateCopy:
@@ -196,10 +145,9 @@ def test_a_get_fills_device_memory_straight_from_the_slots(
     cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte by way of other host memory; whoever counts versions sees that the tensors were written."""
-    monkeypatch.setenv("MEMSTORE_HOST", "h1")
     device = LazyDevice(monkeypatch, checked_stream, "copy_in")
     training = Training()
-    with connect(f"job{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+    with one_rank(cluster) as joined:
         expected = training.copy()
         joined.put(0, training.state()).wait("committed", WAIT_S)
         training.forward_backward()
@@ -208,21 +156,21 @@ def test_a_get_fills_device_memory_straight_from_the_slots(
         version = weight._version
         monkeypatch.setattr(state_decode, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
         joined.get(0, rank=0, into=training.state())
-    assert is_same(training.copy(), expected)
+    now = training.copy()
+    assert all(is_same(now[part], expected[part]) for part in ("model", "optim"))
     assert device.ordered == device.arrived > 0
     assert weight._version > version
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_training_on_a_gpu_is_stored_as_it_was(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_on_a_gpu_is_stored_as_it_was(cluster: ProcessCluster) -> None:
     """Real streams: many steps, each put compared; restored into live tensors, too."""
-    monkeypatch.setenv("MEMSTORE_HOST", "h1")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     batch = torch.randn(8, 512, device="cuda")
-    with connect("gpu", rank=0, world_size=1, config=cluster.config) as joined:
+    with one_rank(cluster) as joined:
         joined.fence(optimizer)
         for step in range(6):
             expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
