@@ -270,9 +270,9 @@ def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: 
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
     with traffic.sending(shipment) as valve:
         assert valve is not None
-        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 0
+        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
         os.ftruncate(file, 4)
-        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 1 << 20
+        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
     os.close(file)
 
 
@@ -286,7 +286,7 @@ def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) 
     with traffic.sending(shipment) as valve:
         assert valve is not None
         traffic.forget("rank", "j", 0)
-        assert traffic.allow(valve._sending, 1 << 20, 1, NOTHING, 0.0)[0] == 1 << 20
+        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
     with traffic.sending(shipment) as valve:
         assert valve is None
 

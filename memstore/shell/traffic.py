@@ -74,12 +74,14 @@ class Traffic:
             with self._lock:
                 self._gate.end(sending)
 
-    def allow(self, sending: Sending, asked: int, stream: int, flight: Flight, held_s: float) -> tuple[int, float]:
+    def allow(
+        self, sending: Sending, asked: int, stream: int, flight: Callable[[], Flight], held_s: float
+    ) -> tuple[int, float]:
         """Return how many bytes may go now, and if none, when to ask again."""
         with self._lock:
             self._read()
-            now = time.monotonic()
-            return self._gate.allow(now, sending, asked, stream, flight.unacked_bytes, held_s, flight.rtt_s)
+            unacked_bytes, rtt_s = flight()  # as of now, not of before the wait for the lock: rates follow from it
+            return self._gate.allow(time.monotonic(), sending, asked, stream, unacked_bytes, held_s, rtt_s)
 
     def leave(self, stream: int) -> None:
         """A stream has nothing to send now."""
@@ -123,7 +125,7 @@ class Valve:
         try:
             while asked and not closed.is_set():
                 held_s = time.monotonic() - began_s
-                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, flight(), held_s)
+                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, flight, held_s)
                 if nbytes:
                     part, left = _cut(left, nbytes)
                     asked -= nbytes
