@@ -1,7 +1,8 @@
 """What a put at every step costs a training whose gradients share the link with the copies: naive, capped, interleaved.
 
 Two hosts are network namespaces behind a link of 1 Gbit/s (veth, tbf). Each has a rank that computes and all-reduces
-with gloo in turns (sharing_rank.py), and a holder that sends its rank's copy to the other host. Needs root.
+with gloo in turns (sharing_rank.py), and a holder that sends its rank's copy to the other host. Needs root. What the
+copies cost the processors is measured apart (sharing_priority.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import rig
+from benchmarks import rig, sharing_priority
 from benchmarks.harness import MIB, Options, Record, interleave, require
 from benchmarks.targets import SHARING
 from memstore.testing import namespaces
@@ -27,7 +28,7 @@ from memstore.testing.processes import ProcessCluster
 
 HOSTS = {"h0": {"rack": "r1"}, "h1": {"rack": "r2"}}
 LINK_BITS_PER_S = 1_000_000_000
-ITERATIONS = 8
+ITERATIONS = 5
 PLAIN, NAIVE, CAPPED, INTERLEAVED = "no put", "put, naive", "put, capped", "put, interleaved"
 
 
@@ -38,30 +39,30 @@ class Case(NamedTuple):
     spans_s: tuple[float, ...]
     reduce_bytes: int
     nbytes: int
-    cap_bytes_per_s: int
+    cap_bytes_per_s: int  # 0: no capped contender
     rounds_max: int
 
 
-ENOUGH = Case("sharing", (0.05,) * 4, 5 * MIB // 2, 12 * MIB, 64_000_000, 9)
-SHORT = Case("sharing, too little idle time", (0.02,) * 4, 5 * MIB // 2, 24 * MIB, 100_000_000, 1)
+ENOUGH = Case("sharing", (0.05,) * 4, 5 * MIB // 2, 10 * MIB, 64_000_000, 9)
+SHORT = Case("sharing, too little idle time", (0.02,) * 4, 5 * MIB // 2, 24 * MIB, 0, 2)
 
 
 def run(options: Options) -> list[Record]:
-    """Return one record for a training that has idle time for its copies, and one for a training that has not."""
+    """Return a record for a training that has idle time for its copies, one that has not, one short of processors."""
     why = namespaces.available()
     if why is not None:
         absent = dict.fromkeys((PLAIN, NAIVE, CAPPED, INTERLEAVED), why)
         return [Record(case.name, 0, {}, absent=absent) for case in (ENOUGH, SHORT)]
-    return [_measure(case, options) for case in (ENOUGH, SHORT)]
+    return [*(_measure(case, options) for case in (ENOUGH, SHORT)), sharing_priority.run(options)]
 
 
 def _measure(case: Case, options: Options) -> Record:
     options = Options(case.nbytes, min(options.rounds, case.rounds_max), min(1, options.warmups))
     with _training(case) as training:
-        contenders = {name: training.contender(name) for name in (PLAIN, NAIVE, CAPPED, INTERLEAVED)}
+        contenders = {name: training.contender(name) for name in (PLAIN, *training.clusters)}
         seconds = interleave(contenders, options, lambda number: None)
         record = Record(case.name, 0, seconds)
-        for name in (NAIVE, CAPPED, INTERLEAVED):
+        for name in training.clusters:
             target = SHARING if name == INTERLEAVED and case is ENOUGH else None
             record.ratio(f"{name} / {PLAIN}", name, PLAIN, target)
         record.notes = training.notes()
@@ -100,10 +101,11 @@ class Training:
     def notes(self) -> list[str]:
         """What the puts blocked, and what the store says of idle time."""
         lines = [f"{name}: a put blocked {statistics.median(s) * 1e3:.1f} ms" for name, s in self.stalls_s.items()]
-        for row in self.clusters[INTERLEAVED].status()["hosts"]:
-            stats = row["stats"]
-            short = stats["short_of_idle"] or "nothing spills now"
-            lines.append(f"{row['host']}, interleaved: {short}; spilled in all {stats['spilled_bytes'] / MIB:.1f} MiB")
+        cluster = self.clusters[INTERLEAVED]
+        told = {event["host"]: event["why"] for event in cluster.ask("events")["events"] if event["event"] == "spill"}
+        for row in cluster.status()["hosts"]:
+            spilled = row["stats"]["spilled_bytes"] / MIB
+            lines.append(f"{row['host']}, interleaved: spilled {spilled:.1f} MiB; told: {told.get(row['host'], '-')}")
         return lines
 
 
@@ -124,8 +126,10 @@ def _training(case: Case) -> Iterator[Training]:
         for host in HOSTS:
             net.shape(host, LINK_BITS_PER_S, burst_bytes=32 << 10, latency_ms=20)
         settings: dict[str, dict[str, Any]] = {
-            NAIVE: {"dscp": 0}, CAPPED: {"replicate_bytes_per_s": case.cap_bytes_per_s}, INTERLEAVED: {},
-        }  # fmt: skip
+            NAIVE: {"dscp": 0},
+            **({CAPPED: {"replicate_bytes_per_s": case.cap_bytes_per_s}} if case.cap_bytes_per_s else {}),
+            INTERLEAVED: {},
+        }
         clusters = {}
         for number, (name, fields) in enumerate(settings.items()):
             clusters[name] = stack.enter_context(
