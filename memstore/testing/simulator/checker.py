@@ -54,6 +54,7 @@ class Checker:
         self.seated: dict[tuple[int, int], SimRank] = {}  # (attempt, rank) -> who was told to be it
         self.ever: dict[tuple[ShardId, str], set[str]] = {}  # copy -> hosts that ever had all of it, spoilt or not
         self.whole: dict[str, set[tuple[ShardId, str]]] = {}
+        self.believed: dict[str, set[tuple[ShardId, str]]] = {}  # rot counts: it is found, and heard of, later
         self.steps_put = self.restores = self.acked_after_heal = 0
         self._seen: dict[str, int] = {}
         self._manifests: dict[bytes, tuple[Manifest, str]] = {}
@@ -88,6 +89,7 @@ class Checker:
                 raise Violation("R6", f"sealed slot {number} of {name} holds other bytes than its digest says")
             good.add(digest)
         whole: set[tuple[ShardId, str]] = set()
+        believed = self.believed[name] = set()
         for data in memory.manifests.values():
             manifest, digest_text = self._decoded(data)
             wanted = {chunk.digest for chunk in manifest.chunks}
@@ -98,6 +100,7 @@ class Checker:
                 raise Violation("R7", f"a manifest of {manifest.shard} on {name} names chunks that no slot holds")
             if name not in self.ever.setdefault((manifest.shard, digest_text), set()) and wanted <= sealed:
                 self.ever[manifest.shard, digest_text].add(name)
+            believed.add((manifest.shard, digest_text))
             if wanted <= good:
                 whole.add((manifest.shard, digest_text))
         before, self.whole[name] = self.whole.get(name, set()), whole
@@ -149,7 +152,7 @@ class Checker:
         newest = max(self.facts, default=None)
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
-        left = sorted(h for h, whole in self.whole.items() if (shard, digest) in whole)
+        left = sorted(h for h, believed in self.believed.items() if (shard, digest) in believed)
         if len(left) < self.world.scenario.replicas:
             raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
 

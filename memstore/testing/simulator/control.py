@@ -36,6 +36,17 @@ class Session:
         """Both directions end; what was under way is lost."""
         self.down.is_open = self.up.is_open = False
 
+    def replaced(self) -> None:
+        """The holder ends it for another one; of a newer controller it tells the older, if that can hear it (R17)."""
+        self.down.is_open = False
+        self.up.send(self.world.now, self._hear_replaced)
+
+    def _hear_replaced(self) -> None:
+        old, host = self.controller, self.holder.host_id
+        if old.sessions.get(host) is self:
+            old.catalog.is_outranked |= self.holder.term > old.term
+            old.lose(host, "the holder obeys another controller")
+
     def report(self, event: Event) -> None:
         """From the holder to the controller."""
         self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))

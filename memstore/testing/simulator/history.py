@@ -114,8 +114,9 @@ class History:
         return ShardId(self.world.scenario.job, step.attempt, step.step, rank)
 
     def copies(self, shard: ShardId) -> list[str]:
-        """Hosts whose memory has all of a shard."""
-        return sorted(h for h, whole in self.world.checker.whole.items() if any(held == shard for held, _ in whole))
+        """Hosts that have a shard, as far as a controller can know at that moment."""
+        believed = self.world.checker.believed
+        return sorted(host for host, held in believed.items() if any(copy == shard for copy, _ in held))
 
     def claims_redundancy(self, controller: Controller) -> bool:
         """Say whether the store claims every copy of what is promised: a strict scenario destroys only then."""

@@ -104,7 +104,7 @@ class SimHolder:
         self.term = session.controller.term
         old, self.session = self.session, session
         if old is not None:
-            old.controller.lose(self.host_id, "the holder obeys another controller")
+            old.replaced()
         return True
 
     def hello(self) -> HostUp:
