@@ -163,6 +163,8 @@ def test_steady_memory_is_that_of_large_dense_tensors_whatever_looks_at_it() -> 
     assert owners(gaps, 160_000) == ()
     assert owners(weight.clone(), 160_000) == ()
     assert memory.owners_of(Source(160_000, None, weight)) == ()
+    memory = SteadyMemory(weight)  # one tensor, not its rows
+    assert owners(weight, 160_000)[-1] is weight
 
 
 def test_a_tensor_is_named_by_its_path() -> None:

@@ -40,7 +40,7 @@ class SteadyMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         found: dict[Place, tuple[int, tuple[torch.Tensor, ...]]] = {}
-        for tensor in tensors:
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:  # else one would be its rows
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
                     "overlap= takes True or the tensors that may be copied late, and a "
