@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -289,6 +290,36 @@ def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) 
         assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
     with traffic.sending(shipment) as valve:
         assert valve is None
+
+
+def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: FakeLink) -> None:
+    """Who waits for idle time leaves the host's limit to the others."""
+    traffic = Traffic(tmp_path, 60.0)
+    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks.begin()
+    marks.end()
+    traffic.watch("rank", link.files[0])
+    shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
+    sending: list[int] = []
+
+    @contextmanager
+    def pace() -> Iterator[None]:
+        sending.append(1)
+        yield
+        sending.clear()
+
+    def waiting() -> Flight:
+        assert sending == []
+        return NOTHING
+
+    with traffic.sending(shipment) as valve:
+        assert valve is not None
+        sizes = []
+        for part in valve.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
+            assert sending == [1]
+            sizes.append(sum(view.nbytes for view in part))
+    assert sum(sizes) == 1 << 20
+    assert len(sizes) > 1
 
 
 # -- hooks of torch ---------------------------------------------------------------------------------

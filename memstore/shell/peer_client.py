@@ -63,7 +63,6 @@ class Peer:
         self._lock = threading.Lock()
         self._damage = damage
         self._workers = ThreadPoolExecutor(self._streams, f"memstore-peer-{host_id}", give_way)
-        self._held = ThreadPoolExecutor(self._streams, f"memstore-held-{host_id}", give_way)  # what a valve holds back
         self.is_closed = False
         self.sent_bytes = 0
 
@@ -74,8 +73,7 @@ class Peer:
             idle, self._idle = [*self._idle, *self._borrowed], []
         for channel in idle:
             channel.close()
-        for workers in (self._workers, self._held):
-            workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
@@ -144,19 +142,16 @@ class Peer:
         requests: Iterable[list[int]],
         work: Callable[[list[int]], None],
         before: Callable[[list[int]], object] = lambda batch: None,
-        *,
-        is_held: bool = False,
     ) -> None:
         """Run `work` on every batch over the streams; the first error is raised after all have ended.
 
         `before` waits in the caller's thread for what a batch needs: the streams belong to all pushes and fetches.
-        What a valve may hold back has streams of its own, so that no restore and no repair waits for marks.
         """
         futures: list[Future[None]] = []
         try:
             for batch in requests:
                 before(batch)
-                futures.append((self._held if is_held else self._workers).submit(work, batch))
+                futures.append(self._workers.submit(work, batch))
         except RuntimeError as exc:  # its workers are shut down
             raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
         finally:
@@ -205,7 +200,11 @@ class Peer:
         wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
             send = functools.partial(self._send_batch, shipment, sender, throttle, valve)
-            self.over_streams(batches(wanted, self._streams), send, before=shipment.digests, is_held=valve is not None)
+            if valve is None:
+                self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
+            else:  # one stream sends at a time, and what it waits for is no reason for others to wait
+                for batch in batches(wanted, 1):
+                    send(batch)
             body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
             sealed = self.call(body)
             if sealed["ok"]:
@@ -239,8 +238,10 @@ class Peer:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
                 nbytes = sum(shipment.sizes[i] for i in lack[part])
                 throttle(nbytes)
-                with self._lane.sending(channel):
-                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, valve=valve)
+                paced = functools.partial(self._lane.sending, channel)
+                with paced() if valve is None else contextlib.nullcontext():
+                    held = valve and valve.paced(paced)  # while it waits, its share of the pace is the others'
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, valve=held)
                 self.sent_bytes += nbytes
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")

@@ -17,6 +17,7 @@ from memstore.shell.shipment import Shipment
 from memstore.shell.socket_options import Flight
 
 log = logging.getLogger("memstore")
+Pace = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Traffic:
@@ -106,8 +107,12 @@ class Traffic:
 class Valve:
     """Lets a frame's bytes out piece by piece."""
 
-    def __init__(self, traffic: Traffic, sending: Sending) -> None:
-        self._traffic, self._sending = traffic, sending
+    def __init__(self, traffic: Traffic, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
+        self._traffic, self._sending, self._pace = traffic, sending, pace
+
+    def paced(self, pace: Pace) -> Valve:
+        """Return one that is inside `pace` while its bytes go."""
+        return Valve(self._traffic, self._sending, pace)
 
     def parts(
         self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
@@ -129,7 +134,8 @@ class Valve:
                 if nbytes:
                     part, left = _cut(left, nbytes)
                     asked -= nbytes
-                    yield part
+                    with self._pace():
+                        yield part
                 else:
                     closed.wait(wait_s)
         finally:
