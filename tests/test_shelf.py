@@ -169,6 +169,18 @@ def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     assert "2 slots are free, 3 needed" in str(shelf.guest_refusal(other, 3))
 
 
+def test_what_another_job_holds_beyond_its_share_is_nobodys_room() -> None:
+    """A restored step may be larger than the share of who restored it; the arena grows by it for the next job (R10)."""
+    shelf = Shelf(SlotTable(20))
+    shelf.set_share("job", Share(1, {0: 1}, guest_slots=1))
+    asked = Share(1, {0: 4}, guest_slots=4)
+    shelved(shelf, SHARDS[0], 2)
+    assert shelf.slots_needed("new", asked) == 2 + 8
+    shelved(shelf, SHARDS[1], 7)
+    assert shelf.slots_needed("new", asked) == 2 + 7 + 8
+    assert shelf.slots_needed("job", Share(1, {0: 1}, guest_slots=1)) == 2
+
+
 def test_a_removed_job_gives_its_room_back() -> None:
     """Its share counts for nobody any more; one that a newer attempt of the name has claimed since stays (R10)."""
     shelf = Shelf(SlotTable(8))

@@ -279,13 +279,21 @@ class Shelf:
             del self.shares[job]
 
     def slots_needed(self, job: str, share: Share) -> int:
-        """Slots the arena must have for this share beside all other jobs' shares and strays."""
-        others = sum(s.total for name, s in self.shares.items() if name != job)
+        """Slots the arena must have for this share beside all other jobs' shares and strays.
+
+        Another job may hold more than its share: what a restore brought here, until the job puts again (R26).
+        """
+        others = sum(max(s.total, self._held_count(name)) for name, s in self.shares.items() if name != job)
         shared = {job, *self.shares}
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
         # A step of another world size takes the place of one version; what is more than that comes on top (R10).
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
         return others + unshared + share.total + max(0, foreign - share.total // (share.versions + 1))
+
+    def _held_count(self, job: str) -> int:
+        """Slots that a job's replicas lie in; those that several of them share count once."""
+        held = (shelved.slots for shelved in self.shards.values() if shelved.shard.job == job)
+        return len({slot for slots in held for slot in slots if slot is not None})
 
     def used_by_rank(self, job: str, rank: int) -> int:
         """Slots that a local rank's stored and drafted shards count for."""
