@@ -185,9 +185,12 @@ class Store(PinVerbs, MarkVerbs):
 
         Raises:
             UnsupportedState: put would refuse this state.
+            ConfigError: a negative number of bytes.
             FencedError, ClosedError.
         """
         self._check_open()
+        if type(state) is int and state < 0:
+            raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
         return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memstore.api import connect
-from memstore.errors import CapacityError, ClosedError, CommitError, GatherTimeout
+from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.preparation import Preparation
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
@@ -53,6 +53,8 @@ def together(calls: list[Any]) -> list[Any]:
 def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(cluster: ProcessCluster) -> None:
     """When wait() returns both versions are leased and entered, on the peer too; a put asks for nothing any more."""
     with ranks(cluster, 2) as stores:
+        with pytest.raises(ConfigError, match="fewer than 0 bytes"):
+            stores[0].prepare(-5)
         state = state_of(20 * CHUNK)
         preparations = [store.prepare(state) for store in stores]
         for preparation in preparations:
