@@ -5,6 +5,7 @@ from __future__ import annotations
 from memstore.core.events import shard_from_wire
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB
+from recovery.inventory import StepId
 
 
 def test_what_a_former_controller_ordered_answers_no_read_of_its_successor() -> None:
@@ -37,3 +38,19 @@ def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
     assert world.run_until(lambda: world.served.hosts.is_live(holder.host_id), 5.0)
     world.run(10.0)
     assert not world.served.queries.reads
+
+
+def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
+    """A host that placement has left keeps the copy that a read was planned to come from (R7)."""
+    world, _ = trained(6, 3)
+    world.work_s = (3.0, 3.0)  # of the pushes to where the ranks are now
+    ranks = [world.join(r, 3, "k", host=f"h{3 + r}", launcher="launcher") for r in range(3)]
+    orders = [world.holders[source].orders for source in ("h0", "h1", "h2")]
+    assert world.run_until(lambda: all("push" in dict(found) for found in orders), 2.0)
+    world.work_s = (30.0, 30.0)  # of the read
+    world.holders["h5"].call(ranks[2], "read", {"job": JOB, "step": 1, "rank": 1})
+    world.run(15.0)
+    assert world.holders_of(StepId(1, 1), 0) == ["h3", "h4"]
+    assert world.holders_of(StepId(1, 1), 1) == ["h1", "h2", "h3", "h4"]
+    world.run(30.0)
+    assert world.holders_of(StepId(1, 1), 1) == ["h3", "h4"]

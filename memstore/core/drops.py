@@ -40,7 +40,7 @@ def drop_copy(catalog: Catalog, job: Job | None, call: Call) -> None:
         and not copy.missing
         and copy.spec.digest == commit.digests[shard.rank]
     )
-    if step in catalog.steps_in_use(job) or catalog.queries.is_read(shard, host):
+    if step in catalog.steps_in_use(job) or catalog.queries.is_read(shard):
         catalog.refuse(
             call, "CommitError",
             f"the copy of rank {shard.rank}, step {shard.step} of job {job.name!r} on {host} is being restored, read "

@@ -188,9 +188,9 @@ class Queries:
             },
         )  # fmt: skip
 
-    def is_read(self, shard: ShardId, host_id: str) -> bool:
-        """True while a read brings the shard to this host: its copy there is not surplus yet (R7)."""
-        return any(call.host_id == host_id and shard == read for call, read, _ in self.reads.values())
+    def is_read(self, shard: ShardId) -> bool:
+        """True while a read brings the shard to some host: no copy is surplus yet, least of all its source (R7)."""
+        return any(shard == read for _, read, _ in self.reads.values())
 
     def staged(self, body: Body) -> None:
         """A shard read by `_read` is at its reader's host, or could not be brought there."""

@@ -142,11 +142,11 @@ class Repair:
             return False  # still being put: its owner pushes it
         for target in lacking:
             self._push(now, shard, target, good, attempt)
-        if may_drop and surplus and not lacking and self._is_safe(wanted, attempt):
+        is_over = may_drop and not lacking and not self.catalog.queries.is_read(shard)
+        if is_over and surplus and self._is_safe(wanted, attempt):
             for host in surplus:
-                if not self.catalog.queries.is_read(shard, host):
-                    self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
-                    job.drop_copy(shard, host)
+                self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
+                job.drop_copy(shard, host)
         return not lacking and not surplus
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
