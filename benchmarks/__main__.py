@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,4 +87,5 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     main()
