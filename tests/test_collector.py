@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,3 +61,27 @@ def test_a_put_of_many_tensors_looks_at_no_old_object(store: Store) -> None:
     with pytest.raises(UnsupportedState):
         store.put(2, {"a": object()})
     assert gc.isenabled()
+
+
+def test_nothing_of_a_put_or_a_get_waits_for_the_collector(store: Store) -> None:
+    """A training that runs without one must not gather plans, which refer to every tensor that was put."""
+    state = {"a": torch.ones(1 << 16), "b": [torch.zeros(4), {"c": np.ones(3)}]}
+    gc.collect()
+    gc.disable()
+    try:
+        store.put(1, state).wait("committed")
+        store.put(2, state, overlap=[state["a"]])
+        store.fence()
+        store.flush()
+        for into in (None, state):
+            assert store.get(2, rank=0, into=into) is not None
+        with pytest.raises(UnsupportedState):
+            store.put(3, {"a": state["a"], "b": object()})
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kept = [item for item in gc.garbage if type(item).__module__.startswith(("memstore", "torch"))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert kept == []

@@ -82,6 +82,8 @@ class StateWalk:
                 path=path,
                 type_name=f"{kind.__module__}.{kind.__qualname__}",
             ) from None
+        finally:
+            self._handlers.clear()  # they hold this walk, and it every tensor: a cycle would wait for a collector
 
     def _node(self, value: Any) -> Any:
         kind = type(value)
