@@ -34,7 +34,7 @@ class Preparation:
     def __init__(
         self, link: RankLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
     ) -> None:
-        """Ask for the room that `body` names.
+        """It asks for the room that `body` names in `begin`.
 
         Args:
             versions: Of a put's bytes that this rank will be leased, for the progress.
@@ -53,9 +53,14 @@ class Preparation:
         self._cancelled: Future[None] = Future()
         self._failed: Future[None] = Future()  # with the error, so that a put that waits hears of it
         self._pid = os.getpid()
-        self._answer = link.call_soon("reserve", body)
+        self._body = body
         self._thread = threading.Thread(target=self._follow, name="memstore-prepare", daemon=True)
+
+    def begin(self) -> Preparation:
+        """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
+        self._answer = self._link.call_soon("reserve", self._body)
         self._thread.start()
+        return self
 
     def __repr__(self) -> str:
         return f"Preparation({self.nbytes} bytes, {self._words()}, {self.seconds:.2f} s)"

@@ -335,7 +335,7 @@ class Puts:
             versions=config.keep_steps + 1 + (config.durable is not None),
             timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
         )  # fmt: skip
-        return self._preparation
+        return self._preparation.begin()
 
     def _reserve(self, ticket: Ticket, count: int) -> None:
         """Claim room: a collective round at the first put, in the background later (R10, R11)."""

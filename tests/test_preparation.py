@@ -85,6 +85,23 @@ def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: p
         assert store.prepare(16 * CHUNK) is preparation
 
 
+def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may answer before the thread that asks goes on."""
+    heard: list[dict[str, int]] = []
+    monkeypatch.setattr(Preparation, "on_room", lambda _, body: heard.append(body))
+    with ranks(cluster, 1) as (store,):
+        link, at_once = store.puts.link, {"done_bytes": 1, "wanted_bytes": 2}
+        ask = link.call_soon
+
+        def asked(verb: str, body: dict[str, Any]) -> Any:
+            store.puts.on_room(at_once)
+            return ask(verb, body)
+
+        monkeypatch.setattr(link, "call_soon", asked)
+        store.prepare(16 * CHUNK).wait(WAIT_S)
+    assert at_once in heard
+
+
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
     """The optimizer had no state yet when prepare() was called: the first put gets all of its room, and waits."""
     with ranks(cluster, 2) as stores:
@@ -166,6 +183,9 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
     """Who restores after a restart of the store and puts nothing leaves the arena to others; hosts still grow (R10)."""
     with ranks(cluster, 1) as (store,):
         store.put(1, state_of(64 * CHUNK)).wait("committed", WAIT_S)
+    wait_for(
+        lambda: is_closed(cluster, "job"), "the end of the attempt", WAIT_S
+    )  # else this process would join it again
     cluster.kill_all()
     cluster.start_controller()
     for host in ("h1", "h2"):
@@ -176,6 +196,10 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
         wait_for(lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK, "growth for the reader's puts", WAIT_S)
         with ranks(cluster, 1, "other") as (other,):
             assert other.put(1, state_of(128 * CHUNK)).wait("committed", WAIT_S).level == "committed"
+
+
+def is_closed(cluster: ProcessCluster, job: str) -> bool:
+    return any(row["job"] == job and row["phase"] == "closed" for row in cluster.status()["jobs"])
 
 
 def claimed_bytes(cluster: ProcessCluster, host: str) -> int:
