@@ -96,7 +96,10 @@ class Takeover:
             if job.newest is not None:
                 self.catalog.attempts.send_fence(host, job.name, job.newest)
                 self.catalog.view.send_targets(job, only_host=host)
-                if job.newest.phase != "closed" and (job.newest.needs or job.copies):
+                is_kept = (
+                    job.newest.phase != "closed" or job.origin is not None
+                )  # a fork's first attempt is a closed one
+                if is_kept and (job.newest.needs or job.copies):
                     self.catalog.room.order(job, job.newest, only_host=host)  # shares are not journalled
                 self.catalog.steps.greet(job, host)
 

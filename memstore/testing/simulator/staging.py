@@ -30,7 +30,7 @@ class Stager:
     def __init__(self, holder: SimHolder) -> None:
         self.holder = holder
         self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}
-        self.staged_s: dict[tuple[str, int, int], float] = {}  # when its bytes were verified
+        self.staged_s: dict[tuple[str, int, int], float] = {}  # since when its bytes have been verified
 
     def has_staged(self, body: Body) -> bool:
         """Say whether this round's shard of this rank is here."""
@@ -56,12 +56,12 @@ class Stager:
             report.update(why=str(exc))
         holder.report("staged", report)
 
-    def _keep(self, body: Body, pinned: tuple[Shelved, int]) -> None:
+    def _keep(self, body: Body, pinned: tuple[Shelved, int], verified_s: float) -> None:
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
         for old in [k for k in self.staged if k[0] == key[0] and k[2] == key[2]]:
             self.holder.vault.unpin(*self.staged.pop(old))
         self.staged[key] = pinned
-        self.staged_s[key] = self.holder.world.now
+        self.staged_s[key] = verified_s
 
     def _stage(self, body: Body, shard: ShardId) -> Generator[Wait, None, dict[str, list[int]]]:
         holder, vault, me = self.holder, self.holder.vault, self.holder.host_id
@@ -72,7 +72,7 @@ class Stager:
         if pinned is not None:
             lacking = vault.verify(pinned[0])
             if not lacking:
-                self._keep(body, pinned)
+                self._keep(body, pinned, holder.world.now)
                 return {}
             planned = {i for tier, _, first, n in body["runs"] if tier == "local" for i in range(first, first + n)}
             if planned & set(lacking):
@@ -85,6 +85,7 @@ class Stager:
             return bad or {me: list(range(spec.chunks_count))}
         chunks = decode_manifest(data).chunks
         digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
+        began_s = holder.world.now  # each chunk is verified when it comes, the first long before the last
         name = f"stage-{body['attempt']}-{body['round']}"
         draft = vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
         try:
@@ -104,7 +105,7 @@ class Stager:
         pinned = vault.pin(shard, spec.digest)
         if pinned is None:
             raise IntegrityError("it was dropped while it was staged")
-        self._keep(body, pinned)
+        self._keep(body, pinned, began_s)
         return {}
 
     def _manifest(self, body: Body, shard: ShardId, digest: str, until_s: float) -> Generator[Wait, None, bytes | None]:
