@@ -96,9 +96,8 @@ class Takeover:
             if job.newest is not None:
                 self.catalog.attempts.send_fence(host, job.name, job.newest)
                 self.catalog.view.send_targets(job, only_host=host)
-                is_kept = (
-                    job.newest.phase != "closed" or job.origin is not None
-                )  # a fork's first attempt is a closed one
+                is_fork = job.origin is not None  # its first attempt is a closed one, and has room all the same (R32)
+                is_kept = is_fork or job.newest.phase != "closed"
                 if is_kept and (job.newest.needs or job.copies):
                     self.catalog.room.order(job, job.newest, only_host=host)  # shares are not journalled
                 self.catalog.steps.greet(job, host)

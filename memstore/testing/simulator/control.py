@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memstore.core.catalog import Catalog
 from memstore.core.events import Answer, DrainsSeen, Event, HostLost, LeaseRenewed, Note, RankCall, Report, Tell, Tick
 from memstore.testing.catalog_holder import plain, plain_event
+from memstore.testing.simulator.checker import Violation
 from memstore.testing.simulator.network import Stream
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Controller:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
+            if isinstance(action, Tell) and action.kind == "drop":
+                broken = self.world.history.drop_ordered(self, action.host_id, action.body)
+                if broken:
+                    raise Violation("R19", broken)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.events import shard_from_wire
 from memstore.core.manifest import Manifest, chunk_digest
 from memstore.errors import CapacityError
 from memstore.shell.forker import forked_body, look, make
@@ -128,6 +129,20 @@ class History:
             if len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:
                 return False
         return True
+
+    def drop_ordered(self, controller: Controller, host: str, body: Body) -> str:
+        """Say why a controller may not drop a copy of its newest committed step: it knows too few other whole ones."""
+        job = controller.catalog.jobs.get(self.world.scenario.job)
+        newest = max(job.commits, default=None) if job is not None else None
+        if job is None or newest is None or "removed" in body or not self.world.scenario.is_strict:
+            return ""
+        for shard in map(shard_from_wire, body["shards"]):
+            if shard.job == job.name and StepId(shard.attempt, shard.step) == newest:
+                known = job.copies.get(newest, {}).get(shard.rank, {})
+                left = sorted(h for h, copy in known.items() if h != host and not copy.missing)
+                if len(left) < self.world.scenario.replicas:
+                    return f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
+        return ""
 
     def dropped(self, host: str, shard: ShardId) -> str:
         """A copy went without a fault: say which promise is short of copies now, or ""."""
