@@ -113,9 +113,14 @@ class FullFileSystem(KeptUp):
     def _fill(self) -> None:
         for step in FILL_STEPS_BYTES:
             try:
-                while not self.stopping.is_set():
+                while not self.stopping.is_set() and self._may_fit(step):
                     os.posix_fallocate(self._fd, self.nbytes, step)
                     self.nbytes += step
             except OSError as exc:
                 if exc.errno != errno.ENOSPC:
                     raise
+
+    def _may_fit(self, nbytes: int) -> bool:
+        """No more than is free, if it is not one page: tmpfs takes what there is and gives it back when it ends."""
+        free = os.fstatvfs(self._fd)
+        return nbytes == FILL_STEPS_BYTES[-1] or nbytes <= free.f_bfree * free.f_frsize
