@@ -245,3 +245,20 @@ def test_what_may_be_needed_does_not_expire(keeper: str) -> None:
     world.run(300.0)
     newest = 3 if keeper == "ram only" else 2
     assert len(world.holders_of(StepId(1, newest), 0)) == 2
+
+
+def test_a_job_of_a_removed_name_is_written_at_once() -> None:
+    """A write of the job before, cut off by its removal, is none that the new one waits for (R31)."""
+    world = CatalogWorld(2, durable="/durable", durable_every="1h")
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.work_s = (5.0, 6.0)
+    assert world.put_all(ranks, 1)
+    assert world.served.durable.state("train").active is not None
+    world.call(ranks[0], "rm", job="train", force=True)
+    world.run(10.0)
+    world.work_s = (0.01, 0.2)
+    assert not world.durable.markers
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1, until="durable", limit_s=60.0)

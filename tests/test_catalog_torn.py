@@ -134,3 +134,92 @@ def test_a_torn_marker_that_comes_late_goes_when_it_is_listed() -> None:
     assert last not in {a.get("step") for a in answers}
     world.run(3.0)
     assert last not in marked(world)
+
+
+def test_a_late_host_brings_the_word_that_a_step_of_the_newest_attempt_is_torn() -> None:
+    """A controller that began without it does not offer the step once the host that knows is back (R16, R25)."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    world.kill_host("h2", keep_memory=True)
+    retire(world, ranks[0], 3)
+    world.run(1.0)
+    for name in ("h0", "h1"):
+        world.kill_host(name, keep_memory=True)
+    world.return_host("h2")
+    world.crash_controller()
+    assert world.run_until(lambda: world.catalog is not None and world.served.is_settled, 10.0)
+    for name in ("h0", "h1"):
+        world.return_host(name)
+    world.run(3.0)
+    assert {a["step"] for a in world.get(world.launch(3))} == {2}
+
+
+def test_the_word_that_a_step_is_torn_outlives_the_controller_that_heard_it() -> None:
+    """It is not answered before it has spread, so the rank's host says it again to the next one (R16)."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    world.has_lease = False
+    world.silence("h2")
+    assert world.run_until(lambda: not world.served.may_record(), 10.0)
+    retire(world, ranks[0], 3)
+    world.run(0.5)
+    assert not world.served.may_record(), "the fact waits for a lease"
+    world.crash_controller()
+    world.has_lease = True
+    world.thaw("h2")
+    assert world.run_until(lambda: bool(ranks[0].answers.get("retire")), 20.0)
+    assert {a["step"] for a in world.get(world.launch(3))} == {2}
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.2])
+def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s: float) -> None:
+    """A rank of the attempt before says so when the next one has chosen it already: the next candidate is taken."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    last, world.work_s = ranks[0], (0.3, 0.5)
+    alive = world.holders[last.host_id]
+    new = [world.join(rank, 3, "next", takeover=True) for rank in range(3)]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in new), 15.0)
+    for rank in new:
+        world.call(rank, "get", step=None, timeout_s=60.0, is_agreement=False)
+    active = world.served.rounds.active
+    assert world.run_until(lambda: JOB in active and active[JOB].phase == "staging", 5.0)
+    world.run(moment_s)
+    assert active[JOB].phase in ("staging", "checking")
+    alive.call(last, "retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
+    assert world.run_until(lambda: all(rank.answers.get("get") for rank in new), 30.0)
+    assert {rank.answers["get"][-1]["step"] for rank in new} == {2}
+
+
+def forked(world: CatalogWorld, rank: FakeRank, step: int) -> str:
+    """Ask for a fork and wait for the end; return the error, or ""."""
+    world.call(rank, "fork", step=step, new_job="fork", nonce="n")
+    assert world.run_until(lambda: bool(rank.answers.get("fork") or rank.errors.get("fork")), 30.0)
+    return rank.error("fork")
+
+
+def test_a_step_that_is_seen_torn_while_it_is_forked_makes_no_fork() -> None:
+    """Room is claimed and hosts look at their copies meanwhile (R32)."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    world.work_s = (1.0, 1.5)
+    world.call(ranks[1], "fork", step=3, new_job="fork", nonce="n")
+    world.run(0.5)
+    assert "fork" in world.served.forks.pending
+    retire(world, ranks[0], 3)
+    assert world.run_until(lambda: bool(ranks[1].errors.get("fork")), 30.0)
+    assert "changed before the fence" in ranks[1].error("fork")
+    assert "fork" not in world.served.jobs
+
+
+@pytest.mark.parametrize("end", ["", "crash", "removed"])
+def test_a_fork_of_a_step_that_is_seen_torn_afterwards_is_torn(end: str) -> None:
+    """It has the same bytes, whatever becomes of the controller and of the job that it was made from (R32)."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    assert forked(world, ranks[1], 3) == ""
+    retire(world, ranks[0], 3)
+    world.run(2.0)
+    if end == "removed":
+        world.call(ranks[0], "rm", job=JOB, force=True)
+        world.run(1.0)
+    if end:
+        world.crash_controller()
+        world.run(6.0)
+    answers = world.get(world.launch(3, job="fork"))
+    assert all("changed before the fence" in str(answer.get("error")) for answer in answers)

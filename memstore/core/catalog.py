@@ -340,7 +340,7 @@ class Catalog:
         elif isinstance(fact, f.StepAbandoned):
             self.steps.apply_abandoned(fact, is_replay=is_replay)
         elif isinstance(fact, f.StepRetired):
-            self.jobs.setdefault(fact.job, Job(fact.job)).retire(fact)
+            self.queries.apply_retired(fact)
         elif isinstance(fact, f.AttemptClosed):
             job = self.jobs.get(fact.job)
             if job is not None and fact.attempt in job.attempts:
@@ -362,7 +362,7 @@ class Catalog:
         self.jobs.pop(fact.job, None)
         self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
         parts = (self.attempts, self.mesh_orders, self.room, self.cadence, self.rounds, self.pins, self.forks)
-        for part in (*parts, self.view.twins):
+        for part in (*parts, self.durable, self.view.twins):
             part.forget(fact.job)
 
     def compact(self) -> None:

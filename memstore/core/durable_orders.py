@@ -300,6 +300,10 @@ class DurableOrders:
                 job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
         return ""
 
+    def forget(self, name: str) -> None:
+        """The job was removed: another one of its name begins anew."""
+        self.states.pop(name, None)
+
     def host_died(self, job: Job, host_id: str) -> None:
         """A writer died: what it owed goes to other holders; if there are none the write is over."""
         state, attempt = self.state(job.name), job.newest

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_to_wire
-from memstore.core.facts import JobForked, StepCommitted
+from memstore.core.facts import JobForked, StepCommitted, StepRetired
 from memstore.core.job import Attempt, Call, Job, Seat
 from recovery.inventory import ShardId, StepId
 
@@ -80,12 +80,24 @@ class ForkMaking:
     def tick(self, now: float) -> None:
         """Order again what is not made yet; answer who waits for it."""
         for job in [job for job in self.catalog.jobs.values() if job.origin is not None]:
+            self._retire_torn(job)
             if self._unmade(job):
                 if now - self.ordered_s.get(job.name, -MAKE_AGAIN_S) >= MAKE_AGAIN_S:
                     self._make(now, job)
             elif job.name in self.waiting and self.is_whole(job):
                 for call in self.waiting.pop(job.name):
                     self._answer(job, call)
+
+    def _retire_torn(self, job: Job) -> None:
+        """What its origin's step was seen to be after the fork, a fork's is too: a fact that outlives the origin."""
+        fact = job.origin
+        origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
+        if fact is None or origin is None or StepId(fact.attempt, fact.step) in job.torn:
+            return
+        from_step = StepId(fact.from_attempt, fact.step)
+        torn = StepRetired(job.name, fact.attempt, fact.step, origin.retired.get(from_step, ""), is_torn=True)
+        if from_step in origin.torn and torn not in self.catalog.log.undone():
+            self.catalog.record(torn)
 
     def _answer(self, job: Job, call: Call) -> None:
         fact = job.origin

@@ -215,6 +215,12 @@ class Forks:
             what = f"rank {lost[0]} of step {pending.step.step} of job {pending.origin!r} is not whole on any host now"
             self._refuse(pending, "RecoveryError", f"{what}: repair is under way, ask again in a moment")
             return
+        origin = self.catalog.jobs.get(pending.origin)
+        why = origin.retired.get(pending.step) if origin is not None else None
+        if why is not None:  # since it was asked for
+            what = f"step {pending.step.step} of job {pending.origin!r} is retired"
+            self._refuse(pending, "RecoveryError", f"{what}: {why}")
+            return
         pending.is_recorded = True
         self.catalog.record(self._fact(pending, found))
 

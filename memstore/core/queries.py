@@ -15,7 +15,7 @@ from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
 from memstore.core.timeline import timeline
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import plan
 from recovery.simulate import what_if
@@ -44,6 +44,7 @@ class Queries:
         self.report = StatusReport(catalog)
         self.asks: dict[int, Ask] = {}
         self.reads: dict[int, tuple[Call, ShardId, Body]] = {}
+        self.retiring: dict[StepRetired, list[Call]] = {}  # recorded, not spread yet
         # Of what is ordered, for its report: none that a former controller ordered may answer a read of ours.
         self.count = catalog.log.term % TERMS << TERM_SHIFT
 
@@ -283,7 +284,17 @@ class Queries:
         if job is None:
             return
         is_torn = body.get("is_torn") is True
-        self.catalog.record(
-            StepRetired(job.name, int(body["attempt"]), int(body["step"]), str(body["reason"]), is_torn)
-        )
-        self.catalog.answer(call, {})
+        fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), str(body["reason"]), is_torn)
+        if fact not in self.retiring:
+            self.catalog.record(fact)
+        self.retiring.setdefault(fact, []).append(call)
+
+    def apply_retired(self, fact: StepRetired) -> None:
+        """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""
+        job = self.catalog.jobs.get(fact.job)
+        if job is not None:  # else it was removed meanwhile
+            job.retire(fact)
+        if job is not None and fact.is_torn:
+            self.catalog.rounds.torn(self.catalog.now, job, StepId(fact.attempt, fact.step))
+        for call in self.retiring.pop(fact, ()):
+            self.catalog.answer(call, {})

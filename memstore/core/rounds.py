@@ -294,6 +294,14 @@ class Rounds:
             return
         self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
 
+    def torn(self, now: float, job: Job, step: StepId) -> None:
+        """A rank of an older attempt saw it torn while it is being restored: the next candidate (R25)."""
+        active = self.active.get(job.name)
+        if active is None or active.plan is None or active.plan.step != step:
+            return
+        if active.phase in ("deciding", "staging", "checking"):
+            self.plan_again(now, active)
+
     def abort(self, job: str, name: str, message: str) -> None:
         """End a round that can no longer mean anything."""
         if job in self.active:

@@ -155,5 +155,7 @@ class Takeover:
             return fact.name not in job.pins and StepId(fact.attempt, fact.step) in job.commits
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
+        if isinstance(fact, f.StepRetired) and fact.is_torn:
+            return True  # no decision: it is true of these bytes whoever is the controller (R25)
         # The rest speaks of the course of an attempt: for ours it is decided here, for older ones it is their past.
         return job.newest is None or fact.attempt < job.newest.ordinal
