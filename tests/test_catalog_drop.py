@@ -90,3 +90,38 @@ def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> No
     world.run(1.0)
     orders = [body for kind, body in world.holders["h2"].orders if kind == "drop"]
     assert {"shards": [], "removed": [JOB, 1]} in orders
+
+
+def test_a_removal_is_answered_once_the_job_is_gone() -> None:
+    """Until the fact has spread nothing is dropped and nobody is told; then the job is in no status (R16)."""
+    world, ranks = trained(2)
+    world.silence("h1")
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert "rm" not in ranks[0].answers
+    assert rooms_freed(world, "h0") == []
+    assert world.holders["h0"].copies
+    world.thaw("h1")
+    assert world.run_until(lambda: "rm" in ranks[0].answers)
+    assert JOB not in world.served.jobs
+    world.run(1.0)
+    assert ranks[0].answers["rm"] == [{"job": JOB, "pins": [], "shards": 2}]
+    assert not any(holder.copies for holder in world.holders.values())
+
+
+def test_a_removed_job_stays_away_though_a_step_was_given_up_meanwhile() -> None:
+    """What was decided of it while the word of its end spread has no effect, nor with a new controller (R16)."""
+    world, ranks = trained(2)
+    world.silence("h1")
+    world.call(ranks[0], "rm", force=True)
+    world.run(0.1)
+    world.skip(ranks[0], 2)
+    world.call(ranks[0], "retire", attempt=1, step=1, reason="torn", is_torn=True)
+    world.run(0.1)
+    world.thaw("h1")
+    world.run(2.0)
+    assert ranks[0].answers["retire"] == [{}]
+    assert JOB not in world.served.jobs
+    world.crash_controller()
+    world.run(10.0)
+    assert JOB not in world.served.jobs

@@ -321,7 +321,9 @@ class Catalog:
 
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """A fact takes effect: it has spread, or it is of the past."""
-        now = self.now
+        now, removed = self.now, self.removed.get(getattr(fact, "job", ""), 0)
+        if not isinstance(fact, f.JobRemoved) and getattr(fact, "attempt", removed + 1) <= removed:
+            return  # decided while the word of the job's end was spreading
         if not is_replay:
             self.observer.fact(fact)
         self.repair.fact(getattr(fact, "job", ""))
@@ -352,18 +354,11 @@ class Catalog:
         elif isinstance(fact, f.JobForked):
             self.forks.apply_forked(fact, is_replay=is_replay)
         elif isinstance(fact, f.JobRemoved):
-            self._forget_job(fact)
+            self.expiry.apply(fact, is_replay=is_replay)
         elif isinstance(fact, f.HostJoined):
             self.hosts.joined[fact.host_id] = fact.labels
         elif isinstance(fact, f.HostDraining):
             self.drains.apply(fact, is_replay=is_replay)
-
-    def _forget_job(self, fact: f.JobRemoved) -> None:
-        self.jobs.pop(fact.job, None)
-        self.removed[fact.job] = max(fact.attempt, self.removed.get(fact.job, 0))
-        parts = (self.attempts, self.mesh_orders, self.room, self.cadence, self.rounds, self.pins, self.forks)
-        for part in (*parts, self.durable, self.view.twins):
-            part.forget(fact.job)
 
     def compact(self) -> None:
         """Forget facts of steps that are gone, when the journals have grown."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memstore.core.events import Body
 from memstore.core.facts import JobRemoved
-from memstore.core.job import Job
+from memstore.core.job import Call, Job
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -22,6 +23,7 @@ class Expiry:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
+        self.removing: dict[str, list[tuple[Call, Body]]] = {}  # job whose end is recorded -> who waits for it
 
     def tick(self, now: float) -> None:
         """Remove what has been over for its time; a new controller begins to count anew."""
@@ -44,10 +46,29 @@ class Expiry:
         is_used = is_read or bool(self.catalog.steps_in_use(job)) or bool(self.catalog.forks.unfinished(job))
         return not is_joining and not is_used
 
-    def remove(self, job: Job) -> int:
-        """Drop every copy of a job in RAM, and its facts; return how many shards that were."""
-        shards = [[job.name, s.attempt, s.step, rank] for s, ranks in job.copies.items() for rank in ranks]
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "drop", {"shards": shards, "removed": [job.name, job.newest_ordinal]})
-        self.catalog.record(JobRemoved(job.name, job.newest_ordinal))
-        return len(shards)
+    def remove(self, job: Job, *waiting: tuple[Call, Body]) -> None:
+        """Record the end of a job; whoever waits is answered once it is gone."""
+        self.removing.setdefault(job.name, []).extend(waiting)
+        undone = [fact for fact in self.catalog.log.undone() if getattr(fact, "job", "") == job.name]
+        fact = JobRemoved(job.name, max([job.newest_ordinal, *(getattr(fact, "attempt", 0) for fact in undone)]))
+        if fact not in undone:
+            self.catalog.record(fact)
+
+    def apply(self, fact: JobRemoved, *, is_replay: bool) -> None:
+        """The fact has spread: forget the job and drop every copy."""
+        catalog, job = self.catalog, self.catalog.jobs.pop(fact.job, None)
+        catalog.removed[fact.job] = max(fact.attempt, catalog.removed.get(fact.job, 0))
+        parts = (
+            catalog.attempts, catalog.mesh_orders, catalog.room, catalog.cadence, catalog.rounds, catalog.pins,
+            catalog.forks, catalog.durable, catalog.view.twins, catalog.queries,
+        )  # fmt: skip
+        for part in parts:
+            part.forget(fact.job)
+        if is_replay:
+            return
+        copies = job.copies.items() if job is not None else ()
+        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        for host in catalog.hosts.live_ids():
+            catalog.tell(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
+        for call, body in self.removing.pop(fact.job, []):
+            catalog.answer(call, {**body, "shards": len(shards)})

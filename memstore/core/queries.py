@@ -276,7 +276,7 @@ class Queries:
             )  # fmt: skip
             return
         pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
-        self.catalog.answer(call, {"job": job.name, "shards": self.catalog.expiry.remove(job), "pins": pins})
+        self.catalog.expiry.remove(job, (call, {"job": job.name, "pins": pins}))
 
     def _retire(self, call: Call) -> None:
         """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
@@ -298,3 +298,9 @@ class Queries:
             self.catalog.rounds.torn(self.catalog.now, job, StepId(fact.attempt, fact.step))
         for call in self.retiring.pop(fact, ()):
             self.catalog.answer(call, {})
+
+    def forget(self, name: str) -> None:
+        """The job was removed: whoever retired a step of it meanwhile has what he asked for."""
+        for fact in [fact for fact in self.retiring if fact.job == name]:
+            for call in self.retiring.pop(fact):
+                self.catalog.answer(call, {})
