@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_holder import CHUNKS, FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import ShardId, StepId
@@ -142,6 +142,17 @@ def test_a_name_that_durable_storage_knows_is_refused() -> None:
     assert "cannot be told: Input/output error" in fork(world, ranks[0], 1)
     world.durable.problem = ""
     assert fork(world, ranks[0], 1) == ""
+
+
+def test_a_fork_claims_room_for_the_one_step_it_begins_with() -> None:
+    """Whatever its origin keeps: nobody writes to it before somebody connects, and then a first put claims (R10)."""
+    world, ranks = trained(3, last=3, keep_steps=2)
+    assert fork(world, ranks[0], 3) == ""
+    for holder in world.holders.values():
+        claims = [body for kind, body in holder.orders if kind == "reserve" and body["job"] == NEW]
+        assert claims
+        assert all(body["versions"] == 1 for body in claims)
+        assert all(slots == CHUNKS for body in claims for _, slots in body["ranks"])
 
 
 def test_a_fork_without_room_is_refused_and_leaves_no_claim() -> None:

@@ -43,6 +43,8 @@ def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
 def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     """A host that placement has left keeps the copy that a read was planned to come from (R7)."""
     world, _ = trained(6, 3)
+    for host in ("h3", "h4", "h5"):
+        world.holders[host].rooms["train"] = {}  # memory of another job that is gone
     world.work_s = (3.0, 3.0)  # of the pushes to where the ranks are now
     ranks = [world.join(r, 3, "k", host=f"h{3 + r}", launcher="launcher") for r in range(3)]
     orders = [world.holders[source].orders for source in ("h0", "h1", "h2")]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memstore.core import facts as f
 from memstore.core.fact_log import FactLog
+from memstore.testing.catalog_holder import CHUNKS
+from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
 
@@ -157,3 +161,66 @@ def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
     world.call(ranks[0], verb, lose=[])
     assert world.run_until(lambda: bool(ranks[0].errors.get(verb)))
     assert "has copies and no attempt" in str(ranks[0].errors[verb])
+
+
+def closed(hosts: int, last: int, **config: object) -> CatalogWorld:
+    """A job that has trained and whose ranks have all closed."""
+    world, ranks = trained(hosts, last=last, **config)
+    for rank in ranks:
+        world.call(rank, "close")
+    assert world.run_until(lambda: world.job().attempts[1].phase == "closed", 5.0)
+    return world
+
+
+def replace_host_and_controller(world: CatalogWorld, host: str) -> None:
+    """A machine is back without its memory, and only the next controller hears of it."""
+    world.kill_host(host)
+    world.crash_controller(restart_after_s=None)
+    world.return_host(host)
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 10.0)
+
+
+@pytest.mark.parametrize(("keep_steps", "last"), [(1, 3), (2, 3), (2, 1)])
+def test_a_closed_job_has_room_for_what_it_holds_on_a_host_that_came_back_empty(keep_steps: int, last: int) -> None:
+    """A new controller has its lost copies made again before anybody connects; it writes no version more."""
+    world = closed(3, last, keep_steps=keep_steps)
+    replace_host_and_controller(world, "h2")
+    held = range(max(1, last - keep_steps + 1), last + 1)
+
+    def is_mended() -> bool:
+        return all(len(world.holders_of(StepId(1, step), rank)) == 2 for step in held for rank in range(3))
+
+    assert world.run_until(is_mended, 30.0), world.notes[-20:]
+    assert world.holders["h2"].rooms["train"]["versions"] == len(held)
+    assert dict(world.holders["h2"].rooms["train"]["ranks"]) == {2: len(held) * CHUNKS}
+
+
+def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -> None:
+    """What is left is for the closed job; status says why its copies are fewer, and makes them when there is room."""
+    world = closed(3, last=1)
+    ranks = world.launch(3, job="busy")
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    holder = world.holders["h2"]
+    obey, limit = holder.obey, [6 * CHUNKS]
+
+    def limited(kind: str, body: dict[str, Any]) -> None:
+        if kind == "reserve":
+            rooms = {**holder.rooms, body["job"]: body}
+            used = sum(sum(slots for _, slots in room["ranks"]) + room["guest_slots"] for room in rooms.values())
+            holder.refuses_room = f"needs {used} slots, may take {limit[0]}" if used > limit[0] else ""
+        obey(kind, body)
+
+    holder.obey = limited  # type: ignore[method-assign]
+    replace_host_and_controller(world, "h2")
+    assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2, "busy")) == 2, 30.0)
+    world.run(20.0)
+    assert list(holder.rooms) == ["busy"]
+    world.call(ranks[0], "status")
+    assert world.run_until(lambda: bool(ranks[0].answers.get("status")))
+    found = [row["cause"] for row in ranks[0].answers["status"][-1]["problems"] if row["about"] == "train"]
+    assert "step 1 has 1 of 2 copies; refused by h2: needs 32 slots, may take 24" in found[0], found
+    assert sum("h2 has no room for job 'train' yet" in note for note in world.notes) == 1
+    limit[0] = 100
+    assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2)) == 2, 30.0)

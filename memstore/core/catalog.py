@@ -192,7 +192,7 @@ class Catalog:
                 self.queries.host_died(change.host_id)
         if any(change.status in ("live", "dead") for change in changes):
             self.view.send_addresses()
-            for job in list(self.jobs.values()):
+            for job in self.room.in_turn():
                 self.view.membership_changed(job)
 
     def placement(self, job: Job) -> Placement | None:

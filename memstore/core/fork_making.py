@@ -41,6 +41,7 @@ class ForkMaking:
             fact.is_degraded, fact.reason, fact.wall_s,
         )  # fmt: skip
         if not is_replay:
+            self.catalog.room.order(job, attempt)  # a holder that was replaced since it claimed has forgotten it
             self._make(self.catalog.now, job)
 
     def _unmade(self, job: Job) -> dict[int, list[str]]:

@@ -138,10 +138,11 @@ class Forks:
             seats[rank] = Seat(rank, owner if owner in hosts else hosts[0], "", is_gone=True)
         job = Job(name, home=origin.placement or origin.home)
         ordinal = self.catalog.removed.get(name, 0) + 1
-        job.attempts[ordinal] = stand_in(
+        job.attempts[ordinal] = attempt = stand_in(
             ordinal, commit.world_size, {**newest.config, "durable": None}, newest.level_asked, seats,
             [self._chunks(origin, step, rank) for rank in range(commit.world_size)],
         )  # fmt: skip
+        attempt.steps[step.step] = "committing"  # the one version that needs room
         return job
 
     def _chunks(self, job: Job, step: StepId, rank: int) -> int:

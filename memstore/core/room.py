@@ -6,7 +6,7 @@ Pins and forks claim room as well, with an order that carries a call's number, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body
@@ -48,6 +48,15 @@ class Claim:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Unroomed:
+    """A host had no room for an attempt when it joined."""
+
+    attempt: int
+    why: str
+    due_s: float  # when to ask again
+
+
 class Room:
     """Reservations of all jobs, for the catalog."""
 
@@ -56,7 +65,7 @@ class Room:
         self.claims: dict[int, Claim] = {}  # by call
         self.calls_count = 0
         self.active: dict[str, Reservation] = {}
-        self.unroomed: dict[tuple[str, str], tuple[int, float]] = {}  # (job, late host) -> (attempt, when to ask again)
+        self.unroomed: dict[tuple[str, str], Unroomed] = {}  # by job and late host
 
     def reserve(self, call: Call) -> None:
         """A rank's preparation or first put, or a put that has outgrown its share."""
@@ -184,10 +193,20 @@ class Room:
             self.catalog.tell(host, kind, body)
         return hosts
 
+    def in_turn(self) -> list[Job]:
+        """All jobs, in the order in which they claim the room of a host: those that train first, closed ones after."""
+        return sorted(self.catalog.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
+
     def versions(self, job: Job, attempt: Attempt) -> int:
-        """How many versions of every shard have room, pins apart; one for a fork that nobody has connected to (R32)."""
-        if job.origin is not None and attempt.ordinal == job.origin.attempt:
-            return 1
+        """How many versions of every shard have room, pins apart.
+
+        A closed attempt writes no version more, nor does the one that stands for what was before a fork (R32): room is
+        for what the job keeps, and for steps that were not whole yet when it closed.
+        """
+        if attempt.phase == "closed":
+            kept = self.catalog.retention.kept(job, attempt) - job.pinned_steps()
+            begun = [step for step, phase in attempt.steps.items() if phase in ("open", "committing")]
+            return len(kept) + len(begun)
         return int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
 
     def _pinned_slots(self, job: Job) -> dict[int, int]:
@@ -243,9 +262,10 @@ class Room:
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
-        self.unroomed.pop((name, host_id), None)
+        known = self.unroomed.pop((name, host_id), None)
         if why:
-            self.unroomed[name, host_id] = (attempt, self.catalog.now + RETRY_S)
+            self.unroomed[name, host_id] = Unroomed(attempt, why, self.catalog.now + RETRY_S)
+        if why and (known is None or known.why != why):
             self.catalog.note(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 
     def _finish_claims(self) -> None:
@@ -256,14 +276,16 @@ class Room:
                 claim.done(*min(claim.refusals.items(), default=("", "")))
 
     def _ask_again(self, now: float) -> None:
-        for (name, host), (ordinal, due_s) in list(self.unroomed.items()):
+        for (name, host), refused in list(self.unroomed.items()):
             job = self.catalog.jobs.get(name)
             attempt = job.newest if job is not None else None
-            if job is None or attempt is None or attempt.ordinal != ordinal or not self.catalog.hosts.is_live(host):
+            is_live = self.catalog.hosts.is_live(host)
+            if job is None or attempt is None or attempt.ordinal != refused.attempt or not is_live:
                 del self.unroomed[name, host]
-            elif due_s <= now:
-                self.unroomed[name, host] = (ordinal, now + RETRY_S)
-                self.order(job, attempt, only_host=host)
+            elif refused.due_s <= now:
+                self.unroomed[name, host] = replace(refused, due_s=now + RETRY_S)
+                if not self.order(job, attempt, only_host=host):
+                    del self.unroomed[name, host]  # placement has left it
 
     def _finish(self, job: Job, active: Reservation) -> None:
         active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}

@@ -103,7 +103,7 @@ class StatusReport:
             replicas=attempt.replicas,
             keep_steps=int(attempt.config["keep_steps"]),
             survives=self._survives(job, newest) if newest is not None else [],
-            refusals=sorted({f"{host}: {why}" for (_, host), why in job.refusals.items()})[:5],
+            refusals=self._refusals(job)[:5],
             parent=attempt.parent,
             parent_step=attempt.parent_step,
             level=placement.level if placement is not None else None,
@@ -124,6 +124,12 @@ class StatusReport:
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
         )
         return body
+
+    def _refusals(self, job: Job) -> list[str]:
+        """Rows "host: why" of who takes no copy; a host without room for the job says why, not only that (R10)."""
+        unroomed = {host: row.why for (name, host), row in self.catalog.room.unroomed.items() if name == job.name}
+        found = {host: why for (_, host), why in job.refusals.items()}
+        return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
     def _odds(self, placement: Any, lost_count: int) -> float | None:
         """Chance that losing `lost_count` hosts at once leaves every shard a copy."""

@@ -92,13 +92,11 @@ class Takeover:
         self.catalog.view.send_addresses()
         for name, attempt in self.catalog.removed.items():  # it may have been out of reach then: the room is freed now
             self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
-        for job in self.catalog.jobs.values():
+        for job in self.catalog.room.in_turn():
             if job.newest is not None:
                 self.catalog.attempts.send_fence(host, job.name, job.newest)
                 self.catalog.view.send_targets(job, only_host=host)
-                is_fork = job.origin is not None  # its first attempt is a closed one, and has room all the same (R32)
-                is_kept = is_fork or job.newest.phase != "closed"
-                if is_kept and (job.newest.needs or job.copies):
+                if job.newest.needs or job.copies:
                     self.catalog.room.order(job, job.newest, only_host=host)  # shares are not journalled
                 self.catalog.steps.greet(job, host)
 

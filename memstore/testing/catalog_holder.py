@@ -111,6 +111,7 @@ class FakeHolder:
         self.is_up = True
         self.refuses_copies = ""  # why pushes are refused, or "" to take them
         self.refuses_room = ""
+        self.rooms: dict[str, Body] = {}  # job -> what was ordered for it: without, nothing of it is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many check orders find the rank's link down
         self.orders: list[tuple[str, Body]] = []
@@ -128,6 +129,7 @@ class FakeHolder:
         """A new holder process takes the host's memory over, or finds none."""
         self.info = replace(self.info, incarnation=self.info.incarnation + 1)
         self.targets, self.copiers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
+        self.rooms = {}
         if not keep_memory:
             self.copies, self.journal, self.term, self.fences = {}, [], 0, {}
 
@@ -208,10 +210,13 @@ class FakeHolder:
         self.copiers[body["job"]] = {rank: list(targets) for rank, targets, _ in body["copiers"]}
 
     def _on_grow(self, body: Body) -> None:
-        """Time is all that it saves."""
+        """Memory that no share claims takes copies as well."""
+        self.rooms.setdefault(body["job"], body)
 
     def _on_reserve(self, body: Body) -> None:
         why = self.refuses_room
+        if not why:
+            self.rooms[body["job"]] = body
         self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})
 
     def _on_fork(self, body: Body) -> None:
@@ -241,7 +246,8 @@ class FakeHolder:
         why = f"cannot reach {target}"
         if other is not None:
             is_known = other.copies.get(shard) is not None
-            why = "" if is_known else other.refuses_copies
+            room = "" if shard.job in other.rooms else f"no room is reserved for job {shard.job!r} here"
+            why = "" if is_known else other.refuses_copies or room
             if not why and max(shard.attempt, self.fences.get(shard.job, 0)) < other.fences.get(shard.job, 0):
                 why = "fenced"
         if why or other is None:
