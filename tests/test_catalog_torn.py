@@ -7,6 +7,7 @@ import pytest
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
+from recovery.inventory import StepId
 
 TORN = "state['w'] was changed before the fence"
 
@@ -43,6 +44,64 @@ def test_verify_lifts_no_torn_step(is_torn: bool) -> None:
     answers = world.get(world.launch(2))
     world.check_restored(answers)
     assert {a["step"] for a in answers} == {2 if is_torn else 3}
+
+
+def verify(world: CatalogWorld, rank: FakeRank) -> None:
+    """Ask for it and wait for the end."""
+    rank.answers.pop("verify", None)
+    world.call(rank, "verify", job=JOB)
+    assert world.run_until(lambda: bool(rank.answers.get("verify")), 10.0)
+
+
+def test_a_new_controller_knows_what_verify_has_lifted() -> None:
+    """The lifting is a fact as the retirement is: the last word counts (R16)."""
+    world, ranks = trained(2, last=3, keep_steps=3)
+    for _ in range(2):
+        retire(world, ranks[0], 3, is_torn=False)
+        world.run(1.0)
+        assert StepId(1, 3) in world.job().retired
+        verify(world, ranks[0])
+        world.run(1.0)
+    kinds = [event["event"] for event in world.served.observer.chronicle.page(0, JOB)["events"]]
+    assert [kind for kind in kinds if kind in ("retired", "lifted")] == ["retired", "lifted"] * 2
+    world.crash_controller()
+    world.run(6.0)
+    assert {a.get("step") for a in world.get(world.launch(2))} == {3}
+
+
+def test_what_verify_lifted_begins_its_crash_loop_anew() -> None:
+    """Restores from before count no more, or the next get would retire the step again at once (R25)."""
+    world, _ = trained(2, last=1)
+    for _ in range(4):
+        ranks = world.launch(2)
+        answers = world.get(ranks)
+    assert "the training dies of it" in answers[0]["error"]
+    verify(world, ranks[0])
+    world.crash_controller()
+    world.run(6.0)
+    assert {a.get("step") for a in world.get(world.launch(2))} == {1}
+
+
+@pytest.mark.parametrize("lacking", ["torn", "lifted", "retired"])
+def test_the_last_word_on_a_step_counts_if_a_late_host_has_it(lacking: str) -> None:
+    """What it alone has kept fills the gap, for the attempt of now too: it is evidence about bytes (R16, R25)."""
+    world, ranks = trained(3, last=3, keep_steps=3)
+    retire(world, ranks[0], 3, is_torn=lacking == "torn")
+    world.run(1.0)
+    if lacking != "torn":
+        verify(world, ranks[0])
+        world.run(1.0)
+    world.kill_host("h2", keep_memory=True)
+    for name in ("h0", "h1"):
+        journal = world.holders[name].journal
+        words = [row for row in journal if row["type"] == "StepRetired"]
+        journal.remove(words[1 if lacking == "lifted" else 0])
+    world.crash_controller()
+    world.run(6.0)
+    assert list(world.job().retired) == ([StepId(1, 3)] if lacking == "lifted" else [])
+    world.return_host("h2")
+    world.run(3.0)
+    assert (StepId(1, 3) in world.job().torn, StepId(1, 3) in world.job().retired) == (lacking == "torn",) * 2
 
 
 @pytest.mark.parametrize("is_verified", [True, False])

@@ -180,6 +180,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "closed": lambda e: f"attempt {e['attempt']} closed by all its ranks",
     "removed": lambda e: "removed with all its copies in RAM",
     "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
+    "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
     "host_joined": _host("joined"),
     "host_live": _host("live"),
     "host_suspect": _host("suspect"),

@@ -16,8 +16,8 @@ TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow ove
 ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
 KINDS = ROUTINE | {
     "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "members", "closed",
-    "removed", "forked", "pinned", "unpinned", "retired", "host_joined", "host_live", "host_suspect", "host_dead",
-    "twins_differ", "twins_agree", "unchanged",
+    "removed", "forked", "pinned", "unpinned", "retired", "lifted", "host_joined", "host_live", "host_suspect",
+    "host_dead", "twins_differ", "twins_agree", "unchanged",
     "drain", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "spill",
     "term",
 }  # fmt: skip

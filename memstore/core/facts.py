@@ -81,12 +81,12 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class StepRetired:
-    """A step that may not be offered again, with the evidence (R25)."""
+    """A step that may not be offered again, with the evidence, or may be after all: the last word counts (R25)."""
 
     job: str
     attempt: int
     step: int
-    reason: str
+    reason: str  # "": every host was told to check its digests
     is_torn: bool = False  # its bytes are of no one moment, though they match their digests: nothing lifts that
 
 

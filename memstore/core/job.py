@@ -175,16 +175,18 @@ class Job:
         return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
 
     def retire(self, fact: StepRetired) -> None:
-        """The step is not offered any more; what is known to be torn stays so, whatever else is said of it (R25)."""
+        """The step is offered no more, or again; what is known to be torn stays so, whatever else is said (R25)."""
         step = StepId(fact.attempt, fact.step)
-        if fact.is_torn or step not in self.torn:
-            self.retired[step] = fact.reason
         if fact.is_torn:
             self.torn.add(step)
-
-    def lift_retirements(self) -> None:
-        """Steps that a check of their digests speaks for may be offered again (R25)."""
-        self.retired = {step: why for step, why in self.retired.items() if step in self.torn}
+            self.retired[step] = fact.reason
+        elif step in self.torn:
+            return
+        elif fact.reason:
+            self.retired[step] = fact.reason
+        else:
+            self.retired.pop(step, None)
+            self.restores = [r for r in self.restores if r.step != step]  # or the crash loop would retire it at once
 
     def newest_commit(self, ordinal: int) -> int:
         """The newest step that this attempt committed, or -1."""

@@ -173,7 +173,8 @@ class Observer:
         elif isinstance(fact, f.StepAbandoned):
             self._abandoned(fact)
         elif isinstance(fact, f.StepRetired):
-            self.add("retired", job=fact.job, attempt=fact.attempt, step=fact.step, why=fact.reason)
+            word = {"kind": "retired", "why": fact.reason} if fact.reason else {"kind": "lifted"}
+            self.add(**word, job=fact.job, attempt=fact.attempt, step=fact.step)
         elif isinstance(fact, f.AttemptOpened):
             is_new = job is None or fact.attempt not in job.attempts  # else it was written again with other ranks (D51)
             self.add(

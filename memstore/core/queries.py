@@ -214,7 +214,8 @@ class Queries:
         self.asks[self.count] = Ask(call, set(live))
         for job in self.catalog.jobs.values():
             if call.body.get("job") in (None, job.name):
-                job.lift_retirements()
+                for step in sorted(job.retired.keys() - job.torn):
+                    self.catalog.record(StepRetired(job.name, step.attempt, step.step, ""))
         for host in live:
             self.catalog.tell(host, "ask", {"ask": self.count, "what": "verify", "job": call.body.get("job")})
 
@@ -283,8 +284,8 @@ class Queries:
         job, body = self._job(call), call.body
         if job is None:
             return
-        is_torn = body.get("is_torn") is True
-        fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), str(body["reason"]), is_torn)
+        is_torn, reason = body.get("is_torn") is True, str(body["reason"]) or "somebody said so"
+        fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), reason, is_torn)
         if fact not in self.retiring:
             self.catalog.record(fact)
         self.retiring.setdefault(fact, []).append(call)

@@ -145,6 +145,9 @@ class Takeover:
             return False
         if isinstance(fact, f.JobForked):
             return fact.job not in self.catalog.jobs
+        if isinstance(fact, f.StepRetired):
+            # No decision: it is true of these bytes whoever is the controller (R25).
+            return fact.is_torn or self._is_last_word(fact)
         if isinstance(fact, f.AttemptOpened):
             return fact.attempt not in job.attempts
         if isinstance(fact, f.StepCommitted):
@@ -153,7 +156,11 @@ class Takeover:
             return fact.name not in job.pins and StepId(fact.attempt, fact.step) in job.commits
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
-        if isinstance(fact, f.StepRetired) and fact.is_torn:
-            return True  # no decision: it is true of these bytes whoever is the controller (R25)
         # The rest speaks of the course of an attempt: for ours it is decided here, for older ones it is their past.
         return job.newest is None or fact.attempt < job.newest.ordinal
+
+    def _is_last_word(self, fact: f.StepRetired) -> bool:
+        """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""
+        facts = [entry.fact for entry in self.catalog.log.entries if isinstance(entry.fact, f.StepRetired)]
+        about = [x for x in facts if (x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step)]
+        return about[-1] == fact
