@@ -102,7 +102,9 @@ class Puts:
         own: Any = None,
     ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
-        with collector_paused():  # until `_put` has let go of its plan
+        # A first put that nobody prepared waits for hosts and ranks, perhaps for minutes: no pause for other threads.
+        is_short = self._has_room or (self._preparation is not None and self._preparation.is_ready)
+        with collector_paused() if is_short else contextlib.nullcontext():  # until `_put` has let go of its plan
             return self._put(step, state, timeout_s, overlap, own)
 
     def _put(

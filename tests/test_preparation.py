@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,12 +104,19 @@ def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch:
 
 
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
-    """The optimizer had no state yet when prepare() was called: the first put gets all of its room, and waits."""
-    with ranks(cluster, 2) as stores:
-        for store in stores:
-            store.prepare(state_of(2 * CHUNK))
+    """The optimizer had no state yet when prepare() was called: the first put gets all of its room, and waits.
+
+    That may take minutes: the collector goes on meanwhile, for other threads (D113).
+    """
+    with ranks(cluster, 2) as stores, ThreadPoolExecutor(1) as pool:
         larger = state_of(30 * CHUNK)
-        tickets = together([lambda store=store: store.put(1, larger) for store in stores])
+        stores[0].prepare(state_of(2 * CHUNK))
+        first = pool.submit(stores[0].put, 1, larger)
+        with pytest.raises(TimeoutError):
+            first.result(0.5)
+        assert gc.isenabled()
+        stores[1].prepare(state_of(2 * CHUNK))
+        tickets = [stores[1].put(1, larger), first.result(WAIT_S)]
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
 
 
