@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, cast
 
@@ -143,3 +144,28 @@ def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
         line.asked.put(None)
         serving[line].join(60)
         assert (vault.shelf.draft("b", shard) is not None) is is_kept
+
+
+def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth for another job, or for puts to come, takes minutes for hundreds of gigabytes (R10, D107)."""
+    vault.ensure_free(2)
+    grow, begun, may_end = vault.arena.grow, threading.Event(), threading.Event()
+
+    def slow(slots_count: int, **more: Any) -> None:
+        begun.set()
+        assert may_end.wait(60.0)
+        grow(slots_count, **more)
+
+    monkeypatch.setattr(vault.arena, "grow", slow)
+    with ThreadPoolExecutor(2) as pool:
+        claim = pool.submit(vault.claim, "other", Share(1, {0: 4}, 2, 1, 1))
+        assert begun.wait(60.0)
+        restore = pool.submit(lambda: (vault.ensure_free(2), vault.take_slots_growing(2))[1])
+        try:
+            assert len(restore.result(30.0)) == 2
+        finally:
+            may_end.set()
+        claim.result(60.0)
+    assert len(vault.table.slots) >= 6

@@ -124,12 +124,11 @@ class Vault:
                 self.shelf.set_share(job, share)
 
     def ensure_free(self, count: int) -> None:
-        """Make sure `count` slots are free for staging (R10)."""
-        with self._grow_lock:
-            with self.lock:
-                short = count - len(self.table.free)
-                needed = len(self.table.slots) + short
-            if short > 0:
+        """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
+        while len(self.table.free) < count:
+            with self._grow_lock:
+                with self.lock:
+                    needed = len(self.table.slots) + count - len(self.table.free)
                 self._grow_to(needed)
 
     def _grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
@@ -243,11 +242,11 @@ class Vault:
 
     def take_slots_growing(self, count: int) -> list[int]:
         """Take slots for a restore, growing the arena if its shares are used up (R10); CapacityError at the limit."""
-        with self._grow_lock:
+        while True:
+            self.ensure_free(count)
             with self.lock:
-                needed = len(self.table.slots) + max(0, count - len(self.table.free))
-            self._grow_to(needed)
-            return self.take_slots(count)
+                if count <= len(self.table.free):  # else others were quicker
+                    return self.take_slots(count)
 
     def keep_chunks(self, draft: Draft, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
         """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
