@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from memstore.core.events import Report, shard_to_wire
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
@@ -51,6 +53,33 @@ def test_a_lost_replica_is_rebuilt() -> None:
     world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(shard)]}))
     world.run(3.0)
     assert world.holders_of(StepId(1, 1), 0) == ["h0", "h1"]
+
+
+def test_a_push_of_what_was_dropped_holds_up_no_other() -> None:
+    """It ends without a word, at its source; what came after it is rebuilt at once, not when a deadline is over."""
+    world, ranks = trained(2, 2)
+    source, other = world.holders["h0"], world.holders["h1"]
+    push = source.push
+
+    def push_but_the_first(shard: ShardId, target: str) -> None:
+        if shard.step > 1:
+            push(shard, target)
+
+    def lose(step: int) -> None:
+        for rank in range(2):
+            shard = ShardId(JOB, 1, step, rank)
+            del other.copies[shard]
+            world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(shard)]}))
+
+    with patch.object(source, "push", push_but_the_first):
+        lose(1)
+        world.run(2.0)
+        assert world.put_all(ranks, 2)
+        world.run(2.0)
+        assert not world.holders_of(StepId(1, 1), 0)
+        lose(2)
+        world.run(3.0)
+    assert all(world.holders_of(StepId(1, 2), rank) == ["h0", "h1"] for rank in range(2))
 
 
 def test_nothing_is_dropped_before_a_newer_commit() -> None:

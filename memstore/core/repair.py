@@ -46,12 +46,21 @@ class Repair:
 
     def tick(self, now: float) -> None:
         """Consider every job; forget pushes and refusals that are too old."""
-        self.pushes = {key: value for key, value in self.pushes.items() if value[1] > now}
+        self.pushes = {
+            (shard, target): (source, deadline)
+            for (shard, target), (source, deadline) in self.pushes.items()
+            if deadline > now and self._has_copy(shard, source)
+        }
         for key, since_s in list(self.refused_s.items()):
             if now - since_s > REFUSAL_TTL_S:
                 del self.refused_s[key]
         for job in self.catalog.jobs.values():
             self.consider(now, job)
+
+    def _has_copy(self, shard: ShardId, host: str) -> bool:
+        """False once the copy was ordered to go: its push ends without a word, and must not keep others waiting."""
+        job = self.catalog.jobs.get(shard.job)
+        return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
     def consider(self, now: float, job: Job) -> None:
         """Order what is missing of one job, newest step first."""
