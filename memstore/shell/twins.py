@@ -70,7 +70,7 @@ class Twins:
         attempt, table = self.declared.get(shard.job, (0, {}))
         return table.get(shard.rank) if attempt == shard.attempt else None
 
-    def _own(self, shard: ShardId) -> int | None:
+    def own_of(self, shard: ShardId) -> int | None:
         """The local rank that holds what a shard from elsewhere holds."""
         attempt, table = self.declared.get(shard.job, (0, {}))
         if attempt == shard.attempt:
@@ -87,21 +87,26 @@ class Twins:
 
         A rank that one offer awaited in vain, frozen or slow, holds up no other until it has sealed again (D104).
         """
-        own = self._own(shard)
+        own = self.own_of(shard)
         if own is None:
             return
-
-        def is_over() -> bool:
-            if self.holder.stopping.is_set() or self.late.get((shard.job, own)) == shard.attempt:
-                return True
-            known = self.newest.get((shard.job, own))
-            return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
-
+        stopping = self.holder.stopping
         with self.changed:
-            if not self.changed.wait_for(is_over, TWIN_WAIT_S):
-                self.late[shard.job, own] = shard.attempt
-                self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
+            if not self.changed.wait_for(lambda: stopping.is_set() or self.is_over(shard, own), TWIN_WAIT_S):
+                self.gave_up(shard, own)
                 self.changed.notify_all()
+
+    def is_over(self, shard: ShardId, own: int) -> bool:
+        """Say whether an offered shard has nothing to wait for in a local rank's put."""
+        if self.late.get((shard.job, own)) == shard.attempt:
+            return True
+        known = self.newest.get((shard.job, own))
+        return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
+
+    def gave_up(self, shard: ShardId, own: int) -> None:
+        """An offer waited for a local rank in vain."""
+        self.late[shard.job, own] = shard.attempt
+        self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
 
     def forget(self, job: str, attempt: int) -> None:
         """The job was removed after this attempt."""

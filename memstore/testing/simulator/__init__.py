@@ -10,12 +10,16 @@
     staging.py     what a restore brings to a host
     durable.py     durable storage and the writes to it
     faults.py      how each fault is done
+    launcher.py    starts all ranks again and again
     rank.py        a training process: joins, gets, puts, checks what it is given
+    natural_rank.py  the same of a rank that names its shard: two parts to put and to get
+    natural.py     how launches deal shards, and what must be true of twins
+    twins.py       what a holder knows of twins, and the waits of offers
     checker.py     the invariants, looked at after every event
     campaign.py    many seeds, shrinking, reports
     corpus.py      every seed that ever failed
     planted.py     bugs put in on purpose, which the checker must find: planted_decisions.py, planted_bytes.py,
-                   planted_steps.py
+                   planted_steps.py, planted_history.py, planted_natural.py
 
 A run depends on its scenario alone: `python -m memstore.testing.simulator --seed N` plays it again.
 """

@@ -14,7 +14,7 @@ from memstore.core.facts import StepCommitted, entry_from_wire
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.shelf import Shelved
 from memstore.core.slots import SlotState
-from recovery.inventory import ShardId, ShardSpec, StepId
+from recovery.inventory import ShardId, StepId
 
 if TYPE_CHECKING:
     from memstore.testing.simulator.control import Controller
@@ -58,7 +58,7 @@ class Checker:
         self.steps_put = self.restores = self.acked_after_heal = 0
         self._seen: dict[str, int] = {}
         self._manifests: dict[bytes, tuple[Manifest, str]] = {}
-        self._is_healed = False
+        self.is_healed = False
         self._fenced: dict[tuple[SimHolder, str], int] = {}  # what a holder has answered (R21)
         self._short: tuple[StepId | None, float] = (None, 0.0)  # the newest commit and since when it lacks copies
         self.degraded = ""  # why the newest commit is
@@ -180,6 +180,7 @@ class Checker:
         for record in holder.memory.journal:
             entry = entry_from_wire(record)
             fact = entry.fact
+            self.world.natural.journalled(holder.host_id, fact)
             if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
                 step = StepId(fact.attempt, fact.step)
                 self.facts[step], self.terms[step] = fact, entry.term
@@ -218,8 +219,9 @@ class Checker:
                 raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")
         self.acked.add(step)
         self.world.starts_over = False
-        self.acked_after_heal += self._is_healed
+        self.acked_after_heal += self.is_healed
         self.degraded = fact.reason if is_degraded else ""
+        self.world.natural.committed(step, fact)
 
     def _racks(self, hosts: Iterable[str]) -> set[str]:
         return {self.world.holders[host].info.labels.get("rack", "") for host in hosts}
@@ -233,12 +235,6 @@ class Checker:
         hosts = {rank.host_id for rank in self.world.ranks}
         racks = Counter(self.world.holders[host].info.labels.get("rack", "") for host in hosts)
         return max(racks.values(), default=0) * self.world.scenario.replicas <= len(hosts)
-
-    def marked(self, job: str, attempt: int, step: int, specs: dict[int, ShardSpec]) -> None:
-        """A durable marker was written: every slice of every part must be there before it (R31)."""
-        for rank, spec in specs.items():
-            if self.world.durable.part(ShardId(job, attempt, step, rank), spec.digest) is None:
-                raise Violation("R31", f"the marker of {(attempt, step)} was written before rank {rank}'s part")
 
     # -- gets ---------------------------------------------------------------------------------
 
@@ -259,12 +255,24 @@ class Checker:
         orders = self.orders.setdefault(rank.attempt, set())
         orders.add(tuple(answer["order"]))
         other = self.seated.setdefault((rank.attempt, rank.rank), rank)
+        if other not in self.world.ranks:  # another process has taken its place in the launch (R20)
+            other = self.seated[rank.attempt, rank.rank] = rank
         if len(orders) > 1 or other is not rank:
             who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
             raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
 
     def restored(self, rank: SimRank, answer: Body) -> int:
-        """A get was answered: one step for all, the bytes that were put, and nothing newer was promised (I1-I3)."""
+        """A get was answered: with the bytes that were put (I3)."""
+        got = self.chosen(rank, answer)
+        if got is None:
+            return 0
+        shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
+        if answer["read"] not in self.contents.get(shard, []):
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+        return got.step
+
+    def chosen(self, rank: SimRank, answer: Body) -> StepId | None:
+        """A get, or an agreement, has chosen: one step for all, and nothing newer was promised (I1, I2)."""
         self.restores += 1
         got = None if answer["step"] is None else StepId(int(answer["attempt"]), int(answer["step"]))
         known = self.decided.setdefault(rank.attempt, got)
@@ -274,12 +282,7 @@ class Checker:
         if self.world.scenario.is_strict and newest is not None and (got is None or got < newest):
             why = answer.get("why", "")
             raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
-        if got is None:
-            return 0
-        shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
-        if answer["read"] not in self.contents.get(shard, []):
-            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
-        return got.step
+        return got
 
     def refused(self, rank: SimRank, verb: str, error: str) -> None:
         """A call failed: never a get for want of bytes, within the promise (I1)."""
@@ -331,7 +334,7 @@ class Checker:
 
     def healed(self) -> None:
         """From now on commits count for liveness."""
-        self._is_healed = True
+        self.is_healed = True
 
     def is_live(self) -> bool:
         """Commits went on, and the newest has every copy in truth (I16)."""
@@ -347,12 +350,12 @@ class Checker:
 
     def _old_copies_wanted(self) -> int:
         """Copies of a step that nobody puts again: its place may be a host that dies often, which gets none (R29)."""
-        return self._copies_wanted() if len(self._trusted()) == len(self.world.holders) else 1
+        return self._copies_wanted() if len(self.trusted()) == len(self.world.holders) else 1
 
     def _copies_wanted(self) -> int:
-        return max(1, min(self.world.scenario.replicas, len(self._trusted())))
+        return max(1, min(self.world.scenario.replicas, len(self.trusted())))
 
-    def _trusted(self) -> list[str]:
+    def trusted(self) -> list[str]:
         """Hosts that may hold a second copy: not those that die often (R29)."""
         controller = self.world.served()
         hosts = controller.catalog.hosts if controller is not None else None
@@ -360,7 +363,7 @@ class Checker:
 
     def _lacking(self, newest: StepId) -> str:
         """Say which rank's shard of a committed step lies whole on too few hosts or in too few racks, or ""."""
-        trusted, wanted = self._trusted(), self._copies_wanted()
+        trusted, wanted = self.trusted(), self._copies_wanted()
         for rank, digest in enumerate(self.facts[newest].digests):
             shard = ShardId(self.world.scenario.job, newest.attempt, newest.step, rank)
             have = [h for h, whole in self.whole.items() if (shard, digest) in whole]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.durable_part import slice_range, slices_count
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.core.manifest import chunk_digest
+from memstore.testing.simulator.checker import Violation
 from recovery.inventory import ShardId, ShardSpec
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class Persister:
             if not durable.problem:
                 specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
                 durable.markers[job, int(attempt), int(step)] = (specs, dict(body["lineage"]))
-                holder.world.checker.marked(job, int(attempt), int(step), specs)
+                for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
+                    if durable.part(ShardId(job, int(attempt), int(step), rank), spec.digest) is None:
+                        raise Violation("R31", f"the marker of {body['step']} was written before rank {rank}'s part")
             holder.report("persisted", {**reply, "ok": not durable.problem, "why": durable.problem})
         elif what == "remove" and not durable.problem:
             is_marked = (job, int(attempt), int(step)) in durable.markers

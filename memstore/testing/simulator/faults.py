@@ -78,6 +78,14 @@ def _leave_rank(world: Simulation, each: Fault) -> None:
         world.at(each.for_s, lambda: world.kill_rank(rank, "found at last"))
 
 
+@fault("differ")
+def _differ(world: Simulation, each: Fault) -> None:
+    """What a copier holds is not what its twins hold any more, for some steps (R34)."""
+    rank = _rank(world, each)
+    if rank is not None:
+        rank.differs = each.count
+
+
 @fault("freeze-rank")
 def _freeze_rank(world: Simulation, each: Fault) -> None:
     rank = _rank(world, each)

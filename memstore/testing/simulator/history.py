@@ -102,14 +102,15 @@ class History:
 
     def promised(self) -> Iterator[tuple[str, ShardId]]:
         """Every shard that a pin or a fork promises, with what promises it."""
-        size = self.world.scenario.world_size
+        facts = self.world.checker.facts
         for name, step in sorted(self.pins.items()):
-            yield from ((f"pin {name}", self._shard(step, rank)) for rank in range(size))
+            yield from ((f"pin {name}", self._shard(step, rank)) for rank in range(len(facts[step].digests)))
         for job in sorted(self.forks):
             shards = {shard for whole in self.world.checker.whole.values() for shard, _ in whole if shard.job == job}
             attempt = max((shard.attempt for shard in shards), default=1)
-            number = self.forks[job].step
-            yield from ((f"fork {job}", ShardId(job, attempt, number, rank)) for rank in range(size))
+            step = self.forks[job]
+            size = len(facts[step].digests)
+            yield from ((f"fork {job}", ShardId(job, attempt, step.step, rank)) for rank in range(size))
 
     def _shard(self, step: StepId, rank: int) -> ShardId:
         return ShardId(self.world.scenario.job, step.attempt, step.step, rank)

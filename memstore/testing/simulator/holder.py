@@ -23,7 +23,7 @@ from memstore.core.events import (
     shard_from_wire,
 )
 from memstore.core.facts import AttemptOpened, entry_from_wire
-from memstore.core.manifest import chunk_digest, chunk_sizes
+from memstore.core.manifest import chunk_digest
 from memstore.core.shelf import Shelved, share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
@@ -33,9 +33,10 @@ from memstore.testing.catalog_holder import LEVELS
 from memstore.testing.simulator.durable import Persister
 from memstore.testing.simulator.history import fork
 from memstore.testing.simulator.memory import Memory, MemoryArena, MemoryManifests
-from memstore.testing.simulator.rank import CHUNKS, SimRank
+from memstore.testing.simulator.rank import SimRank
 from memstore.testing.simulator.staging import Stager
 from memstore.testing.simulator.transfer import Fresh, Pusher
+from memstore.testing.simulator.twins import SimTwins
 from recovery.inventory import Copy, ShardId
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class SimHolder:
 
     def __init__(self, world: Simulation, info: HostInfo, memory: Memory) -> None:
         self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
-        self.is_up, self.is_frozen = True, False
+        self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
         self.term = 0
         self.fences: dict[str, int] = {}
@@ -76,6 +77,7 @@ class SimHolder:
             self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
             on_sealed=self._copy_sealed,
         )  # fmt: skip
+        self.twins = SimTwins(self)
         self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
         world.checker.adopted(self)
 
@@ -131,10 +133,12 @@ class SimHolder:
 
     def sealed(self, shelved: Shelved) -> None:
         """Report a replica: whole, or with the chunks it lacks."""
-        self._copy_sealed(Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing))
+        copy = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.twins.sealed(copy.shard)
 
     # -- ranks --------------------------------------------------------------------------------
 
@@ -160,25 +164,14 @@ class SimHolder:
         if rank is None or rank.is_dead:
             return
         if "shard" in body and error is None:
-            pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
-            if pinned is None:
-                error = ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
-            else:
-                body = {**body, "slots": list(pinned[0].slots)}
-                read = self.world.checker.read(rank, body)
-                if [chunk_digest(data) for data in read] != list(pinned[0].digests):  # as checkpoint.py checks (R7)
-                    error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
-                    key = (rank.job, int(body["round"]), rank.rank)
-                    staged_s = self.stager.staged_s.get(key, self.world.now)
-                    self.world.checker.read_damaged(rank, [n for n in pinned[0].slots if n is not None], staged_s)
-                self.vault.unpin(*pinned)
-                body = {**body, "read": read}
+            body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
     def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
         fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
         self.unfinished[shard] += 1
+        self.twins.began(shard)
         self.spawn(self._seal(rank, shard, slots, body, fence))
 
     def _seal(
@@ -204,9 +197,9 @@ class SimHolder:
                     fresh.digests.append(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
                 try:
                     known = self.vault.seal_local(
-                        shard, world_size=int(body["world_size"]), layout=b"",
-                        nbytes=sum(chunk_sizes(CHUNKS * self.memory.chunk_bytes, self.memory.chunk_bytes)),
-                        slots=slots, attempt=shard.attempt, fresh=fresh,  # type: ignore[arg-type]
+                        shard, world_size=int(body["world_size"]), layout=body["layout"],
+                        nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
+                        fresh=fresh,  # type: ignore[arg-type]
                     )  # fmt: skip
                     self.world.checker.sealed_here(self, shard)
                 except MemstoreError as exc:
@@ -218,8 +211,11 @@ class SimHolder:
         finally:
             self.sealing.discard(shard)
             self.unfinished -= Counter([shard])
+            self.twins.ended(shard)
+        self.twins.put(known, body)
         rank.rise(shard.step, "sealed")
         self.sealed(known)
+        self.twins.sealed(shard)
         if not has_targets:
             rank.rise(shard.step, "replicated")
         self.grant(rank)
@@ -306,6 +302,7 @@ class SimHolder:
 
     def _on_targets(self, body: Body) -> None:
         self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
+        self.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
 
     def _on_grow(self, body: Body) -> None:
         """Time is all that it saves."""
@@ -339,8 +336,9 @@ class SimHolder:
             return
         for rank in self.ranks.values():
             if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
-                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": True, "error": None}
-                self.report("checked", reply)
+                why = rank.check(self.stager, body)
+                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
+                self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
 
     def _on_level(self, body: Body) -> None:
         step, level = int(body["step"]), str(body["level"])
@@ -377,7 +375,10 @@ class SimHolder:
             self.stager.release(job)
         for shard in shards:
             self.vault.drop(shard)
-        self.vault.drop_all([], body.get("removed"))
+        removed = body.get("removed")
+        self.vault.drop_all([], removed)
+        if removed:
+            self.twins.forget(str(removed[0]), int(removed[1]))
         for job in sorted({shard.job for shard in shards}):
             self.grant_job(job)
 

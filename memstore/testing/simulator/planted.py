@@ -79,8 +79,9 @@ def load() -> dict[str, Planted]:
         planted_bytes,
         planted_decisions,
         planted_history,
+        planted_natural,
         planted_steps,
     )
 
-    del planted_bytes, planted_decisions, planted_history, planted_steps
+    del planted_bytes, planted_decisions, planted_history, planted_natural, planted_steps
     return PLANTED

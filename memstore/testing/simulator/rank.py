@@ -17,6 +17,7 @@ from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.staging import Stager
     from memstore.testing.simulator.world import Simulation, Wait
 
 Body = dict[str, Any]
@@ -32,13 +33,13 @@ class SimRank:
 
     def __init__(self, world: Simulation, rank: int, host_id: str, key: str) -> None:
         self.world, self.rank, self.host_id, self.key = world, rank, host_id, key
-        self.job = world.scenario.job
+        self.job, self.world_size, self.chunks_count = world.scenario.job, world.scenario.world_size, CHUNKS
         self.pid = next(world.ids) + 1000
         self.nonce = f"n{self.pid}"
         self.owner = Owner(self.pid, 1, self.pid)
         self.attempt = 0
         self.is_dead = self.is_frozen = self.is_fenced = False
-        self.is_left = False  # its launcher takes it for dead
+        self.is_left = self.is_restored = False  # its launcher takes it for dead; its get is over
         self.holder: SimHolder | None = None
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
@@ -48,7 +49,8 @@ class SimRank:
         self.replies: dict[int, Body] = {}
         self.tickets: dict[int, str] = {}
         self.resume_step = self.steps_done = 0
-        self.why = ""  # why it ended
+        self.differs = 0  # so many of its next puts are not what its twins put
+        self.why, self.layout = "", b""  # why it ended; of what it puts
         self.longest_stall_s = 0.0
 
     @property
@@ -128,25 +130,26 @@ class SimRank:
         world, scenario = self.world, self.world.scenario
         is_fresh, step = world.starts_over, 0
         answer = yield from self._call(
-            "join", JOIN_S, world_size=scenario.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
-            launcher="launcher", fresh=is_fresh, takeover=False, config=world.config,
+            "join", JOIN_S, world_size=self.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
+            launcher="launcher", fresh=is_fresh, takeover=False, config=world.config, **self.named(),
         )  # fmt: skip
         if answer is None:
             return
-        self.attempt = int(answer["attempt"])
-        self.resume_step = max(self.resume_step, int(answer["resume_step"]))
+        self.joined(answer)
         if scenario.is_ordered:
             answer = yield from self._call("mesh_order", JOIN_S, nonce=self.nonce, together=1)
             if answer is None:
                 return
             self.rank = int(answer["rank"])
             world.checker.ordered(self, answer)
+            self.joined(answer)
         if not is_fresh:
-            answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
-            if answer is None:
+            got = yield from self.get()
+            if got is None:
                 return
-            step = world.checker.restored(self, answer)
-        if (yield from self._call("reserve", RESERVE_S, slots=CHUNKS)) is None:
+            step = got
+        self.is_restored = True
+        if (yield from self._call("reserve", RESERVE_S, slots=self.chunks_count)) is None:
             return
         while True:
             step += 1
@@ -159,16 +162,39 @@ class SimRank:
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
 
+    def named(self) -> Body:
+        """What it says of its shard when it joins (R34)."""
+        return {}
+
+    def joined(self, answer: Body) -> None:
+        """It has its place in an attempt."""
+        self.attempt = int(answer["attempt"])
+        self.resume_step = max(self.resume_step, int(answer["resume_step"]))
+
+    def check(self, stager: Stager, order: Body) -> str:
+        """Say why it cannot take what was staged for it, or "" (R26)."""
+        return ""
+
+    def get(self) -> Generator[Wait, None, int | None]:
+        """Restore; the step to go on after, or None if the get failed."""
+        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+        return None if answer is None else self.world.checker.restored(self, answer)
+
     def _call(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body | None]:
+        answer = yield from self._answer(verb, limit_s, **body)
+        if "error" in answer:
+            self.why = f"{verb}: {answer['error'] or 'no answer in time'}"
+            self.world.checker.refused(self, verb, answer["error"])
+            return None
+        return answer
+
+    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body]:
         call_id, until_s = self.ask(verb, **body), self.world.now + limit_s
         yield lambda: call_id in self.replies or self.world.now > until_s
         answer = self.replies.pop(call_id, None)
         if answer is None or "error" in answer:
             self.calls.pop(call_id, None)
-            self.why = f"{verb}: {answer['error'] if answer else 'no answer in time'}"
-            self.world.checker.refused(self, verb, answer["error"] if answer else "")
-            return None
-        return answer
+        return {"error": ""} if answer is None else answer
 
     def _put(self, step: int) -> Generator[Wait, None, None]:
         """Copy into leased slots chunk by chunk, hand over, go on; skip without room (R11, R12)."""
@@ -178,14 +204,15 @@ class SimRank:
             self.tickets[step] = "skipped"
             return
         until_s = started_s + STALL_BUDGET_S
-        yield lambda: len(self.pool) >= CHUNKS or world.now > until_s or self.is_fenced
-        if len(self.pool) < CHUNKS or self.is_fenced:
+        count = self.chunks_count
+        yield lambda: len(self.pool) >= count or world.now > until_s or self.is_fenced
+        if len(self.pool) < count or self.is_fenced:
             self._skip(step, "skipped")
             return
-        slots, self.pool = self.pool[:CHUNKS], self.pool[CHUNKS:]
+        slots, self.pool = self.pool[:count], self.pool[count:]
         self.in_copy.update(slots)
         memory = world.memories[self.host_id]
-        content = content_of(self, step)
+        content = self.content(step)
         for slot, data in zip(slots, content, strict=True):
             if slot in self.in_copy:  # else the holder has said that it is not ours any more
                 memory.slots[slot][: len(data)] = data
@@ -197,21 +224,29 @@ class SimRank:
             self._skip(step, "skipped")
             return
         self.in_copy.difference_update(slots)
-        body: Body = {"attempt": self.attempt, "world_size": world.scenario.world_size}
+        body: Body = {"attempt": self.attempt, "world_size": self.world_size, "layout": self.layout, **self.shares()}
         self.handovers[self.attempt, step] = (slots, body)
         world.checker.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, step, slots, body))
         self.longest_stall_s = max(self.longest_stall_s, world.now - started_s)
+
+    def content(self, step: int) -> list[bytes]:
+        """Its state at a step: one chunk that never changes, one equal on all ranks, one of its own.
+
+        The launch is in it: two of them that reach the same step have different bytes, so that mixing them shows.
+        """
+        texts = ("frozen layer", f"replicated {self.key} {step}", f"own {self.key} {self.rank} {step}")
+        return [chunk_of(text) for text in texts]
+
+    def shares(self) -> Body:
+        """What a hand-over says of the chunks that other ranks have too (R34)."""
+        return {}
 
     def _skip(self, step: int, level: str) -> None:
         self.tickets[step] = level
         self.ask("skip", step=step)
 
 
-def content_of(rank: SimRank, step: int) -> list[bytes]:
-    """The state of a rank at a step: one chunk that never changes, one equal on all ranks, one of its own.
-
-    The process is in it: two launches that reach the same step have different bytes, so that mixing them shows.
-    """
-    texts = ("frozen layer", f"replicated {rank.key} {step}", f"own {rank.key} {rank.rank} {step}")
-    return [hashlib.sha512(text.encode()).digest() for text in texts]
+def chunk_of(text: str) -> bytes:
+    """A chunk's bytes."""
+    return hashlib.sha512(text.encode()).digest()

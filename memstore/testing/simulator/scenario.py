@@ -47,6 +47,10 @@ class Scenario:
     has_durable: bool = False
     is_strict: bool = True
     is_ordered: bool = False  # ranks call mesh_order() before their get
+    has_twins: bool = False  # offers wait for twins that were declared, or were learned by their chunks (R34)
+    shards: int = 0  # ranks name one of so many; 0: none
+    is_blocked: bool = False  # neighbours name one shard; else they are dealt in turn
+    sizes: tuple[int, ...] = ()  # world sizes of launches, drawn for each; empty: always world_size
     duration_s: float = DURATION_S
     faults: tuple[Fault, ...] = field(default=())
     job: str = "train"
@@ -62,8 +66,15 @@ class Scenario:
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
             f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
             f"durable storage {'on' if self.has_durable else 'off'}{', ranks renumbered' if self.is_ordered else ''}"
+            f"{self._twins_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
+
+    def _twins_text(self) -> str:
+        sizes = f", world sizes {list(self.sizes)}" if self.sizes else ""
+        if not self.shards:
+            return f"{', equal states unsaid' if self.has_twins else ''}{sizes}"
+        return f", {self.shards} shards {'in blocks' if self.is_blocked else 'in turn'}{sizes}"
 
 
 WEIGHTS = {
@@ -74,6 +85,8 @@ WEIGHTS = {
     "durable-broken": 2, "durable-slow": 1, "durable-torn": 1, "add-host": 1,
 }  # fmt: skip
 
+TWIN_SEEDS = (3, 9, 18)  # modulo 20
+
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
@@ -81,7 +94,7 @@ def draw(seed: int) -> Scenario:
     hosts = rng.choice([2, 3, 3, 4, 5])
     replicas = min(hosts, rng.choice([2, 2, 2, 3]))
     faults = [_fault(rng) for _ in range(rng.randrange(1, 9))]
-    return Scenario(
+    drawn = Scenario(
         seed=seed,
         hosts=hosts,
         racks=rng.choice([0, 0, 2]) if hosts >= 4 else 0,
@@ -94,6 +107,23 @@ def draw(seed: int) -> Scenario:
         is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
         faults=tuple(sorted([*faults, *_notice(seed), *_history(seed)])),
     )
+    return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
+
+
+def _with_twins(drawn: Scenario) -> Scenario:
+    """Ranks with equal state in three seeds of twenty; none of the corpus was one when this came, so all replay."""
+    rng = random.Random(f"twins {drawn.seed}")
+    size = rng.choice([drawn.hosts, drawn.hosts, drawn.hosts + 1, 2 * drawn.hosts])
+    if rng.random() < 0.25:
+        return replace(drawn, has_twins=True, world_size=size)
+    sizes = tuple(max(2, size + n) for n in (0, 1, rng.choice([-1, 2]))) if rng.random() < 0.6 else ()
+    faults = [replace(_fault(rng), kind="differ") for _ in range(rng.choice([0, 0, 1, 2]))]
+    people = [replace(_fault(rng), kind=rng.choice(["pin-step", "fork-step"]), for_s=0.0)] if rng.random() < 0.2 else []
+    return replace(
+        drawn, has_twins=True, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
+        is_blocked=rng.random() < 0.4, is_ordered=rng.random() < 0.2,
+        faults=tuple(sorted([*drawn.faults, *faults, *people])),
+    )  # fmt: skip
 
 
 def _notice(seed: int) -> list[Fault]:

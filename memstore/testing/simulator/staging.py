@@ -9,7 +9,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
-from memstore.core.manifest import chunk_digest, decode_manifest, shard_digest
+from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.testing.simulator.transfer import RETRY_S, Request
@@ -17,11 +17,13 @@ from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.rank import SimRank
     from memstore.testing.simulator.world import Wait
 
 Body = dict[str, Any]
 STAGE_LIMIT_S = 10.0
 SOURCE_TRIES = 2
+BESIDE_S = 120.0
 
 
 class Stager:
@@ -30,6 +32,7 @@ class Stager:
     def __init__(self, holder: SimHolder) -> None:
         self.holder = holder
         self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}
+        self.reading: set[tuple[ShardId, str]] = set()  # some read fetches it
         self.staged_s: dict[tuple[str, int, int], float] = {}  # since when its bytes have been verified
 
     def has_staged(self, body: Body) -> bool:
@@ -50,15 +53,52 @@ class Stager:
             "shard": body["shard"], "digest": spec.digest, "seconds": 0.0,
         }  # fmt: skip
         try:
-            bad = yield from self._stage(body, shard_from_wire(body["shard"]))
+            bad = yield from self._stage_once(body, shard_from_wire(body["shard"]))
             report.update(ok=not bad, bad=bad, why="chunks damaged or missing" if bad else "")
         except MemstoreError as exc:
             report.update(why=str(exc))
         holder.report("staged", report)
 
+    def _stage_once(self, body: Body, shard: ShardId) -> Generator[Wait, None, dict[str, list[int]]]:
+        """Of several reads of one shard one fetches, and the others find it here."""
+        key = (shard, spec_from_wire(body["spec"]).digest)
+        if int(body["round"]) > 0 or key in self.reading:
+            until_s = self.holder.world.now + BESIDE_S
+            if int(body["round"]) < 0:
+                yield lambda: key not in self.reading or self.holder.world.now > until_s
+            return (yield from self._stage(body, shard))
+        self.reading.add(key)
+        try:
+            return (yield from self._stage(body, shard))
+        finally:
+            self.reading.discard(key)
+
+    def read(self, rank: SimRank, body: Body) -> tuple[Body, tuple[str, str] | None]:
+        """Copy out what an answer names, checked as checkpoint.py does (R7); with the error, if there is one."""
+        vault, checker = self.holder.vault, self.holder.world.checker
+        pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
+        if pinned is None:
+            return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
+        shelved, error = pinned[0], None
+        body = {**body, "slots": list(shelved.slots), "manifest": vault.manifest(shelved)}
+        body["read"] = checker.read(rank, body)
+        if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
+            error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
+            if "round" in body:  # else no barrier has said that it is good (R27)
+                staged_s = self.staged_s.get((rank.job, int(body["round"]), rank.rank), self.holder.world.now)
+                checker.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
+        vault.unpin(*pinned)
+        return body, error
+
+    def manifest_of(self, body: Body) -> Manifest:
+        """What this round staged for this rank."""
+        shelved, _ = self.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
+        return decode_manifest(self.holder.vault.manifest(shelved))
+
     def _keep(self, body: Body, pinned: tuple[Shelved, int], verified_s: float) -> None:
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
-        for old in [k for k in self.staged if k[0] == key[0] and k[2] == key[2]]:
+        same = [k for k in self.staged if (k[0], k[2]) == (key[0], key[2]) and (k[1] < 0) == (key[1] < 0)]
+        for old in same:  # reads replace reads only
             self.holder.vault.unpin(*self.staged.pop(old))
         self.staged[key] = pinned
         self.staged_s[key] = verified_s

@@ -80,6 +80,8 @@ class Request:
     def recv(self, *, timeout_s: float | None) -> Frame:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
         index = self.lack.pop(0)
+        if isinstance(self.source, Fresh):
+            self.target.twins.travels(self.source.shard, index)
         if self.is_cut and not self.lack:
             raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
         view = _view(self.sender, self.source, index)
@@ -153,7 +155,7 @@ class Pusher:
 
     def replicate(self, shard: ShardId, *, digest: str = "", fresh: Fresh | None = None) -> bool:
         """Push to every target; False if there are none."""
-        targets = list(self.holder.targets.get(shard.job, ()))
+        targets = self.holder.twins.targets(shard)
         left = set(targets)
         for target in targets:
             self.submit(shard, target, digest=digest, fresh=fresh, left=left)
@@ -231,6 +233,8 @@ class Pusher:
         peer: SimHolder | None = None
         try:
             peer = yield from self.reach(target)
+            if fresh is not None and (yield from peer.twins.await_own_of(shard, holder)):
+                peer = yield from self.reach(target, peer)
             offer = {"do": "offer", "shard": wire, "digest": digest, "attempt": attempt, "sender": sender}
             count = len(fresh.slots) if fresh is not None else len(pinned[0].slots)  # type: ignore[index]
             reply = Request(holder, peer).ask({**offer, "count": count})

@@ -22,7 +22,9 @@ from memstore.testing.simulator.durable import Durable
 from memstore.testing.simulator.faults import inject
 from memstore.testing.simulator.history import History
 from memstore.testing.simulator.holder import REAP_S, SimHolder
+from memstore.testing.simulator.launcher import launches
 from memstore.testing.simulator.memory import Crashed, Memory
+from memstore.testing.simulator.natural import Natural
 from memstore.testing.simulator.network import Network
 from memstore.testing.simulator.rank import SimRank
 from memstore.testing.simulator.scenario import Scenario
@@ -88,12 +90,12 @@ class Simulation:
         self.pids: dict[int, SimRank] = {}
         self.ranks: list[SimRank] = []
         self.checker = Checker(self)
-        self.history = History(self)
+        self.history, self.natural = History(self), Natural(self)
         for n in range(scenario.hosts):
             self.add_host(f"h{n}", {"rack": f"r{n % scenario.racks}"} if scenario.racks else {})
         self.start_controller()
         self._periods()
-        self.spawn(self._launcher(), self)
+        self.spawn(launches(self), self)
         for each in scenario.faults:
             self.at(each.at_s, lambda f=each: inject(self, f))  # type: ignore[misc]
 
@@ -255,7 +257,7 @@ class Simulation:
 
     def thaw_holder(self, holder: SimHolder) -> None:
         """It goes on; what waited in its sockets is read now."""
-        holder.is_frozen = False
+        holder.is_frozen, holder.thawed_s = False, self.now
         for rank in self.ranks:  # who connected in vain meanwhile
             if rank.host_id == holder.host_id and rank.holder is not holder:
                 self._reconnect(rank)
@@ -317,23 +319,11 @@ class Simulation:
         if not rank.is_dead and rank.holder is not holder:
             self._reconnect(rank)
 
-    def _launcher(self) -> Generator[Wait, None, None]:
-        """Start all ranks, wait until one ends, end the others, start again: what Ray Train does."""
-        while not self.is_over:
-            yield lambda: any(h.is_serving for h in self.holders.values())
-            hosts = [n for n, h in sorted(self.holders.items()) if h.is_serving]
-            key = f"key-{next(self.ids)}"
-            self.ranks = [SimRank(self, r, hosts[r % len(hosts)], key) for r in range(self.scenario.world_size)]
-            for rank in self.ranks:
-                self.pids[rank.pid] = rank
-                self._reconnect(rank)
-                self.spawn(self._life(rank), rank)
-            yield lambda: any(r.is_dead or r.is_left for r in self.ranks)
-            yield self.rng.uniform(0.1, 1.5)
-            for rank in [r for r in self.ranks if not r.is_left]:
-                self.kill_rank(rank, "another rank ended")
-            self.checker.ended(self.ranks)
-            yield self.rng.uniform(0.2, 1.0)
+    def start_rank(self, rank: SimRank) -> None:
+        """A process begins."""
+        self.pids[rank.pid] = rank
+        self._reconnect(rank)
+        self.spawn(self._life(rank), rank)
 
     def _life(self, rank: SimRank) -> Generator[Wait, None, None]:
         yield from rank.life()
