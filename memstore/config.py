@@ -120,6 +120,11 @@ class Config:
                 field="suspect_after_s",
             )
 
+    @property
+    def lease_s(self) -> float:
+        """How long after its last sign of being the newest one a controller may record facts (R17)."""
+        return 2 * self.suspect_after_s  # a controller this silent is one that nobody waits for
+
     def store_fields(self) -> dict[str, Any]:
         """Return the fields that belong to the store, as plain values."""
         values = asdict(self)

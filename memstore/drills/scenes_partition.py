@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from memstore.drills.scenes_network import NetworkScene, half_config, two_halves
@@ -53,6 +54,7 @@ class PartitionHalf(NetworkScene):
         if self.is_beyond:
             return f"{', '.join(here)} cut from everybody else, with every copy of rank {self.rank}'s shard"
         net.cut_membership()
+        self.lease_end_s = time.time() + net.cluster.config.lease_s  # what it records until then is no fault (R17)
         net.elect_spare()
         return f"{', '.join(here)} with the controller | {', '.join(there)} with the membership"
 
@@ -63,9 +65,8 @@ class PartitionHalf(NetworkScene):
         if not self.is_beyond:
             if not net.hears(self.minority[0], net.spare_host):
                 raise DrillError(f"{self.minority[0]} does not hear its controller: these are no two halves")
-            self.committed_at_split = set(net.commits(self.minority))
             everywhere = net.commits([*self.minority, *self.majority])
-            self.step_at_fault = max(step for job, _, step in everywhere if job == self.run.job.name)
+            self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.run.job.name)
         return "nothing crosses, checked in both directions; within a half all is well"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -81,9 +82,9 @@ class PartitionHalf(NetworkScene):
         self.steps["minority"] += STEPS
         if net.old_controller.poll() is not None:
             raise DrillError("the minority's controller ended by itself: nothing was there that could have committed")
-        new = set(net.commits(self.minority)) - self.committed_at_split
-        if new:
-            self.run.broken.append(f"the minority committed {sorted(new)[:3]} while it was cut off (R17)")
+        late = {(f.job, f.attempt, f.step) for f in net.commits(self.minority) if f.wall_s > self.lease_end_s}
+        if late:
+            self.run.broken.append(f"the minority committed {sorted(late)[:3]} while it was cut off (R17)")
         else:
             self.run.timeline.line("minority", f"{STEPS} steps put, none committed; its controller lives")
         net.rig.heal_all()
@@ -117,7 +118,10 @@ class PartitionHalf(NetworkScene):
     def check(self) -> None:
         if self.is_beyond:
             return
-        for key, digests in self.net.commits([*self.minority, *self.majority]).items():
+        committed: dict[tuple[str, int, int], set[tuple[str, ...]]] = {}
+        for fact in self.net.commits([*self.minority, *self.majority]):
+            committed.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests)
+        for key, digests in committed.items():
             if len(digests) > 1:
                 self.run.broken.append(f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes")
         for side, job in self.jobs.items():

@@ -165,14 +165,14 @@ class NamespacesSite(Site):
         self.controller_host, self.spare_host = self.spare_host, self.controller_host
         self.cluster.start_controller(on_host=self.controller_host)
 
-    def commits(self, hosts: list[str]) -> dict[tuple[str, int, int], set[tuple[str, ...]]]:
-        """What the journals of some hosts say was committed: digests of the shards by (job, attempt, step)."""
-        found: dict[tuple[str, int, int], set[tuple[str, ...]]] = {}
+    def commits(self, hosts: list[str]) -> list[StepCommitted]:
+        """What the journals of some hosts say was committed."""
+        found = []
         for host in hosts:
             for record in read_records(Path(self.folder(host)) / JOURNAL_NAME):
                 fact = entry_from_wire(msgpack.unpackb(record, strict_map_key=False)).fact
                 if isinstance(fact, StepCommitted):
-                    found.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests)
+                    found.append(fact)
         return found
 
 

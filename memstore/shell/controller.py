@@ -121,7 +121,7 @@ class Controller:
         self.config, self.membership, self.secret = config, membership, secret
         self.on_exit, self.settle_s = on_exit, settle_s
         self.tls = Tls.load(config)
-        self.lease_s = 2 * config.suspect_after_s  # a controller this silent is one that nobody waits for (R17)
+        self.lease_s = config.lease_s
         self.stopping = threading.Event()
         self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
         self.sessions: dict[str, Session] = {}
@@ -323,6 +323,7 @@ class Controller:
             is_stale = self._is_stale.wait(self.lease_s / 3)
             if self.stopping.is_set():
                 return
+            asked_s = time.monotonic()  # an answer is true of then, however late it comes
             try:
                 newest = self.membership.newest_term()
                 if newest > self.term:
@@ -341,7 +342,7 @@ class Controller:
                     self._is_stale.set()
                     self.stopping.wait(self.lease_s / 3)
                 continue  # hearing from every holder also keeps the lease (R17)
-            self.events.put((None, {"k": "lease", "until_s": time.monotonic() + self.lease_s}))
+            self.events.put((None, {"k": "lease", "until_s": asked_s + self.lease_s}))
 
     def _begin_term(self, term: int, expected_hosts: list[str]) -> None:
         """Start over under a higher term: every session begins again with an inventory."""
