@@ -30,7 +30,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
         yield embedded
 
 
-LONG = ("torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py", "megatron_style.py")
+LONG = ("ddp_natural.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py", "megatron_style.py")
 
 
 @pytest.mark.drill
