@@ -21,6 +21,7 @@ from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
 from memstore.shell.collector import collector_paused
+from memstore.shell.quick_turns import quick_turns
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -104,7 +105,8 @@ class Puts:
         """Do what `Store.put` promises."""
         # A first put that nobody prepared waits for hosts and ranks, perhaps for minutes: no pause for other threads.
         is_short = self._has_room or (self._preparation is not None and self._preparation.is_ready)
-        with collector_paused() if is_short else contextlib.nullcontext():  # until `_put` has let go of its plan
+        # The pause lasts until `_put` has let go of its plan.
+        with quick_turns(), collector_paused() if is_short else contextlib.nullcontext():
             return self._put(step, state, timeout_s, overlap, own)
 
     def _put(

@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], lis
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of several pieces, as the real ones are."""
-    monkeypatch.setattr(checked_stream, "PIECE_BYTES", 24)
+    monkeypatch.setattr(checked_stream, "MOVE_BYTES", 24)
 
 
 @given(cases(), st.lists(st.booleans(), max_size=8))

@@ -24,9 +24,9 @@ from memstore.core.layout import pieces
 from memstore.core.manifest import Manifest, chunk_digest, chunk_hasher
 from memstore.errors import DigestMismatch, MemstoreError
 from memstore.shell.device_copy import FLIGHT_BYTES, FLIGHTS_MAX, Arrival, Piece, SideStream, copy_in, has_streams
-from memstore.shell.slot_stream import THREADS_MAX, address_of
+from memstore.shell.quick_turns import quick_turns
+from memstore.shell.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
-PIECE_BYTES = 1 << 20  # what a core's own cache holds: digested before the next is copied
 MEND_TRIES = 3  # the first may only find out that this host's copy is bad, and the next is planned without it
 
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
@@ -94,7 +94,8 @@ class CheckedStream:
             MemstoreError: The source's, if chunks do not come.
         """
         copies, self._copies = self._copies, Copies({}, {})
-        self._copy(copies, is_target=True)
+        with quick_turns():
+            self._copy(copies, is_target=True)
 
     def _own(self, chunk: int) -> bytes:
         """Return a verified copy of one chunk."""
@@ -219,10 +220,10 @@ def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes) -> bool:
     hasher, done, is_proved = chunk_hasher(), 0, True
     for target, start, nbytes in sorted(moves, key=lambda move: move[1]):
         is_proved &= start >= done  # else these bytes were digested before this copy of them
-        for at in range(0, nbytes, PIECE_BYTES):
-            end = start + min(at + PIECE_BYTES, nbytes)
+        for at in range(0, nbytes, MOVE_BYTES):
+            end = start + min(at + MOVE_BYTES, nbytes)
             memmove(target + at, address + start + at, end - start - at)
-            if end - done >= PIECE_BYTES:
+            if end - done >= MOVE_BYTES:
                 hasher.update(view[done:end])
                 done = end
     hasher.update(view[done:])

@@ -2,8 +2,7 @@
 
 Slot i holds stream bytes [i * chunk_bytes, ...). Ranges that cross a slot border are split here and
 nowhere else. A write is a list of plain memory moves, collected first and then shared out to a few
-threads: a move costs a third of a microsecond to call, a tensor copy between 0.5 and 5, and two
-threads of moves reach the rate of torch's parallel copy (28 ms per GiB on 2 cores, against 48 for one).
+threads: a move costs a third of a microsecond to call, a tensor copy between 0.5 and 5.
 """
 
 from __future__ import annotations
@@ -16,8 +15,12 @@ import numpy as np
 import torch
 
 from memstore.core.layout import pieces
+from memstore.shell.quick_turns import quick_turns
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
+# Below the size of a core's own cache (512 KiB and more) glibc has the processor move strings, which reads no line that
+# it overwrites: faster than torch's copy, and by a quarter than moves of a whole chunk (benchmarks/notes/stall.md).
+MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
@@ -110,17 +113,19 @@ def move_all(moves: Sequence[Move]) -> None:
         shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
         done += move[2]
     threads = [threading.Thread(target=_move, args=(share,), daemon=True) for share in shares[:-1]]
-    for thread in threads:
-        thread.start()
-    _move(shares[-1])
-    for thread in threads:
-        thread.join()  # bounded by the bytes: memory moves wait for nobody
+    with quick_turns():
+        for thread in threads:
+            thread.start()
+        _move(shares[-1])
+        for thread in threads:
+            thread.join()  # bounded by the bytes: memory moves wait for nobody
 
 
 def _move(moves: Sequence[Move]) -> None:
     memmove = ctypes.memmove
     for target, source, nbytes in moves:
-        memmove(target, source, nbytes)
+        for done in range(0, nbytes, MOVE_BYTES):
+            memmove(target + done, source + done, min(MOVE_BYTES, nbytes - done))
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

@@ -1,0 +1,84 @@
+"""A copy that blocks training does not wait 5 ms for the interpreter at every move; the interval is left as it was."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from memstore.api import connect
+from memstore.shell.quick_turns import TURN_S, quick_turns
+from memstore.testing.processes import ProcessCluster
+
+BEFORE_S = 0.005
+
+
+@pytest.fixture(autouse=True)
+def interval() -> Iterator[None]:
+    was_s = sys.getswitchinterval()
+    sys.setswitchinterval(BEFORE_S)
+    yield
+    left_s = sys.getswitchinterval()
+    sys.setswitchinterval(was_s)
+    assert left_s == pytest.approx(BEFORE_S)
+
+
+def now_s() -> object:
+    return pytest.approx(sys.getswitchinterval(), rel=0.01)
+
+
+def test_turns_are_short_until_the_last_holder_has_let_go() -> None:
+    with quick_turns():
+        with pytest.raises(ZeroDivisionError), quick_turns():
+            _ = 1 / 0
+        assert now_s() == TURN_S
+    assert now_s() == BEFORE_S
+
+
+def test_what_the_caller_sets_is_left_alone() -> None:
+    sys.setswitchinterval(1e-6)
+    with quick_turns():
+        assert now_s() == 1e-6
+    with quick_turns():
+        sys.setswitchinterval(BEFORE_S)
+    assert now_s() == BEFORE_S
+
+
+def test_a_forked_child_has_the_interval_of_before() -> None:
+    with quick_turns():
+        child = os.fork()
+        if child == 0:
+            is_right = now_s() == BEFORE_S
+            with quick_turns():
+                is_right &= now_s() == TURN_S
+            os._exit(0 if is_right and now_s() == BEFORE_S else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_every_move_of_a_put_and_a_get_is_made_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.arange(1 << 20, dtype=torch.float32)}  # several moves
+    real, seen = ctypes.memmove, []
+
+    def observed(target: int, source: int, nbytes: int) -> None:
+        seen.append(now_s() == TURN_S)
+        real(target, source, nbytes)
+
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with (
+        ProcessCluster(tmp_path, {"h1": {}}, arena_bytes=64 << 20) as cluster,
+        connect("turns", rank=0, world_size=1, config=cluster.config) as store,
+    ):
+        monkeypatch.setattr(ctypes, "memmove", observed)
+        store.put(1, state).wait("committed")
+        put_count = len(seen)
+        got = store.get(1, rank=0, into={"a": torch.zeros(1 << 20)})
+    assert got is not None
+    assert torch.equal(got.state["a"], state["a"])
+    assert put_count > 1
+    assert len(seen) > put_count + 1
+    assert all(seen)
