@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memstore.core import facts as f
+from memstore.core.compaction import is_needed
 from memstore.core.fact_log import FactLog
 from memstore.testing.catalog_holder import CHUNKS
 from memstore.testing.catalog_trained import trained
@@ -224,3 +225,15 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     assert sum("h2 has no room for job 'train' yet" in note for note in world.notes) == 1
     limit[0] = 100
     assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2)) == 2, 30.0)
+
+
+def test_what_older_attempts_reserved_is_in_no_journal_for_ever() -> None:
+    """A number for every rank with every restart: only the newest attempt's says what hosts are to claim (R10, R16)."""
+    world, ranks = trained(3)
+    for step in (2, 3):
+        ranks = world.launch(3)
+        world.get(ranks)
+        assert world.put_all(ranks, step)
+    claimed = [entry.fact for entry in world.served.log.entries if isinstance(entry.fact, f.RoomClaimed)]
+    assert [fact.attempt for fact in claimed if is_needed(world.served, fact)] == [3]
+    assert len(claimed) == 3

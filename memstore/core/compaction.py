@@ -29,7 +29,7 @@ def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
     if isinstance(fact, f.StepAbandoned):
         newest = max(job.commits, default=None) if job is not None else None
         return newest is None or StepId(fact.attempt, fact.step) > newest
-    if isinstance(fact, f.CadenceSet):
+    if isinstance(fact, f.CadenceSet | f.RoomClaimed):
         return job is not None and fact.attempt == job.newest_ordinal
     if isinstance(fact, f.StepPinned):
         return job is not None and job.pins.get(fact.name) == fact

@@ -151,8 +151,8 @@ class Repair:
             return False  # still being put: its owner pushes it
         for target in lacking:
             self._push(now, shard, target, good, attempt)
-        is_over = may_drop and not lacking and not self.catalog.queries.is_read(shard)
-        if is_over and surplus and self._is_safe(wanted, attempt):
+        is_over = may_drop and not lacking and bool(surplus)
+        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
                 self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                 job.drop_copy(shard, host)
