@@ -282,3 +282,26 @@ def test_a_fork_of_a_step_that_is_seen_torn_afterwards_is_torn(end: str) -> None
         world.run(6.0)
     answers = world.get(world.launch(3, job="fork"))
     assert all("changed before the fence" in str(answer.get("error")) for answer in answers)
+
+
+@pytest.mark.parametrize("cause", ["host", "storage"])
+def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) -> None:
+    """The host that was told dies with the order, or storage fails just then: RAM may forget the job later (R31)."""
+    world, ranks = trained(3, durable="/durable", durable_every=1, durable_keep=10)
+    world.run(3.0)
+    last = marked(world)[-1]
+    world.work_s = (1.0, 1.5)
+    retire(world, ranks[0], last)
+    assert world.run_until(lambda: any(b.get("is_torn") for h in world.holders.values() for _, b in h.orders), 10.0)
+    (told,) = (name for name, h in world.holders.items() if any(b.get("is_torn") for _, b in h.orders))
+    if cause == "host":
+        world.kill_host(told)
+    else:
+        world.durable.problem = "503"
+        world.run(5.0)
+        world.durable.problem = ""
+    assert last in marked(world)
+    world.run(90.0)
+    assert last not in marked(world)
+    orders = sum(bool(b.get("is_torn")) for h in world.holders.values() for _, b in h.orders)
+    assert 2 <= orders <= 3

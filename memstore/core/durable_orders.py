@@ -11,6 +11,7 @@ The holders of a shard share its slices, so that each writes a part of it, all a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Piece = tuple[int, int]  # rank, slice
 MARKER: Piece = (-1, 0)
+TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class DurableState:
     last_done_s: float | None = None
     write_s: float | None = None  # what the last write took
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
-    taken_back: set[StepId] = field(default_factory=set)  # torn steps whose removal was ordered
+    taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
+    ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when
 
 
 class DurableOrders:
@@ -88,7 +91,7 @@ class DurableOrders:
         if attempt is None or not attempt.config.get("durable"):
             return
         state = self.state(job.name)
-        self._give_up_retired(job, attempt, state)
+        self._give_up_retired(now, job, attempt, state)
         spans = job.spans(attempt.ordinal)
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
         committed = [s for s in mine if self._is_whole(job, s)]
@@ -112,22 +115,24 @@ class DurableOrders:
         every = parse_every(attempt.config["durable_every"])
         return optimal_every(state.write_s, self.catalog.cadence.mtbf_s(job)) if every.is_optimal else every
 
-    def _give_up_retired(self, job: Job, attempt: Attempt, state: DurableState) -> None:
+    def _give_up_retired(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> None:
         """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
 
-        A marker that is being written is waited for, and taken back once it is there. Each controller removes each
-        torn step once: a former one may have died with the marker's order on its way.
+        A marker that is being written is waited for, and taken back once it is there. Each controller has each torn
+        step removed once, until a host says that it is: a former one may have died with the marker's order on its way.
         """
         write = state.active
         if write is not None and write.step in job.retired and write.phase == "writing":
             self._tell_retired(job, write)
             self._stop(job, state)
-            self._remove(job, attempt, write.step, only_unmarked=True)
+            self._remove(job, attempt, write.step, is_torn=False)
         in_progress = state.active.step if state.active is not None else None
         for step in sorted(job.torn - state.taken_back - {in_progress}):
-            if not self._remove(job, attempt, step, only_unmarked=False):
+            if now - state.ordered_back_s.get(step, -math.inf) < TAKE_BACK_S:
+                continue
+            if not self._remove(job, attempt, step, is_torn=True):
                 return
-            state.taken_back.add(step)
+            state.ordered_back_s[step] = now
             job.markers.pop(step, None)
             if state.last_started_step == step:
                 state.last_started_step = state.last_started_s = None  # the next committed step takes its place at once
@@ -136,12 +141,12 @@ class DurableOrders:
         why = f"it was retired: {job.retired[write.step]}"
         self.catalog.observer.durable(job.name, write.step, "abandoned", write.since_s, why)
 
-    def _remove(self, job: Job, attempt: Attempt, step: StepId, *, only_unmarked: bool) -> bool:
-        """Have what storage holds of a step removed; False if no host is there to do it."""
+    def _remove(self, job: Job, attempt: Attempt, step: StepId, *, is_torn: bool) -> bool:
+        """Have what storage holds of a step removed, the marker of a torn one too; False if no host is there."""
         able = [host for host in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(host)]
         if able:
             host = min(able, key=self.state(job.name).stuck.__contains__)
-            self._tell(job, attempt, host, "remove", step, {"only_unmarked": only_unmarked})
+            self._tell(job, attempt, host, "remove", step, {"only_unmarked": not is_torn, "is_torn": is_torn})
         return bool(able)
 
     def _is_whole(self, job: Job, step: StepId) -> bool:
@@ -216,14 +221,21 @@ class DurableOrders:
         state.active = None
 
     def persisted(self, now: float, host_id: str, body: Body) -> None:
-        """A host wrote a part or the marker, or could not."""
+        """A host wrote a part or the marker, or removed a torn step; or could not."""
         job = self.catalog.jobs.get(str(body["job"]))
         state = self.state(str(body["job"]))
         write = state.active
         step = StepId(int(body["step"][0]), int(body["step"][1]))
         attempt = job.newest if job is not None else None
-        if job is not None and step in job.torn and body["what"] == "marker":
-            state.taken_back.discard(step)  # it was written after all, perhaps after the removal
+        if body["what"] == "marker":
+            self._take_back_again(state, step)  # it was written after all, perhaps after the removal
+        elif body["what"] == "remove":
+            if body["ok"]:
+                state.taken_back.add(step)
+            else:
+                why = f"torn step {step.step} could not be removed from durable storage by {host_id}: {body['why']}"
+                self.catalog.note(f"job {str(body['job'])!r}: {why}", "warning")
+            return
         if job is None or attempt is None or write is None or write.step != step:
             return
         piece = (int(body["rank"]), int(body["slice"])) if body["what"] == "parts" else MARKER
@@ -251,7 +263,7 @@ class DurableOrders:
         state.active, state.abandoned_in_a_row, state.problem = None, 0, ""
         if step in job.torn:
             self._tell_retired(job, write)
-            self._give_up_retired(job, attempt, state)
+            self._give_up_retired(now, job, attempt, state)
             return
         job.markers[step], state.last_done_s = DurableMarker(step, len(write.specs), dict(write.specs)), now
         state.write_s = now - write.since_s
@@ -262,6 +274,10 @@ class DurableOrders:
             del job.markers[old]
             self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
         self.catalog.retention.retain(job)
+
+    def _take_back_again(self, state: DurableState, step: StepId) -> None:
+        state.taken_back.discard(step)
+        state.ordered_back_s.pop(step, None)
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
@@ -292,7 +308,7 @@ class DurableOrders:
             table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
             step = StepId(int(attempt), int(number))
             if step in job.torn:  # its removal failed, or a late write came after it: once more
-                self.state(name).taken_back.discard(step)
+                self._take_back_again(self.state(name), step)
                 continue
             job.markers[step] = DurableMarker(step, len(table), table)
             if rest:

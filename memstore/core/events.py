@@ -23,7 +23,8 @@ Orders to a holder (`Tell.kind`):
     level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
     abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
     drop           shards, removed              free copies (R19), and the room of a removed job: [job, attempt] (R10)
-    persist        job, step, parts | specs     write slices of parts, or the marker, to durable storage (R31)
+    persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
+                                                or remove it, and say so if it is torn (R31)
     markers        job, durable, call           list durable markers
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,

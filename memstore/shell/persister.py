@@ -63,6 +63,8 @@ class Persister:
                     self._pool(body).submit(self._guard, body, work, [shard[3], number])
         elif body["what"] == "marker":
             self.writers.submit(self._guard, body, lambda: self._marker(body, step), [-1, 0])
+        elif body["what"] == "remove" and body.get("is_torn"):
+            self.writers.submit(self._guard, body, lambda: self._remove(body, step), [-1, 0])
         elif body["what"] == "remove":
             self.writers.submit(self._quietly, lambda: self._remove(body, step))
 
@@ -95,8 +97,9 @@ class Persister:
             report.update(ok=False, why=repr(exc))
         self.holder.report("persisted", report)
 
-    def _remove(self, body: dict[str, Any], step: StepId) -> None:
+    def _remove(self, body: dict[str, Any], step: StepId) -> bool:
         open_tier(body["durable"]).remove_step(str(body["job"]), step, only_unmarked=bool(body["only_unmarked"]))
+        return True
 
     def _quietly(self, work: Any) -> None:
         try:

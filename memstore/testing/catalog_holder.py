@@ -346,10 +346,13 @@ class FakeHolder:
             if not why:
                 self.durable.markers[job, attempt, step] = (specs, dict(body["lineage"]))
             self.report("persisted", reply)
-        elif what == "remove" and not body["only_unmarked"]:
-            self.durable.markers.pop((job, attempt, step), None)
-        elif what == "remove":
+        elif what == "remove" and body["only_unmarked"]:
             self.durable.discarded.append((job, attempt, step))
+        elif what == "remove":
+            if not why:
+                self.durable.markers.pop((job, attempt, step), None)
+            if body.get("is_torn"):
+                self.report("persisted", reply)
 
     def _on_markers(self, body: Body) -> None:
         rows = [
