@@ -40,6 +40,21 @@ def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
     assert not world.served.queries.reads
 
 
+def test_a_shard_of_another_world_size_comes_without_its_step_being_named() -> None:
+    """A reader, or a rank of a launch that has another size, on a host that has no copy of it (R27)."""
+    world, _ = trained(4, 3)
+    ranks = [world.join(r, 2, "k", host=f"h{r}", launcher="launcher") for r in range(2)]
+    world.run(2.0)
+    orders = world.holders["h3"].orders
+    for step in (None, 1):
+        orders.clear()
+        world.holders["h3"].call(ranks[0], "read", {"job": JOB, "step": step, "rank": 2})
+        world.run(2.0)
+        [order] = [body for kind, body in orders if kind == "stage"]
+        assert shard_from_wire(order["shard"]).step == 1
+        assert sum(count for tier, _, _, count in order["runs"] if tier == "peer") == order["spec"][3]
+
+
 def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     """A host that placement has left keeps the copy that a read was planned to come from (R7)."""
     world, _ = trained(6, 3)

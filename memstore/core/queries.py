@@ -17,7 +17,7 @@ from memstore.core.status_report import StatusReport
 from memstore.core.timeline import timeline
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
-from recovery.planner import plan
+from recovery.planner import RecoveryPlan, plan
 from recovery.simulate import what_if
 
 if TYPE_CHECKING:
@@ -159,12 +159,9 @@ class Queries:
         if wanted is not None and only is None:
             self.catalog.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}")
             return
-        known_by = (job.commits.get(only), job.markers.get(only)) if only is not None else ()
-        size = next((fact.world_size for fact in known_by if fact is not None), attempt.world_size)
-        result = plan(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
-            world_size=size, rank_hosts=dict.fromkeys(range(size), call.host_id), only_step=only,
-        )  # fmt: skip
+        result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
+        if result.step is not None and result.world_size not in (None, attempt.world_size):
+            result = self._plan_at(call.host_id, job, attempt, result.step, result.world_size)
         if result.step is None or rank not in result.specs:
             why = f"rank {rank} is not one of its {len(result.specs)} ranks" if result.step is not None else result.why
             self.catalog.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
@@ -187,6 +184,13 @@ class Queries:
                     [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
                 ],
             },
+        )  # fmt: skip
+
+    def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
+        """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
+        return plan(
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
+            world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
     def is_read(self, shard: ShardId) -> bool:
