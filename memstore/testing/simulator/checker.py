@@ -104,8 +104,10 @@ class Checker:
             if wanted <= good:
                 whole.add((manifest.shard, digest_text))
         before, self.whole[name] = self.whole.get(name, set()), whole
-        if not self.cause and self.world.scenario.is_strict:
-            for shard, shard_digest_text in before - whole:
+        for shard, shard_digest_text in before - whole if self.world.scenario.is_strict else ():
+            if self.cause:
+                self.world.history.taken[name, shard] = self.world.now
+            else:
                 self._dropped(name, shard, shard_digest_text)
 
     def _look_at_table(self, holder: SimHolder) -> None:
@@ -153,6 +155,7 @@ class Checker:
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
         left = sorted(h for h, believed in self.believed.items() if (shard, digest) in believed)
+        left += self.world.history.taken_meanwhile(host, shard)
         if len(left) < self.world.scenario.replicas:
             raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
 
@@ -292,11 +295,6 @@ class Checker:
         self.world.starts_over |= is_loss
         if is_loss and self.world.scenario.is_strict:
             raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")
-
-    def ended(self, ranks: list[SimRank]) -> None:
-        """A launch is over: no put took longer than its budget and its own copy (R11)."""
-        for rank in ranks:
-            self.world.note(f"rank {rank.rank} of attempt {rank.attempt} ended: {rank.why[:120]}")
 
     # -- redundancy and the end -------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Body = dict[str, Any]
 LOOK_S = 0.004
+HEARD_S = 0.05  # a controller hears of a host's end within this
 KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork")
 
 
@@ -37,6 +38,8 @@ class History:
         self.forks: dict[str, StepId] = {}  # the same, by new job: its origin's step
         self.asked: dict[str, StepId] = {}  # every fork that was ever asked for
         self.count = 0
+        self.drops_s: dict[tuple[str, ShardId], float] = {}  # ordered of a host -> when
+        self.taken: dict[tuple[str, ShardId], float] = {}  # copies on a host that a fault took -> when
 
     # -- what people do -----------------------------------------------------------------------
 
@@ -133,6 +136,7 @@ class History:
 
     def drop_ordered(self, controller: Controller, host: str, body: Body) -> str:
         """Say why a controller may not drop a copy of its newest committed step: it knows too few other whole ones."""
+        self.drops_s.update({(host, shard_from_wire(item)): self.world.now for item in body["shards"]})
         job = controller.catalog.jobs.get(self.world.scenario.job)
         newest = max(job.commits, default=None) if job is not None else None
         if job is None or newest is None or "removed" in body or not self.world.scenario.is_strict:
@@ -144,6 +148,11 @@ class History:
                 if len(left) < self.world.scenario.replicas:
                     return f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
         return ""
+
+    def taken_meanwhile(self, host: str, shard: ShardId) -> list[str]:
+        """Hosts whose copy a fault took when this host was told to drop its own, or later: who ordered it was right."""
+        since_s = self.drops_s.get((host, shard), self.world.now) - HEARD_S
+        return sorted(h for (h, lost), at_s in self.taken.items() if lost == shard and at_s >= since_s)
 
     def dropped(self, host: str, shard: ShardId) -> str:
         """A copy went without a fault: say which promise is short of copies now, or ""."""

@@ -28,7 +28,8 @@ def launches(world: Simulation) -> Generator[Wait, None, None]:
         yield world.rng.uniform(0.1, 1.5)
         for rank in [r for r in world.ranks if not r.is_left]:
             world.kill_rank(rank, "another rank ended")
-        world.checker.ended(world.ranks)
+        for rank in world.ranks:
+            world.note(f"rank {rank.rank} of attempt {rank.attempt} ended: {rank.why[:120]}")
         yield world.rng.uniform(0.2, 1.0)
 
 
@@ -52,7 +53,8 @@ def _place_of_replaced(world: Simulation) -> int | None:
 
 def _replace(world: Simulation, place: int, hosts: list[str]) -> Generator[Wait, None, None]:
     yield world.natural.rng.uniform(0.02, 2.0)
-    old, host = world.ranks[place], world.natural.rng.choice(hosts)
+    old = world.ranks[place]
+    host = old.host_id if world.scenario.racks else world.natural.rng.choice(hosts)  # else a rack may have no rank left
     if isinstance(old, NaturalRank):
         world.kill_rank(old, "it is replaced")
         world.ranks[place] = NaturalRank(world, place, host, old.key, old.shard_of)

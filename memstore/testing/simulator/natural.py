@@ -77,15 +77,15 @@ class Natural:
             if not scenario.racks and len(chosen) < min(scenario.replicas, len(seats)):
                 raise Violation("R34", f"shard {shard} of attempt {fact.attempt} is on {seats}, copiers {chosen}")
             racks = {holders[host].info.labels.get("rack", "") for host in hosts}
-            if self._owes_racks() and len(racks) < len(chosen):
+            if self._owes_racks(fact) and len(racks) < len(chosen):
                 raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has copiers {chosen} in {racks}")
 
-    def _owes_racks(self) -> bool:
-        """True if hosts of every rack are there, so that copiers owe racks of their own."""
-        scenario, holders = self.world.scenario, self.world.holders.values()
-        return scenario.racks >= scenario.replicas and all(
-            h.is_serving and h.session is not None and h.info.labels for h in holders
-        )
+    def _owes_racks(self, fact: AttemptOpened) -> bool:
+        """True if hosts with ranks in enough racks are there, so that copiers owe racks of their own."""
+        holders = [self.world.holders[host] for host in set(fact.hosts)]
+        racks = {holder.info.labels.get("rack", "") for holder in holders}
+        is_well = all(h.is_serving and h.session is not None and h.info.labels for h in holders)
+        return is_well and len(racks) >= self.world.scenario.replicas
 
     def told(self, rank: NaturalRank, answer: Body) -> None:
         """A rank was told its shard's copiers: those of the fact, also by another controller or in another's place."""
@@ -95,8 +95,9 @@ class Natural:
             by_shard = [
                 [r for r in fact.copiers if fact.shard_of[r] == shard] for shard in range(max(fact.shard_of) + 1)
             ]
-            number = fact.shard_of[rank.rank]
-            if answer["natural"] == [number, len(by_shard), by_shard[number], by_shard if rank.rank == 0 else []]:
+            number = fact.shard_of[int(answer["rank"])]
+            roster = by_shard if answer["rank"] == 0 else []
+            if answer["natural"] == [number, len(by_shard), by_shard[number], roster]:
                 self.copiers[launch] = fact
                 if self._is_calm():
                     self.calm.setdefault(fact.attempt, self._faults())
@@ -168,6 +169,8 @@ class Natural:
         holders = world.holders.values()
         is_well = all(h.is_serving and h.session is not None and not h.memory.is_full for h in holders)
         is_clear = not (world.network.cut or world.network.slow or world.drains) and world.has_kv
+        served = world.served()
+        is_clear = is_clear and served is not None and not any(map(served.catalog.drains.is_draining, world.holders))
         return is_well and is_clear and len(world.checker.trusted()) == len(holders)
 
     def _faults(self) -> int:

@@ -51,7 +51,6 @@ class SimRank:
         self.resume_step = self.steps_done = 0
         self.differs = 0  # so many of its next puts are not what its twins put
         self.why, self.layout = "", b""  # why it ended; of what it puts
-        self.longest_stall_s = 0.0
 
     @property
     def is_up(self) -> bool:
@@ -228,7 +227,6 @@ class SimRank:
         self.handovers[self.attempt, step] = (slots, body)
         world.checker.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, step, slots, body))
-        self.longest_stall_s = max(self.longest_stall_s, world.now - started_s)
 
     def content(self, step: int) -> list[bytes]:
         """Its state at a step: one chunk that never changes, one equal on all ranks, one of its own.
