@@ -197,12 +197,12 @@ class SimRank:
 
     def _put(self, step: int) -> Generator[Wait, None, None]:
         """Copy into leased slots chunk by chunk, hand over, go on; skip without room (R11, R12)."""
-        world, started_s = self.world, self.world.now
+        world = self.world
         self.tickets[step] = "pending"
         if step < self.resume_step:
             self.tickets[step] = "skipped"
             return
-        until_s = started_s + STALL_BUDGET_S
+        until_s = world.now + STALL_BUDGET_S
         count = self.chunks_count
         yield lambda: len(self.pool) >= count or world.now > until_s or self.is_fenced
         if len(self.pool) < count or self.is_fenced:
