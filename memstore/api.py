@@ -13,7 +13,7 @@ from memstore.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
 from memstore.config import Config, check_name
 from memstore.core.cadence import parse_put_every
 from memstore.core.durable_schedule import parse_every
-from memstore.errors import ConfigError, MemstoreError, TransportError
+from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, rank_host
@@ -154,7 +154,7 @@ class Reader:
     """Reads a job's steps without joining it: no barrier, no fence (DESIGN 5)."""
 
     def __init__(self, job: str, tool: Tool) -> None:
-        self.job = check_name("job", job)
+        self.job = job
         self._tool = tool
 
     def __enter__(self) -> Reader:
@@ -206,6 +206,27 @@ class Reader:
 
 
 def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
-    """Open a reader of a job; starts nothing."""
+    """Open a reader of a job, on this host's holder; starts nothing.
+
+    Args:
+        job: Name of the training run.
+        address: Ray cluster of the store, for a process outside of it: its node on this machine tells the host where
+            nothing else does. Ray is joined only then: a reader that finds its holder needs none (R4).
+        config: Store fields to find the store.
+
+    Raises:
+        ConfigError: several holders are on this machine, and nothing tells which one is this process's.
+        PeerUnreachable: no holder, or no Ray cluster at `address`.
+    """
     config = config or Config()
-    return Reader(job, Tool(holder_folder(config)))
+    check_name("job", job)
+    try:
+        tool = Tool(holder_folder(config))
+    except (ConfigError, PeerUnreachable):
+        if address is None:
+            raise
+        from memstore.cluster import join_ray
+
+        join_ray(address, may_create=False)
+        tool = Tool(holder_folder(config))
+    return Reader(job, tool)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,14 @@ def test_up_and_down_and_what_is_left() -> None:
         return json.loads(result.stdout) if code == 0 else {"said": result.stderr}
 
     start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1"]
-    with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False):
+    with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False) as cluster:
         assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]
         assert run(*start)["hosts"] == ["h1", "h2"]
         other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
         assert "arena_bytes" in other
         assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
         assert run("status")["ray"]
+        assert _reader_outside(name, cluster.address).startswith("RecoveryError: the store holds no job 'train'")
         kept = run("down")["kept"]
         assert [(row["host"], row["is_live"]) for row in kept] == [("h1", False), ("h2", False)]
         assert run(*start)["hosts"] == ["h1", "h2"]
@@ -46,3 +49,12 @@ def test_up_and_down_and_what_is_left() -> None:
         assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
         run("down", "--leftovers", "--discard")
         assert not root.exists()
+
+
+def _reader_outside(store: str, address: str) -> str:
+    """What a process hears that neither Ray nor MEMSTORE_HOST tells which of two hosts is its own (R4)."""
+    reader = f"memstore.reader('train', address={address!r}, config=memstore.Config(store={store!r}))"
+    command = [sys.executable, "-c", f"import memstore; {reader}.steps()"]
+    env = {key: value for key, value in os.environ.items() if key not in ("MEMSTORE_HOST", "RAY_ADDRESS")}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return run.stderr.strip().splitlines()[-1].removeprefix("memstore.errors.")
