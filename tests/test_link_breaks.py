@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import threading
 import time
@@ -22,10 +23,10 @@ import memstore.staged
 from memstore.core.manifest import chunk_digest
 from memstore.core.slots import SlotState
 from memstore.errors import CapacityError, DigestMismatch, PeerUnreachable, RecoveryError
-from memstore.shell import checked_stream
+from memstore.shell import checked_stream, stager
 from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.peer_client import Peer
-from memstore.shell.stager import Stager
+from memstore.shell.stager import Reading, Stager
 from memstore.shell.tool import Tool
 from memstore.testing.processes import wait_for
 from memstore.ticket import Ticket
@@ -285,7 +286,9 @@ def test_chunks_are_copied_while_others_are_still_coming(
         return is_good
 
     def fetch(peer: Peer, *args: Any) -> list[int]:
-        assert next(batches) == 0 or copied.wait(WAIT_S)
+        if next(batches):
+            assert copied.wait(WAIT_S)
+            wait_for(gc.isenabled, "the reader to wait for more: it holds no cyclic collection then (D125)")
         return fetch_batch(peer, *args)
 
     monkeypatch.setattr(checked_stream, "copy_chunk", copy)
@@ -313,9 +316,9 @@ def test_of_two_reads_of_one_shard_one_fetches(
             raise CapacityError("no room")
         return fetch_into(peer, *args)
 
-    def await_first(read: threading.Event) -> None:
+    def await_first(read: Reading) -> bool:
         has_second.set()
-        await_other(read)
+        return await_other(read)
 
     def read() -> Any:
         with memstore.api.Reader("job", Tool(site.folder("a"))) as reader, contextlib.suppress(RecoveryError):
@@ -326,6 +329,44 @@ def test_of_two_reads_of_one_shard_one_fetches(
     came = [found for found in together(read, read) if found is not None]
     assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
     assert all(torch.equal(found, put["w"]) for found in came)
+
+
+def test_a_read_that_hangs_holds_no_other_one_up(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that wait for it one takes its place, what has come already counts, and the others wait for that one."""
+    site, put = apart(make_site)
+    fetches, is_over, has_waited = itertools.count(), threading.Event(), threading.Semaphore(0)
+    fetch_into, await_other = Peer.fetch_into, Stager._await_other
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(fetches) == 0:
+            assert is_over.wait(WAIT_S)
+        else:  # until the third waits for the second
+            assert all(has_waited.acquire(timeout=WAIT_S) for _ in range(3))
+        return fetch_into(peer, *args)
+
+    def await_first(read: Reading) -> bool:
+        has_waited.release()
+        return await_other(read)
+
+    def read() -> Any:
+        with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+            return reader.get(rank=1).state["w"]
+
+    def read_beside() -> list[Any]:
+        try:
+            wait_for(lambda: bool(site.holders["a"].stager.reading), "the first read")
+            return together(read, read)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(stager, "BESIDE_S", 1.0)
+    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(Stager, "_await_other", staticmethod(await_first))
+    first, others = together(read, read_beside)
+    assert next(fetches) == 2
+    assert all(torch.equal(found, put["w"]) for found in (first, *others))
 
 
 @pytest.mark.parametrize("has_into", [False, True])

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
@@ -35,11 +36,24 @@ RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fa
 DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
-BESIDE_S = 120.0  # longest wait of a read for another one of the same shard
+BESIDE_S = 10.0  # without a chunk, until a read that waits for another one of the same shard takes its place
+LOOK_S = 0.5  # between two looks at how far that one has come
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
 DURABLE = "durable"  # names durable storage among sources, in reports
 
 Key = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A read that fetches what others wait for."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    draft: Draft | None = None
+
+    def left(self) -> int:
+        """Chunks that have not come; -1 before that is known."""
+        return len(self.draft.missing) if self.draft is not None else -1
 
 
 class Stager:
@@ -54,7 +68,7 @@ class Stager:
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.lock = threading.Lock()
         self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
-        self.reading: dict[tuple[ShardId, str], threading.Event] = {}  # set when the read that fetches it has ended
+        self.reading: dict[tuple[ShardId, str], Reading] = {}
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
         self.excerpts = Excerpts(self)
 
@@ -95,24 +109,37 @@ class Stager:
         """Of several reads of one shard, as of ranks that share its state, one fetches and the others find it here."""
         if int(body["round"]) > 0:
             return self._stage(body, shard)
-        key, mine = (shard, spec_from_wire(body["spec"]).digest), threading.Event()
-        with self.lock:
-            first = self.reading.setdefault(key, mine)
-        if first is not mine:
-            self._await_other(first)
-            return self._stage(body, shard)  # which fetches, if the other could not
+        key, mine = (shard, spec_from_wire(body["spec"]).digest), Reading()
+        while (first := self._first(key, mine)) is not mine:
+            if self._await_other(first):
+                return self._stage(body, shard)  # which fetches, if the other could not
+            with self.lock:
+                if self.reading.get(key) is first:  # who waited beside us waits for us now
+                    del self.reading[key]
         try:
-            return self._stage(body, shard)
+            return self._stage(body, shard, mine)
         finally:
             with self.lock:
-                del self.reading[key]
-            mine.set()
+                if self.reading.get(key) is mine:
+                    del self.reading[key]
+            mine.over.set()
+
+    def _first(self, key: tuple[ShardId, str], mine: Reading) -> Reading:
+        with self.lock:
+            return self.reading.setdefault(key, mine)
 
     @staticmethod
-    def _await_other(read: threading.Event) -> None:
-        read.wait(BESIDE_S)
+    def _await_other(read: Reading) -> bool:
+        """Wait until a read has ended; False if nothing came for it for `BESIDE_S`: it hangs, and not for us."""
+        left, since_s = read.left(), time.monotonic()
+        while not read.over.wait(LOOK_S):
+            if read.left() != left:
+                left, since_s = read.left(), time.monotonic()
+            elif time.monotonic() - since_s > BESIDE_S:
+                return False
+        return True
 
-    def _stage(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:
+    def _stage(self, body: dict[str, Any], shard: ShardId, reading: Reading | None = None) -> dict[str, list[int]]:
         """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
         spec, me = spec_from_wire(body["spec"]), self.holder.info.host_id
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
@@ -140,6 +167,8 @@ class Stager:
         digests = [c.digest for c in decode_manifest(data).chunks]
         name = f"stage-{body['attempt']}-{body['round']}"
         draft = self.vault.open_draft(name, shard, digests, sizes, int(body["attempt"]))
+        if reading is not None:
+            reading.draft = draft
         try:
             self.vault.ensure_free(len(draft.missing))
             herald = self.holder.ranks.herald(body.get("stream"), data, draft)
