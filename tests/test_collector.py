@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from memstore.api import connect
-from memstore.errors import UnsupportedState
-from memstore.shell.collector import collector_paused
+from memstore.errors import ManifestMismatch, UnsupportedState
+from memstore.shell.collector import collector_paused, collector_running
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
+WAIT_S = 60.0
 TENSORS = 3000  # some forty young generations, so that older ones are certain without the pause
 
 
@@ -27,6 +32,22 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         connect("collected", rank=0, world_size=1, config=cluster.config) as opened,
     ):
         yield opened
+
+
+def looked_at(call: Callable[[], Any]) -> int:
+    """The oldest generation that the collector looked at meanwhile; at its end, or when it waits, the youngest."""
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        generations.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        call()
+        return max(generations, default=0)
+    finally:
+        gc.callbacks.remove(note)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
@@ -43,23 +64,50 @@ def test_the_collector_is_left_as_it_was(is_enabled: bool) -> None:
 def test_a_put_of_many_tensors_looks_at_no_old_object(store: Store) -> None:
     state = {f"layer.{number}": torch.full((4,), float(number)) for number in range(TENSORS)}
     store.put(0, state).wait("committed")
-    generations: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        generations.append(info["generation"])
-
-    gc.collect()
-    gc.callbacks.append(note)
-    try:
-        ticket = store.put(1, state)
-        looked_at = max(generations, default=0)  # at its end perhaps once at the youngest
-    finally:
-        gc.callbacks.remove(note)
-    assert looked_at == 0
+    assert looked_at(lambda: store.put(1, state)) == 0
     assert gc.isenabled()
-    ticket.wait("committed")
+    store.flush()
     with pytest.raises(UnsupportedState):
         store.put(2, {"a": object()})
+    assert gc.isenabled()
+
+
+def test_a_get_of_many_tensors_looks_at_no_old_object(store: Store) -> None:
+    """Into tensors that are there, and into new ones; an error leaves the collector on (R27)."""
+    state = {f"layer.{number}": torch.full((4,), float(number)) for number in range(TENSORS)}
+    store.put(0, state).wait("committed")
+    for into in (state, None):
+        assert looked_at(lambda into=into: store.get(0, rank=0, into=into)) == 0
+        assert gc.isenabled()
+    with pytest.raises(ManifestMismatch):
+        store.get(0, rank=0, into={"another": torch.zeros(4)})
+    assert gc.isenabled()
+
+
+def test_the_collector_runs_again_when_the_last_of_two_threads_is_through() -> None:
+    """And while the only one waits for others; a forked child, in which no other thread goes on, has it at once."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with collector_paused():
+            begun.set()
+            assert may_end.wait(WAIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        with collector_paused():
+            with collector_running():
+                assert gc.isenabled()
+            done = pool.submit(other)
+            assert begun.wait(WAIT_S)
+            with collector_running():
+                assert not gc.isenabled()
+        assert not gc.isenabled()
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        may_end.set()
+        done.result(WAIT_S)
     assert gc.isenabled()
 
 

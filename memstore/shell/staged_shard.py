@@ -14,6 +14,7 @@ import numpy as np
 from memstore.core.manifest import Manifest, decode_manifest
 from memstore.errors import IntegrityError, PeerTimeout
 from memstore.shell.checked_stream import Views
+from memstore.shell.collector import collector_running
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.slot_stream import address_of
@@ -56,7 +57,8 @@ class StagedShard:
         shard, chunk_bytes = self.manifest.shard, self.manifest.chunk_bytes
         ranges = ShardRanges(self.link, shard.job, MEND_TIMEOUT_S)
         spans = [(index * chunk_bytes, self.manifest.chunks[index].nbytes) for index in wanted]
-        opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
+        with collector_running():
+            opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
         try:
             if opened.manifest != self.manifest:
                 raise IntegrityError(f"{shard} was put anew while it was read: call get() again")
@@ -155,7 +157,11 @@ class ShardRead:
     def _listen(self) -> None:
         """Wait for one word of the holder."""
         try:
-            heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
+            if self._heard.empty():
+                with collector_running():
+                    heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
+            else:
+                heard = self._heard.get_nowait()
         except queue.Empty:
             raise PeerTimeout(
                 f"read of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
