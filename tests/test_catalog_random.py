@@ -136,6 +136,8 @@ class History:
         held = {(shard, host) for host, holder in world.holders.items() for shard in holder.copies}
         known = {(c.shard, h) for ranks in job.copies.values() for hosts in ranks.values() for h, c in hosts.items()}
         assert held == known, f"held only {sorted(held - known)[:3]}, known only {sorted(known - held)[:3]}"
+        by_host = {(s, r, h) for h, steps in job.on_host.items() for s, ranks in steps.items() for r in ranks}
+        assert by_host == {(StepId(shard.attempt, shard.step), shard.rank, host) for shard, host in known}
         self.survives(newest)
 
     def survives(self, newest: StepId) -> None:

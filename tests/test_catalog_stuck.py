@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from memstore.core.events import copy_to_wire
-from memstore.core.fact_log import Entry
-from memstore.core.facts import StepAbandoned, entry_to_wire
+from memstore.core.facts import StepAbandoned
+from memstore.core.records import Entry
 from memstore.core.shelf import Share, Shelved
 from memstore.errors import CapacityError
 from memstore.shell.peer_server import DRAFT_IDLE_S, PeerServer
@@ -100,7 +100,7 @@ def test_a_skip_that_only_a_late_host_remembers_frees_the_copies_elsewhere() -> 
     """Copies were counted before the host that knows of the skip came: they go from every host then (R12, R16)."""
     world, ranks = trained(3, 3)
     world.kill_host("h2", keep_memory=True)
-    record = entry_to_wire(Entry(world.term, 10_000, StepAbandoned(JOB, 1, 2, 4)))
+    record = Entry(world.term, 10_000, StepAbandoned(JOB, 1, 2, 4)).record
     world.crash_controller()
     world.run(6.0)
     world.put(ranks[0], 2)

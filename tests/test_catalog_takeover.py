@@ -9,6 +9,7 @@ import pytest
 from memstore.core import facts as f
 from memstore.core.compaction import is_needed
 from memstore.core.fact_log import FactLog
+from memstore.core.records import Entry
 from memstore.testing.catalog_holder import CHUNKS
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
@@ -99,9 +100,9 @@ def test_the_commit_of_a_late_host_is_taken_and_given_to_all() -> None:
 def test_a_late_fact_of_an_old_term_is_no_pending_fact_of_this_one() -> None:
     """Sequence numbers may come twice across terms: what a late host brings is neither sent nor applied again."""
     log = FactLog(term=2)
-    log.adopt([[f.Entry(1, 1, f.JobRemoved("a"))]])
+    log.adopt([[Entry(1, 1, f.JobRemoved("a"))]])
     mine = log.append(f.JobRemoved("b"))
-    late = f.Entry(1, 2, f.JobRemoved("c"))
+    late = Entry(1, 2, f.JobRemoved("c"))
     assert log.merge([late]) == [late.fact]
     assert log.pending == [mine]
     log.ack("h0", mine.seq)
@@ -121,7 +122,7 @@ def test_a_late_commit_of_a_step_that_was_skipped_meanwhile_is_refused() -> None
     fact = f.StepCommitted("train", 1, 5, 2, ("x", "y"), (("h1",), ("h1",)), "host", False, "", 0.0)
     world.crash_controller()
     world.run(5.0)
-    world.holders["h1"].journal.append(f.entry_to_wire(f.Entry(1, 99, fact)))
+    world.holders["h1"].journal.append(Entry(1, 99, fact).record)
     world.kill_host("h1", keep_memory=True)
     world.return_host("h1")
     world.run(3.0)

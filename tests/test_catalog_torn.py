@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memstore.core.facts import StepRetired
+from memstore.core.records import entry_from_record
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
@@ -94,7 +96,7 @@ def test_the_last_word_on_a_step_counts_if_a_late_host_has_it(lacking: str) -> N
     world.kill_host("h2", keep_memory=True)
     for name in ("h0", "h1"):
         journal = world.holders[name].journal
-        words = [row for row in journal if row["type"] == "StepRetired"]
+        words = [record for record in journal if isinstance(entry_from_record(record).fact, StepRetired)]
         journal.remove(words[1 if lacking == "lifted" else 0])
     world.crash_controller()
     world.run(6.0)

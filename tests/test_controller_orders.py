@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import secrets
 import shutil
 import threading
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 from memstore.config import Config
+from memstore.core import records as records_module
 from memstore.core.wire import Kind
 from memstore.errors import PeerTimeout
 from memstore.shell import holder as holder_module
 from memstore.shell.channel import Channel
+from memstore.shell.controller import Session
 from memstore.shell.controller_session import ControllerSession
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
@@ -168,13 +171,35 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
     older = dial(5)
     assert heard(older)["k"] == "up"
-    order(older, "journal", seq=7, reset=False, records=[["old"]])
+    order(older, "journal", seq=7, reset=False, records=[b"old"])
     assert pause.at.wait(WAIT_S)
     newer, first = dial(6), None
     with contextlib.suppress(PeerTimeout):
         first = heard(newer, 0.3)  # not before the write is over, else it may be missing in what it says
     pause.go.set()
     first = first or heard(newer)
-    assert (first["k"], first["journal"]) == ("up", [["old"]])
-    order(newer, "journal", seq=1, reset=False, records=[["new"]])
+    assert (first["k"], first["journal"]) == ("up", [b"old"])
+    order(newer, "journal", seq=1, reset=False, records=[b"new"])
     assert heard(newer) == {"k": "ack", "seq": 1}
+
+
+def test_a_long_journal_comes_in_pages_before_the_inventory(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message is longer than the wire allows, however many facts a journal has; the catalog is given all at once."""
+    records = [bytes([number]) * 30 for number in range(5)]
+    first = dial(5)
+    assert heard(first)["k"] == "up"
+    order(first, "journal", seq=5, reset=False, records=records)
+    assert heard(first) == {"k": "ack", "seq": 5}
+    monkeypatch.setattr(records_module, "PAGE_BYTES", 70)
+    pages = dial(6)
+    assert heard(pages) == {"k": "journal", "records": records[:2]}
+    assert heard(pages) == {"k": "journal", "records": records[2:4]}
+    assert heard(pages)["journal"] == records[4:]
+    given: queue.Queue[dict[str, Any]] = queue.Queue()
+    session = Session("a", holder.incarnation, dial(7), lambda _, body: given.put(body))
+    session.start()
+    up = given.get(timeout=WAIT_S)
+    session.close()
+    assert (up["k"], up["journal"]) == ("up", records)

@@ -24,7 +24,7 @@ from recovery.inventory import ShardId
 
 WAIT_S = 15.0
 SECRET = b"s" * 32
-LARGE = "x" * 5000  # more than the journal's last page still takes
+LARGE = b"x" * 5000  # more than the journal's last page still takes
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -91,8 +91,8 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
     heard(controller, "up")
-    order(controller, "journal", seq=1, reset=False, records=[[LARGE]])
-    order(controller, "journal", seq=2, reset=False, records=[["small"]])
+    order(controller, "journal", seq=1, reset=False, records=[LARGE])
+    order(controller, "journal", seq=2, reset=False, records=[b"small"])
     order(controller, "targets", job="job", targets=["b"])
     wait_for(lambda: holder.targets.get("job") == ["b"], "an order after the facts")
     wait_for(lambda: "journal" in heard(controller, "beat")["stats"]["short_of_room"], "a beat that says so")
@@ -109,11 +109,11 @@ def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Ho
     """A newer session sends the whole journal; what an older one had sent counts for nobody any more (R16, R17)."""
     older = dial(holder, 5)
     heard(older, "up")
-    order(older, "journal", seq=9, reset=False, records=[[LARGE]])
+    order(older, "journal", seq=9, reset=False, records=[LARGE])
     wait_for(lambda: holder.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
     assert heard(newer, "up")["journal"] == []
-    order(newer, "journal", seq=1, reset=True, records=[["one"], [LARGE]])
+    order(newer, "journal", seq=1, reset=True, records=[b"one", LARGE])
     wait_for(lambda: holder.facts.problem, "the newer facts to wait")
     full.end()
     assert heard(newer, "ack")["seq"] == 1

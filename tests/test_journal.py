@@ -79,6 +79,22 @@ def test_a_flipped_bit_ends_the_journal_there(folder: Path, at: int) -> None:
     journal.close()
 
 
+def test_what_is_appended_behind_damage_is_read_once_the_journal_was_shown(folder: Path) -> None:
+    """R16: a controller sends what a shown journal lacks at its end: it must not lie behind a damaged record."""
+    journal = Journal.open(written(folder))
+    with (folder / "journal").open("r+b") as file:
+        file.seek(-10, 2)
+        file.write(b"?")
+    assert journal.records() == RECORDS[:2]
+    assert journal.dropped_nbytes > 0
+    journal.append(RECORDS[2:])
+    assert journal.records() == RECORDS
+    journal.close()
+    journal = Journal.open(folder / "journal")
+    assert (journal.records(), journal.dropped_nbytes) == (RECORDS, 0)
+    journal.close()
+
+
 def test_rewrite_replaces_all_at_once(folder: Path) -> None:
     """A compaction leaves the new records and no temporary file, and can be appended to."""
     journal = Journal.open(written(folder))

@@ -6,6 +6,7 @@ fencing --every live host answered--> open --all ranks closed--> closed
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -275,14 +276,15 @@ class Attempts:
         attempt.phase = "fencing"
         live = set(self.catalog.hosts.live_ids())
         self.fence_waits[name] = (live, now + FENCE_DEADLINE_S)
-        for host in sorted(live):
-            self.send_fence(host, name, attempt)
+        self.send_fences(sorted(live), name, attempt)
         self.progress_fence(now, name)
 
-    def send_fence(self, host: str, name: str, attempt: Attempt) -> None:
-        """Order a host to refuse processes of older attempts; those that came along by a rewind are no older ones."""
-        members = [seat.nonce for seat in attempt.seats.values()]
-        self.catalog.tell(host, "fence", {"job": name, "attempt": attempt.ordinal, "members": members})
+    def send_fences(self, hosts: Iterable[str], name: str, attempt: Attempt) -> None:
+        """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
+        members = attempt.nonces_by_host()
+        for host in hosts:
+            body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
+            self.catalog.tell(host, "fence", body)
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""

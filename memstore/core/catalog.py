@@ -1,9 +1,9 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
-It composes host_table (who is alive), cluster_view (who holds what), fact_log (what has spread), takeover (the past),
-attempts and rewinds (connect, fencing), mesh_orders (who is which rank), room (reservations), steps (commit rule),
-retention, pins, forks, rounds and staging (get), repair, durable_orders and queries; each decides one thing, and
-observer says what came of it. The controller actor and the simulator are two shells around it (R16, R17).
+It composes host_table (who is alive), cluster_view (who holds what), fact_log and journals (what has spread), takeover
+(the past), attempts and rewinds (connect, fencing), mesh_orders (who is which rank), room (reservations), steps
+(commit rule), retention, pins, forks, rounds and staging (get), repair, durable_orders and queries; each decides one
+thing, and observer says what came of it. The controller actor and the simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from memstore.core.fact_log import FactLog
 from memstore.core.forks import Forks
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
+from memstore.core.journals import Journals
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.observer import Observer
 from memstore.core.pins import Pins
@@ -92,6 +93,7 @@ class Catalog:
             failure_domains=rules.failure_domains,
         )
         self.log = FactLog(term)
+        self.journals = Journals(self)
         self.jobs: dict[str, Job] = {}
         self.removed: dict[str, int] = {}  # job -> the last attempt that was removed with it
         self.actions: list[Action] = []
@@ -133,6 +135,7 @@ class Catalog:
             for job in self.jobs.values():
                 self.steps.evaluate_all(job)
         self._apply_spread()
+        self.journals.send_facts()
         return self.actions
 
     @property
@@ -144,6 +147,7 @@ class Catalog:
         now = self.now
         if isinstance(event, Tick):
             self.changed(self.hosts.tick(now))
+            self.takeover.tick()
             self._flush_waiting()
             self.drains.tick()
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
@@ -157,8 +161,8 @@ class Catalog:
             self.changed(self.hosts.heard(now, event.host_id, event.stats))
             self.observer.heard(event.host_id, event.stats)
         elif isinstance(event, HostUp):
-            self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
             self.takeover.host_up(event)
+            self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
         elif isinstance(event, HostLost):
             self.changed(self.hosts.lost(now, event.host_id, event.why))
         elif isinstance(event, RankCall):
@@ -190,10 +194,17 @@ class Catalog:
                     job.drop_host(change.host_id)
                 self.rounds.source_died(self.now, change.host_id)
                 self.queries.host_died(change.host_id)
-        if any(change.status in ("live", "dead") for change in changes):
-            self.view.send_addresses()
-            for job in self.room.in_turn():
+        if not changes:
+            return
+        moved = [change for change in changes if change.is_move]
+        self.view.news.update(change.host_id for change in moved)
+        if self.jobs or any(change.status == "dead" for change in moved):
+            self.view.send_news()  # before anybody is told to send something there
+        for job in self.room.in_turn():
+            if moved:
                 self.view.membership_changed(job)
+            elif any(change.status == "live" for change in changes):
+                self.view.answers_again(job)
 
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go."""
@@ -274,7 +285,7 @@ class Catalog:
     def record(self, fact: f.Fact) -> None:
         """Journal a decision; it takes effect in `_apply` once it has spread (R16)."""
         if self.may_record():
-            self._send_fact(fact)
+            self.journals.record(fact)
         else:
             self.log.waiting.append(fact)
 
@@ -287,21 +298,9 @@ class Catalog:
             return False
         return self.now <= self.lease_until_s or self.hosts.is_heard_of_all(self.now, self.rules.lease_s)
 
-    def send_journal(self, *hosts: str) -> None:
-        """Give hosts the whole journal in place of their own."""
-        records = [f.entry_to_wire(entry) for entry in self.log.entries]
-        for host in hosts:
-            self.tell(host, "journal", {"reset": True, "records": records, "seq": self.log.last_seq})
-
-    def _send_fact(self, fact: f.Fact) -> None:
-        entry = self.log.append(fact)
-        body = {"reset": False, "records": [f.entry_to_wire(entry)], "seq": entry.seq}
-        for host in self.hosts.live_ids():
-            self.tell(host, "journal", body)
-
     def _flush_waiting(self) -> None:
         while self.log.waiting and self.may_record():
-            self._send_fact(self.log.waiting.pop(0))
+            self.journals.record(self.log.waiting.pop(0))
 
     def _apply_spread(self) -> None:
         while True:
@@ -355,8 +354,8 @@ class Catalog:
             self.forks.apply_forked(fact, is_replay=is_replay)
         elif isinstance(fact, f.JobRemoved):
             self.expiry.apply(fact, is_replay=is_replay)
-        elif isinstance(fact, f.HostJoined):
-            self.hosts.joined[fact.host_id] = fact.labels
+        elif isinstance(fact, f.HostsJoined):
+            self.hosts.joined.update(fact.labels)
         elif isinstance(fact, f.HostDraining):
             self.drains.apply(fact, is_replay=is_replay)
 
@@ -383,7 +382,8 @@ class Catalog:
         self.actions.append(Tell(host, kind, body))
 
     def answer(self, call: Call, body: Mapping[str, Any]) -> None:
-        """Answer a call."""
+        """Answer a call; what was decided for it is on its way before."""
+        self.journals.send_facts()
         self.actions.append(Answer(call.host_id, call.call_id, dict(body)))
 
     def refuse(self, call: Call, error: str, message: str) -> None:

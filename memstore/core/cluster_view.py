@@ -6,8 +6,8 @@ these hosts, `repair.py` for how copies get there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from memstore.core.job import Attempt, Job
 from memstore.core.twins import Twins
@@ -25,6 +25,8 @@ class ClusterView:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.twins = Twins(catalog)
+        self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told
+        self._told: dict[str, list[Any]] = {}  # host -> where it is, as all were told
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
@@ -128,36 +130,61 @@ class ClusterView:
             job.heirs[leaving] = near[0]
         return job.heirs[leaving]
 
-    def send_targets(self, job: Job, only_host: str | None = None) -> None:
-        """Tell hosts where to push the shards of their ranks (R13)."""
+    def send_targets(self, job: Job, only: Collection[str] | None = None) -> None:
+        """Tell hosts (all of the job, or only some) where to push the shards of their ranks (R13)."""
         placement, attempt = self.placement(job), job.newest
         if placement is None or attempt is None or attempt.phase == "fencing":
             return
+        self.send_news()
         targets = {host: list(others) for host, others in placement.targets.items()}
-        for rank, seat in attempt.seats.items():
+        for rank, seat in attempt.seats.items() if self.catalog.drains.until_s else ():
             if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
                 targets[seat.host_id] = self.guests(job, attempt, rank)
         copiers = self.twins.rows(job, attempt)
         for host, others in targets.items():
-            if only_host in (None, host):
+            if only is None or host in only:
                 body = {
                     "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
                 }  # fmt: skip
                 self.catalog.tell(host, "targets", body)
 
-    def send_addresses(self) -> None:
-        """Tell every host how to reach every other one, and which jobs there are.
+    def greet(self, hosts: Iterable[str]) -> None:
+        """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
         """
-        rows = [
-            [s.info.host_id, s.info.address, s.info.port, s.info.incarnation, s.status]
-            for s in self.catalog.hosts.states.values()
-            if s.status != "dead"
-        ]
-        jobs = [*self.catalog.jobs, *self.catalog.forks.pending]
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "view", {"hosts": rows, "jobs": jobs})
+        rows = [self._row(host) for host in self.catalog.hosts.live_ids()]
+        body = {"hosts": rows, "gone": None, "jobs": self._jobs()}
+        for host in hosts:
+            self.catalog.tell(host, "view", body)
+
+    def send_news(self) -> None:
+        """Tell all hosts what has changed of the others' addresses, if anything has (R3, R28)."""
+        rows, gone = [], []
+        for host in sorted(self.news):
+            row = self._row(host) if self.catalog.hosts.is_live(host) else None
+            if row is not None and row != self._told.get(host):
+                rows.append(row)
+                self._told[host] = row
+            elif row is None and self._told.pop(host, None) is not None:
+                gone.append(host)
+        self.news.clear()
+        if rows or gone:
+            body = {"hosts": rows, "gone": gone, "jobs": self._jobs()}
+            for host in self.catalog.hosts.live_ids():
+                self.catalog.tell(host, "view", body)
+
+    def settled(self, hosts: Iterable[str]) -> None:
+        """A new controller tells all hosts of all at once."""
+        self._told = {host: self._row(host) for host in hosts}
+        self.news.clear()
+
+    def _row(self, host: str) -> list[Any]:
+        info = self.catalog.hosts.states[host].info
+        return [info.host_id, info.address, info.port, info.incarnation]
+
+    def _jobs(self) -> list[str]:
+        return [*self.catalog.jobs, *self.catalog.forks.pending]
 
     def membership_changed(self, job: Job) -> None:
         """Place anew with the fewest moves, claim room there, then see what commits."""
@@ -173,6 +200,11 @@ class ClusterView:
         catalog.repair.look_again(job)
         catalog.repair.consider(catalog.now, job)
         catalog.steps.evaluate_all(job)
+
+    def answers_again(self, job: Job) -> None:
+        """A host that was suspected was heard of: placement is what it was, what waited for it may go on (R18, R28)."""
+        self.catalog.repair.look_again(job)
+        self.catalog.steps.evaluate_all(job)
 
     def silent_hosts(self, job: Job) -> set[str]:
         """Hosts that facts of the job name, neither answering nor known to be gone for long (R24).

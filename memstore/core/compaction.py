@@ -10,15 +10,15 @@ from recovery.inventory import StepId
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
-FACTS_COMPACT_MIN = 256  # journals shorter than this are not worth rewriting
+JOURNAL_NBYTES_MIN = 64 << 10  # journals shorter than this are not worth rewriting
 
 
 def compact(catalog: Catalog) -> None:
-    """Forget facts that are not needed, and rewrite the journals once they are half as long."""
-    if catalog.log.journal_weight < FACTS_COMPACT_MIN:
+    """Forget facts that are not needed, and have the journals rewritten once they are half as long."""
+    if catalog.log.journal_nbytes < JOURNAL_NBYTES_MIN:
         return
     if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
-        catalog.send_journal(*catalog.hosts.live_ids())
+        catalog.journals.shorten()
 
 
 def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
@@ -35,7 +35,7 @@ def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
         return job is not None and job.pins.get(fact.name) == fact
     if isinstance(fact, f.StepUnpinned):
         return False  # nor is the pin that it took back
-    if isinstance(fact, f.HostJoined | f.JobRemoved):
+    if isinstance(fact, f.HostsJoined | f.JobRemoved):
         return True
     if isinstance(fact, f.HostDraining):
         return fact.until_s is not None and catalog.drains.until_s.get(fact.host_id) == fact.until_s

@@ -6,9 +6,11 @@ values; shards travel as `[job, attempt, step, rank]`, specs as
 `[digest, nbytes, chunk_bytes, chunks_count, world_size]`.
 
 Orders to a holder (`Tell.kind`):
-    journal        seq, records | reset         append facts (R16); answered by FactAck
+    journal        seq, records, reset | keep   append records of facts (R16), to nothing (reset), or to the records of
+                                                these (term, seq) alone (keep); answered by FactAck
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
-    view           hosts, jobs                  addresses of all hosts, for peers; room of other jobs is given back
+    view           hosts, gone, jobs            addresses for peers: of all hosts (gone None), or of those that came or
+                                                moved, and who is gone; room of other jobs is given back
     targets        job, attempt, targets, copiers
                                                 where this host pushes its ranks' shards (R13); for those that copy what
                                                 others hold too: [rank, its own targets, ranks that copy the same] (R34)
@@ -65,7 +67,7 @@ class HostUp:
 
     info: HostInfo
     copies: tuple[Copy, ...] = ()
-    journal: tuple[Body, ...] = ()
+    journal: tuple[bytes, ...] = ()
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
 
 

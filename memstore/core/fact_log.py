@@ -8,11 +8,10 @@ journal of a term is a part of that term's one history, so equal (term, seq) mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from memstore.core.facts import Entry, Fact, StepCommitted
-
-RANKS_PER_WEIGHT = 1024
+from memstore.core.facts import Fact
+from memstore.core.records import Entry, entry_from_record, place_of_record
 
 
 class FactLog:
@@ -25,7 +24,8 @@ class FactLog:
         self.acked: dict[str, int] = {}  # host -> highest seq it has
         self.applied_seq = 0
         self.last_seq = 0  # the highest sequence number given out or heard of
-        self.journal_weight = 0  # of all facts that the holders' journals have, needed or not
+        self._known: dict[tuple[int, int], Entry] = {}  # by place: entries of this log, and those that hosts showed it
+        self.journal_nbytes = 0  # of all records that the holders' journals have, needed or not
 
     @property
     def pending(self) -> list[Entry]:
@@ -41,12 +41,24 @@ class FactLog:
         """Return every fact that is decided and not yet applied."""
         return [entry.fact for entry in self.pending] + self.waiting
 
+    def read(self, records: Iterable[bytes]) -> list[Entry]:
+        """Return a host's journal. All have nearly the same records, so each is unpacked once and kept once."""
+        journal: list[Entry] = []
+        for record in records:
+            place = place_of_record(record)
+            entry = self._known.get(place)
+            if entry is None or entry.record != record:
+                entry = entry_from_record(record)
+                self._known.setdefault(place, entry)
+            journal.append(entry)
+        return journal
+
     def adopt(self, journals: Iterable[Iterable[Entry]]) -> list[Fact]:
         """Rebuild from surviving journals; return every fact in order, all to be applied now."""
         union = {(entry.term, entry.seq): entry for journal in journals for entry in journal}
         self.entries = [union[key] for key in sorted(union)]
         self.last_seq = self.applied_seq = max((entry.seq for entry in self.entries), default=0)
-        self.journal_weight = self.weight
+        self.journal_nbytes = self.nbytes
         return [entry.fact for entry in self.entries]
 
     def merge(self, journal: Iterable[Entry]) -> list[Fact]:
@@ -65,7 +77,8 @@ class FactLog:
         self.last_seq += 1
         entry = Entry(self.term, self.last_seq, fact)
         self.entries.append(entry)
-        self.journal_weight += weight(fact)
+        self._known[entry.term, entry.seq] = entry
+        self.journal_nbytes += len(entry.record)
         return entry
 
     def ack(self, host_id: str, seq: int) -> None:
@@ -90,13 +103,21 @@ class FactLog:
             ready.append(entry.fact)
         return ready
 
+    def missing(self, journal: Sequence[Entry]) -> list[Entry] | None:
+        """Return what a journal lacks at its end, or None if it is not the first part of this log.
+
+        A journal is compared in its own order: one that is not in order of terms is written anew, whatever it has.
+        """
+        count = len(journal)
+        return self.entries[count:] if list(journal) == self.entries[:count] else None
+
     @property
-    def weight(self) -> int:
-        """Of the entries that are left here."""
-        return sum(weight(entry.fact) for entry in self.entries)
+    def nbytes(self) -> int:
+        """Of the records that are left here."""
+        return sum(len(entry.record) for entry in self.entries)
 
     def compact(self, is_needed: Callable[[Fact], bool]) -> bool:
-        """Forget applied facts that nothing needs; True if half of the journals is not needed: rewrite them.
+        """Forget applied facts that nothing needs; True if half of the journals' bytes are not needed: rewrite them.
 
         What the journals have counts, not what is left here: with hundreds of hosts, each of them a fact that stays,
         the few that one commit makes needless are never half of all.
@@ -105,12 +126,8 @@ class FactLog:
         if self.entries and (not kept or kept[-1] != self.entries[-1]):
             kept.append(self.entries[-1])  # the last one carries the sequence
         self.entries = kept
-        if self.weight > self.journal_weight // 2:
+        self._known = {(e.term, e.seq): e for e in kept}
+        if self.nbytes > self.journal_nbytes // 2:
             return False
-        self.journal_weight = self.weight
+        self.journal_nbytes = self.nbytes
         return True
-
-
-def weight(fact: Fact) -> int:
-    """Return 1 for a fact of some hundred bytes, more for a commit of thousands of ranks."""
-    return 1 + (fact.world_size // RANKS_PER_WEIGHT if isinstance(fact, StepCommitted) else 0)

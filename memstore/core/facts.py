@@ -1,25 +1,20 @@
 """Facts: what cannot be read off the bytes, journalled beside every arena (R16). Pure.
 
-A fact is a frozen dataclass; on the wire and in a journal it is a small dict with its type, its
-sequence number and the term of the controller that recorded it. Unknown types are refused: a
-journal of a newer format must not be half understood.
+A fact is a frozen dataclass. How it lies in a journal and on the wire: `records.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
-
-from memstore.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
-class HostJoined:
-    """A host was seen for the first time, with its labels (R16)."""
+class HostsJoined:
+    """Hosts were seen for the first time, with their labels (R16)."""
 
-    host_id: str
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, Mapping[str, str]]  # by host
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +182,7 @@ class JobRemoved:
 
 
 Fact = (
-    HostJoined
+    HostsJoined
     | HostDraining
     | AttemptOpened
     | RoomClaimed
@@ -203,10 +198,10 @@ Fact = (
     | JobForked
     | JobRemoved
 )
-_TYPES: dict[str, type[Any]] = {
+FACT_TYPES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        HostJoined,
+        HostsJoined,
         HostDraining,
         AttemptOpened,
         RoomClaimed,
@@ -223,32 +218,3 @@ _TYPES: dict[str, type[Any]] = {
         JobRemoved,
     )
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A fact with its place in the journal: ordered by (term, seq)."""
-
-    term: int
-    seq: int
-    fact: Fact
-
-
-def entry_to_wire(entry: Entry) -> dict[str, Any]:
-    """Return a journal entry as plain values."""
-    values = {f.name: getattr(entry.fact, f.name) for f in fields(entry.fact)}
-    return {"type": type(entry.fact).__name__, "term": entry.term, "seq": entry.seq, "value": values}
-
-
-def entry_from_wire(value: Any) -> Entry:
-    """Return the entry that `entry_to_wire` wrote; ProtocolError if it is not one."""
-    try:
-        cls = _TYPES[value["type"]]
-        raw = {name: _tuples(item) for name, item in value["value"].items()}
-        return Entry(int(value["term"]), int(value["seq"]), cls(**raw))
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ProtocolError(f"not a journal fact this version understands: {exc!r}") from exc
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

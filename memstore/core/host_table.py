@@ -41,6 +41,7 @@ class Change:
     host_id: str
     status: Status
     why: str
+    is_move: bool = True  # it came, came back, or went: who is only suspected, or heard of again, is where it was
 
 
 class HostTable:
@@ -67,7 +68,7 @@ class HostTable:
         if info.incarnation < state.info.incarnation:
             return []
         state.info, state.last_heard_s, state.is_gone = info, now, False
-        return self._enter(now, state, "live", "joined again")
+        return self._enter(now, state, "live", "joined again", is_new=True)
 
     def heard(self, now: float, host_id: str, stats: Mapping[str, Any]) -> list[Change]:
         """A heartbeat arrived; it clears suspicion but never revives the dead (they need a session)."""
@@ -96,12 +97,13 @@ class HostTable:
                 changes += self._enter(now, state, "dead", f"no heartbeat for {silent_s:.1f} s")
         return changes
 
-    def _enter(self, now: float, state: HostState, status: Status, why: str) -> list[Change]:
+    def _enter(self, now: float, state: HostState, status: Status, why: str, *, is_new: bool = False) -> list[Change]:
         if status == "dead":
             state.deaths_s = [*state.deaths_s[-9:], now]
         self._live_domains.clear()
+        is_flap = status == "suspect" or (status == "live" and state.status == "suspect" and not is_new)
         state.status, state.why, state.since_s = status, why, now
-        return [Change(state.info.host_id, status, why)]
+        return [Change(state.info.host_id, status, why, is_move=not is_flap)]
 
     def is_live(self, host_id: str) -> bool:
         """True unless the host is unknown or dead; a suspect host is still counted live."""

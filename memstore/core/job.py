@@ -70,6 +70,13 @@ class Attempt:
         """Copies asked for, the owner's own included."""
         return int(self.config["replicas"])
 
+    def nonces_by_host(self) -> dict[str, list[str]]:
+        """What the processes of the attempt call themselves, by host."""
+        found: dict[str, list[str]] = {}
+        for seat in self.seats.values():
+            found.setdefault(seat.host_id, []).append(seat.nonce)
+        return found
+
     def rank_of(self, launched: int) -> int:
         """The rank of the process that its launcher calls `launched`."""
         return self.order.index(launched) if 0 <= launched < len(self.order) else launched
@@ -115,6 +122,7 @@ class Job:
     name: str
     attempts: dict[int, Attempt] = field(default_factory=dict)
     copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
+    on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
     torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, and of no one moment
@@ -215,6 +223,7 @@ class Job:
         """Record a verified copy, replacing what was known of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+        self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
         self.changes[step] = self.changes.get(step, 0) + 1
         if copy.missing:
             self.hurt.add(step)
@@ -224,18 +233,24 @@ class Job:
         step = StepId(shard.attempt, shard.step)
         self.changes[step] = self.changes.get(step, 0) + 1
         hosts = self.copies.get(step, {}).get(shard.rank, {})
-        hosts.pop(host_id, None)
+        if hosts.pop(host_id, None) is not None:
+            self.on_host[host_id][step].discard(shard.rank)
         if not hosts:
             self.copies.get(step, {}).pop(shard.rank, None)
         if not self.copies.get(step, True):
             del self.copies[step]
 
+    def drop_step(self, step: StepId) -> None:
+        """Forget every copy of a step."""
+        for host in {host for hosts in self.copies.pop(step, {}).values() for host in hosts}:
+            del self.on_host[host][step]
+
     def drop_host(self, host_id: str) -> None:
         """Forget every copy on a host."""
-        gone = [c for ranks in self.copies.values() for hosts in ranks.values() for c in hosts.values()]
-        for copy in gone:
-            if copy.host == host_id:
-                self.drop_copy(copy.shard, host_id)
+        for step, ranks in list(self.on_host.get(host_id, {}).items()):
+            for rank in list(ranks):
+                self.drop_copy(ShardId(self.name, step.attempt, step.step, rank), host_id)
+        self.on_host.pop(host_id, None)
         self.refusals = {key: why for key, why in self.refusals.items() if key[1] != host_id}
 
     def spec(self, shard: ShardId) -> ShardSpec | None:

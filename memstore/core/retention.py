@@ -117,4 +117,4 @@ class Retention:
                 by_host.setdefault(host, []).append(shard_to_wire(shard))
         for host, shards in sorted(by_host.items()):
             self.catalog.tell(host, "drop", {"shards": shards})
-        del job.copies[step]
+        job.drop_step(step)

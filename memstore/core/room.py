@@ -5,7 +5,7 @@ Pins and forks claim room as well, with an order that carries a call's number, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,8 @@ class Room:
         self._order_if_all(job, attempt, active)
 
     def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
+        if not attempt.has_put and len(attempt.needs) < attempt.world_size:
+            return  # most ranks of a first put hear no more than this: nobody looks at all ranks for each of them
         if active.is_ordered or self._missing(job, attempt) or not self._is_gathered(attempt, active):
             return
         active.is_ordered = True
@@ -159,9 +161,9 @@ class Room:
             self.order(job, attempt, kind="grow")
 
     def order(
-        self, job: Job, attempt: Attempt, *, only_host: str | None = None, call: int = 0, kind: str = "reserve"
+        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve"
     ) -> set[str]:
-        """Tell every live host of the job (or one of them) what to claim; return the hosts told."""
+        """Tell every live host of the job (or some of them) what to claim; return the hosts told."""
         if self.catalog.view.placement(job) is None:
             return set()
         keep = self.versions(job, attempt)
@@ -176,7 +178,7 @@ class Room:
                 local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
             for target in self.catalog.view.guests(job, attempt, rank):
                 guests[target] = guests.get(target, 0) + slots
-        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and only_host in (None, h)}
+        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks)
@@ -284,7 +286,7 @@ class Room:
                 del self.unroomed[name, host]
             elif refused.due_s <= now:
                 self.unroomed[name, host] = replace(refused, due_s=now + RETRY_S)
-                if not self.order(job, attempt, only_host=host):
+                if not self.order(job, attempt, only=(host,)):
                     del self.unroomed[name, host]  # placement has left it
 
     def _finish(self, job: Job, active: Reservation) -> None:

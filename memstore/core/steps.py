@@ -117,15 +117,15 @@ class Steps:
         for copy in copies:
             self.take_copy(copy)
         if job is not None:
-            self.adopt(job)
+            self.adopt(job, host)
             self.evaluate_all(job)
 
-    def adopt(self, job: Job) -> None:
-        """What inventories hold of the newest attempt and no fact has ended is open again."""
+    def adopt(self, job: Job, host: str | None = None) -> None:
+        """What inventories (all, or a host's) hold of the newest attempt and no fact has ended is open again."""
         attempt = job.newest
         if attempt is None:
             return
-        for step, ranks in job.copies.items():
+        for step, ranks in (job.copies if host is None else job.on_host.get(host, {})).items():
             if step.attempt != attempt.ordinal:
                 continue
             attempt.has_put = True
@@ -280,7 +280,7 @@ class Steps:
         body = self._abandon_body(job, step, level, reason)
         for host in self.catalog.hosts.live_ids():
             self.catalog.tell(host, "abandon", body)
-        job.copies.pop(step, None)
+        job.drop_step(step)
 
     # -- skip ---------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ past, but it changes no decision that was taken since: a commit of a step that w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memstore.core import facts as f
 from memstore.core.events import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
 from memstore.core.job import Job
+from memstore.core.records import Entry
 from recovery.inventory import Copy, StepId
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ class Takeover:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.is_settled = False
-        self.journals: dict[str, list[f.Entry]] = {}
+        self.journals: dict[str, list[Entry]] = {}
+        self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
         self.early: list[Event] = []  # calls that came while settling
@@ -37,7 +40,7 @@ class Takeover:
         if isinstance(event, HostUp):
             host = event.info.host_id
             hosts.up(catalog.now, event.info)
-            self.journals.setdefault(host, []).extend(f.entry_from_wire(entry) for entry in event.journal)
+            self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
@@ -65,40 +68,56 @@ class Takeover:
         catalog = self.catalog
         for fact in catalog.log.adopt(self.journals.values()):
             catalog.apply(fact, is_replay=True)
+        hosts = catalog.hosts.live_ids()
+        for host in hosts:
+            catalog.journals.send(host, have=self.journals.get(host, ()))
         for copies in self.copies.values():
             for copy in copies:
                 catalog.steps.take_copy(copy)
-        for host in catalog.hosts.live_ids():
+        for host in hosts:
             catalog.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
-        self.journals, self.copies = {}, {}
         for job in catalog.jobs.values():
             catalog.steps.adopt(job)
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.host_id in self.ranks and seat.nonce not in self.ranks[seat.host_id]:
                     # It may be about to come back, so it is not gone; but nobody is kept out in its name (R20).
                     seat.last_active_s = -math.inf
-        for host in catalog.hosts.live_ids():
-            if host not in catalog.hosts.joined:
-                catalog.record(f.HostJoined(host, dict(catalog.hosts.states[host].info.labels)))
-            catalog.send_journal(host)
-            self.greet(host)
+        self.journals, self.copies = {}, {}
+        self.newcomers.update(hosts)
+        self._record_newcomers()
+        catalog.view.settled(hosts)
+        self.greet(hosts)
         for job in catalog.jobs.values():
             if job.newest is not None and job.newest.phase != "closed":
                 # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
                 catalog.attempts.fence_all(catalog.now, job.name)
 
-    def greet(self, host: str) -> None:
-        """Whatever a host must know before it serves: its peers, who is fenced, what was committed."""
-        self.catalog.view.send_addresses()
-        for name, attempt in self.catalog.removed.items():  # it may have been out of reach then: the room is freed now
-            self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
+    def tick(self) -> None:
+        """Hosts that joined since the last one are facts now, and all hear of them."""
+        self._record_newcomers()
+        self.catalog.view.send_news()
+
+    def _record_newcomers(self) -> None:
+        hosts = self.catalog.hosts
+        labels = {h: dict(hosts.states[h].info.labels) for h in sorted(self.newcomers.difference(hosts.joined))}
+        self.newcomers.clear()
+        if labels:
+            self.catalog.record(f.HostsJoined(labels))
+
+    def greet(self, hosts: Sequence[str]) -> None:
+        """Whatever hosts must know before they serve: their peers, who is fenced, what was committed."""
+        self.catalog.view.greet(hosts)
+        for name, attempt in self.catalog.removed.items():  # some were out of reach then: they free its room now
+            for host in hosts:
+                self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
         for job in self.catalog.room.in_turn():
             if job.newest is not None:
-                self.catalog.attempts.send_fence(host, job.name, job.newest)
-                self.catalog.view.send_targets(job, only_host=host)
+                self.catalog.attempts.send_fences(hosts, job.name, job.newest)
+                self.catalog.view.send_targets(job, only=set(hosts))
                 if job.newest.needs or job.copies:
-                    self.catalog.room.order(job, job.newest, only_host=host)  # shares are not journalled
-                self.catalog.steps.greet(job, host)
+                    self.catalog.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
+                for host in hosts:
+                    self.catalog.steps.greet(job, host)
 
     def host_up(self, event: HostUp) -> None:
         """A holder's session began while serving: a newcomer, a late host or one that came back."""
@@ -107,36 +126,38 @@ class Takeover:
         if not changes:
             return  # an older life of the holder (R3)
         catalog.log.forget(host)
-        self._merge([f.entry_from_wire(entry) for entry in event.journal])
+        journal = catalog.log.read(event.journal)
+        is_news = self._merge(journal)
         for job in catalog.jobs.values():
             job.drop_host(host)
-        if host not in catalog.hosts.joined:
-            catalog.record(f.HostJoined(host, dict(event.info.labels)))
-        catalog.send_journal(host)
-        self.greet(host)
+        self.newcomers.add(host)
+        if not is_news:  # else all have the whole of it already
+            catalog.journals.send(host, have=journal)
+        self.greet([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             catalog.steps.sealed(catalog.now, copy)
         catalog.changed(changes)
 
-    def _merge(self, journal: list[f.Entry]) -> None:
-        """Take facts that only this host had kept, and give them to all (R16)."""
+    def _merge(self, journal: list[Entry]) -> bool:
+        """Take facts that only this host had kept, and give them to all (R16); True if there were some."""
         catalog = self.catalog
         late = [fact for fact in catalog.log.merge(journal) if self._is_welcome(fact)]
         before = {name: job.newest for name, job in catalog.jobs.items()}
         for fact in late:
             catalog.apply(fact, is_replay=True)
         if late:
-            catalog.send_journal(*catalog.hosts.live_ids())
+            catalog.journals.send(*catalog.hosts.live_ids())
         for name, job in catalog.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
                 catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
                 catalog.attempts.fence_all(catalog.now, name)
+        return bool(late)
 
     def _is_welcome(self, fact: f.Fact) -> bool:
         """A late fact may fill a gap; it may not contradict what was decided without it."""
         job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
-        if isinstance(fact, f.HostJoined):
-            return fact.host_id not in self.catalog.hosts.joined
+        if isinstance(fact, f.HostsJoined):
+            return not fact.labels.keys() <= self.catalog.hosts.joined.keys()
         if isinstance(fact, f.StepUnpinned):
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):

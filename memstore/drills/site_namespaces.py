@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
-
 from memstore.config import MIB, Config
-from memstore.core.facts import StepCommitted, entry_from_wire
+from memstore.core.facts import StepCommitted
+from memstore.core.records import entry_from_record
 from memstore.drills import faults
 from memstore.drills.rank_processes import ProcessPool
 from memstore.drills.ranks import Rank
@@ -170,7 +169,7 @@ class NamespacesSite(Site):
         found = []
         for host in hosts:
             for record in read_records(Path(self.folder(host)) / JOURNAL_NAME):
-                fact = entry_from_wire(msgpack.unpackb(record, strict_map_key=False)).fact
+                fact = entry_from_record(record).fact
                 if isinstance(fact, StepCommitted):
                     found.append(fact)
         return found

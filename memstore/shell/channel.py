@@ -141,6 +141,12 @@ class Channel:
             if self.is_closed:
                 self._lost("closed between two parts of a frame")
 
+    def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
+        """Send a frame of `wire.pack_frame` within `deadline_s` seconds from now."""
+        clock = _Clock("send a packed frame", deadline_s)
+        with self._held(self._send_lock, clock):
+            self._send_all([memoryview(frame)], clock)
+
     def recv(self, *, timeout_s: float | None) -> Frame:
         """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
         clock = _Clock("receive a frame", timeout_s)

@@ -37,8 +37,8 @@ from memstore.core.events import (
     Tick,
     copy_from_wire,
 )
-from memstore.core.wire import Kind
-from memstore.errors import MemstoreError, TransportError
+from memstore.core.wire import Kind, pack_frame
+from memstore.errors import MemstoreError, ProtocolError, TransportError
 from memstore.shell.channel import Channel
 from memstore.shell.event_log import EventLog
 from memstore.shell.listener import connect_tcp
@@ -68,7 +68,7 @@ class Session:
         self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]
     ) -> None:
         self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
-        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
         self._on_event = on_event
         self.why = ""
 
@@ -79,9 +79,16 @@ class Session:
         threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
 
     def _read(self) -> None:
+        pages: list[Any] = []  # of the journal, before the inventory
         try:
             while True:
-                self._on_event(self, self.channel.recv(timeout_s=None).body)
+                body = self.channel.recv(timeout_s=None).body
+                if body.get("k") == "journal":
+                    pages += body["records"]
+                    continue
+                if body.get("k") == "up":
+                    body["journal"] = [*pages, *body["journal"]]
+                self._on_event(self, body)
         except MemstoreError as exc:
             self.why = str(exc)
         finally:
@@ -90,11 +97,11 @@ class Session:
 
     def _write(self) -> None:
         while True:
-            body = self.outbox.get()
-            if body is None:
+            frame = self.outbox.get()
+            if frame is None:
                 return
             try:
-                self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+                self.channel.send_frame(frame, deadline_s=SEND_S)
             except TransportError as exc:
                 self.why = str(exc)
                 self.channel.close()
@@ -282,13 +289,14 @@ class Controller:
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
                 actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
+        frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
         for action in actions:
-            self._execute(action)
+            self._execute(action, frames)
         self.event_log.take(self.catalog.observer.chronicle)
         if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
 
-    def _execute(self, action: Action) -> None:
+    def _execute(self, action: Action, frames: dict[tuple[str, int], bytes]) -> None:
         if isinstance(action, Note):
             log.log(logging.WARNING if action.level == "warning" else logging.INFO, "%s", action.text)
             return
@@ -296,11 +304,19 @@ class Controller:
             session = self.sessions.get(action.host_id)
         if session is None:
             return
-        if isinstance(action, Tell):
-            session.outbox.put({"k": action.kind, **action.body})
-        elif isinstance(action, Answer):
-            error = list(action.error) if action.error is not None else None
-            session.outbox.put({"k": "answer", "id": action.call_id, "body": action.body, "error": error})
+        try:
+            if isinstance(action, Tell):
+                key = action.kind, id(action.body)  # the actions are there as long as the frames
+                if key not in frames:
+                    frames[key] = pack_frame(Kind.EVENT, {"k": action.kind, **action.body})
+                session.outbox.put(frames[key])
+            elif isinstance(action, Answer):
+                error = list(action.error) if action.error is not None else None
+                body = {"k": "answer", "id": action.call_id, "body": action.body, "error": error}
+                session.outbox.put(pack_frame(Kind.EVENT, body))
+        except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
+            session.why = str(exc)
+            session.channel.abort()
 
     def _close_dead(self) -> None:
         """A host that was declared dead by silence needs a new session before it counts again (R28)."""

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from memstore.core.events import ORDINAL_LIMIT
+from memstore.core.records import paged
 from memstore.core.wire import Kind
 from memstore.errors import ProtocolError, TransportError
 from memstore.shell.channel import Channel
@@ -30,8 +31,11 @@ class ControllerSession:
         self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def open(self, up: dict[str, Any]) -> None:
-        """Send the inventory, then whatever was queued since, in order."""
-        self.channel.send(Kind.EVENT, 0, up, deadline_s=SEND_S)
+        """Send the inventory, pages of a long journal first, then whatever was queued since, in order."""
+        *pages, last = paged(up["journal"])
+        for page in pages:
+            self.channel.send(Kind.EVENT, 0, {"k": "journal", "records": page}, deadline_s=SEND_S)
+        self.channel.send(Kind.EVENT, 0, {**up, "journal": last}, deadline_s=SEND_S)
         threading.Thread(target=self._run, name="memstore-outbox", daemon=True).start()
 
     def put(self, body: dict[str, Any]) -> None:

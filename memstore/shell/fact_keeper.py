@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
-
+from memstore.core.records import kept_records
 from memstore.errors import CapacityError
 from memstore.shell.journal import Journal
 
@@ -27,7 +26,7 @@ class FactKeeper:
 
     def take(self, body: dict[str, Any]) -> None:
         """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all."""
-        if body["reset"]:
+        if body.get("reset"):
             self._waiting.clear()
         self._waiting.append(body)
         self.retry()
@@ -36,15 +35,22 @@ class FactKeeper:
         """Write what waits, as far as there is room now."""
         while self._waiting:
             body = self._waiting[0]
-            records = [msgpack.packb(record) for record in body["records"]]
             try:
-                self.journal.rewrite(records) if body["reset"] else self.journal.append(records)
+                self._write(body)
             except CapacityError as exc:
                 self.problem = str(exc)
                 return
             self._waiting.popleft()
             self._on_written(int(body["seq"]))
         self.problem = ""
+
+    def _write(self, body: dict[str, Any]) -> None:
+        if "keep" in body:
+            self.journal.rewrite(kept_records(self.journal.records(), body["keep"]))
+        elif body["reset"]:
+            self.journal.rewrite(body["records"])
+        else:
+            self.journal.append(body["records"])
 
     def forget(self) -> None:
         """Another session begins: it sends the whole journal, and numbers of its own (R16)."""

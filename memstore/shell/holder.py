@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from memstore.config import Config
 from memstore.core.events import HostInfo, copy_to_wire
-from memstore.core.facts import AttemptOpened, entry_from_wire
+from memstore.core.facts import AttemptOpened
+from memstore.core.records import entry_from_record
 from memstore.core.shelf import Shelved
 from memstore.core.wire import Kind
 from memstore.errors import PeerUnreachable, TransportError
@@ -161,7 +160,7 @@ class Holder:
     def _read_journal(self) -> None:
         """Learn the highest term and the fences from before: nothing older is served meanwhile (R17, R21)."""
         for record in self.journal.records():
-            entry = entry_from_wire(msgpack.unpackb(record, strict_map_key=False))
+            entry = entry_from_record(record)
             self.term = max(self.term, entry.term)
             if isinstance(entry.fact, AttemptOpened):
                 self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
@@ -183,13 +182,19 @@ class Holder:
             raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
         return peer
 
-    def set_view(self, rows: list[list[Any]]) -> None:
-        """Addresses of all live hosts; a peer that moved or restarted gets new connections (R3)."""
+    def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
+        """Addresses of hosts; a peer that moved or restarted gets new connections (R3).
+
+        Args:
+            rows: Of all live hosts (`gone` is None), or of those that are new or elsewhere.
+            gone: Who is dead since.
+        """
         with self._peers_lock:
             seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self.info.host_id}
-            for host in [h for h, p in self.peers.items() if seen.get(h) != (p.address, p.port)]:
+            dead = self.peers.keys() - seen.keys() if gone is None else self.peers.keys() & set(gone)
+            moved = [h for h, p in self.peers.items() if h in seen and seen[h] != (p.address, p.port)]
+            for host in (*dead, *moved):
                 self.peers.pop(host).close()
-            self.peer_server.keep_senders(set(seen))
             for host, (address, port) in seen.items():
                 if host not in self.peers:
                     self.peers[host] = Peer(
@@ -197,6 +202,7 @@ class Holder:
                         identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
                         streams=self.config.streams, damage=self.peer_server.damage, lane=self.lane, tls=self.tls,
                     )  # fmt: skip
+            self.peer_server.keep_senders(set(self.peers))
 
     # -- the controller's session ---------------------------------------------------------------
 
@@ -238,7 +244,7 @@ class Holder:
             "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
             "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
             "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
-            "journal": [msgpack.unpackb(record, strict_map_key=False) for record in self.journal.records()],
+            "journal": self.journal.records(),
             "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
 

@@ -46,9 +46,17 @@ class Journal:
         return cls(path, fd, nbytes=good, dropped_nbytes=total - good)
 
     def records(self) -> list[bytes]:
-        """Return every payload, oldest first, as the file has them now."""
+        """Return every payload, oldest first, as the file has them now; a damaged rest is cut off, or nobody would
+        ever read what is appended behind it.
+        """
         self._check_open()
-        return list(_scan(self.path))
+        found = list(_scan(self.path))
+        good = sum(_FRAME.size + len(payload) for payload in found)
+        if good < self.nbytes:
+            os.ftruncate(self._fd, good)
+            self.dropped_nbytes += self.nbytes - good
+            self.nbytes = good
+        return found
 
     def append(self, records: Sequence[bytes]) -> None:
         """Append payloads in order; when it returns they survive the death of this process.

@@ -49,7 +49,7 @@ class Orders:
         if kind == "journal":
             self.holder.facts.take(body)
         elif kind == "view":
-            self.holder.set_view(body["hosts"])
+            self.holder.set_view(body["hosts"], body["gone"])
             self.reserves.submit(self.holder.logged, drop_unknown_shares, self.vault, body["jobs"])
         elif kind == "fence":
             job, attempt = str(body["job"]), int(body["attempt"])

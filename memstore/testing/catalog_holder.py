@@ -27,6 +27,7 @@ from memstore.core.events import (
     spec_from_wire,
     spec_to_wire,
 )
+from memstore.core.records import journal_after
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
@@ -100,7 +101,7 @@ class FakeHolder:
         self.durable_problem = ""  # of this host alone
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
-        self.journal: list[Body] = []
+        self.journal: list[bytes] = []
         self.term = 0
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
@@ -190,7 +191,7 @@ class FakeHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        self.journal = [*([] if body["reset"] else self.journal), *body["records"]]
+        self.journal = journal_after(self.journal, body)
         self._send(self, FactAck(self.host_id, int(body["seq"])))
 
     def _on_view(self, body: Body) -> None:
@@ -377,5 +378,5 @@ def plain_event(event: Event) -> Event:
     if isinstance(event, Report):
         return Report(event.host_id, event.kind, plain(event.body))
     if isinstance(event, HostUp):
-        return HostUp(event.info, event.copies, tuple(plain(b) for b in event.journal), event.ranks)
+        return HostUp(event.info, event.copies, event.journal, event.ranks)
     return event

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from memstore.core.facts import StepCommitted, entry_from_wire
+from memstore.core.facts import StepCommitted
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
+from memstore.core.records import entry_from_record, place_of_record
 from memstore.core.shelf import Shelved
 from memstore.core.slots import SlotState
 from recovery.inventory import ShardId, StepId
@@ -177,11 +178,11 @@ class Checker:
 
     def journalled(self, holder: SimHolder) -> None:
         """Facts were written beside an arena; never those of a lower term after a higher one (R17)."""
-        terms = [int(record["term"]) for record in holder.memory.journal]
+        terms = [place_of_record(record)[0] for record in holder.memory.journal]
         if terms and terms[-1] < max(terms):
             raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
         for record in holder.memory.journal:
-            entry = entry_from_wire(record)
+            entry = entry_from_record(record)
             fact = entry.fact
             self.world.natural.journalled(holder.host_id, fact)
             if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:

@@ -22,8 +22,9 @@ from memstore.core.events import (
     copy_to_wire,
     shard_from_wire,
 )
-from memstore.core.facts import AttemptOpened, entry_from_wire
+from memstore.core.facts import AttemptOpened
 from memstore.core.manifest import chunk_digest
+from memstore.core.records import entry_from_record
 from memstore.core.shelf import Shelved, share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
@@ -92,7 +93,7 @@ class SimHolder:
 
     def _read_journal(self) -> None:
         for record in self.memory.journal:
-            entry = entry_from_wire(record)
+            entry = entry_from_record(record)
             self.term = max(self.term, entry.term)
             if isinstance(entry.fact, AttemptOpened):
                 self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
@@ -274,12 +275,13 @@ class SimHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        self.memory.append_facts(body["records"], is_reset=bool(body["reset"]))
+        self.memory.write_facts(body)
         self.world.checker.journalled(self)
         self.tell(FactAck(self.host_id, int(body["seq"])))
 
     def _on_view(self, body: Body) -> None:
-        self.view = {str(row[0]) for row in body["hosts"]}
+        known = set() if body["gone"] is None else self.view.difference(body["gone"])
+        self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
         drop_unknown_shares(self.vault, body["jobs"])
 

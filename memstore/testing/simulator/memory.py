@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memstore.core.events import Body
+from memstore.core.records import journal_after
 from memstore.errors import CapacityError
 from memstore.shell.arena import Arena
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.slot_headers import SlotHeader
-
-Body = dict[str, Any]
 
 
 class Crashed(Exception):
@@ -34,7 +34,7 @@ class Memory:
         self.slots: list[bytearray] = []
         self.headers: list[SlotHeader] = []
         self.manifests: dict[str, bytes] = {}
-        self.journal: list[Body] = []
+        self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
         self.is_full = False  # no room for a manifest, a slot or a fact
@@ -68,10 +68,10 @@ class Memory:
         self.version += 1
         return True
 
-    def append_facts(self, records: list[Body], *, is_reset: bool) -> None:
-        """Write journal records in one operation."""
+    def write_facts(self, body: Body) -> None:
+        """Write what an order says of the journal, in one operation."""
         if self.write():
-            self.journal = [*([] if is_reset else self.journal), *records]
+            self.journal = journal_after(self.journal, body)
 
 
 class MemoryHeaders:

@@ -39,12 +39,12 @@ class Planted:
     tries: int  # so many seeds of the same scenario: they differ in delays
 
     def hunt(self) -> tuple[Outcome, int]:
-        """Play the scenario with the bug until it is found; return the last outcome and how many seeds it took."""
+        """Play the scenario with the bug until a rule that it breaks finds it; return the last outcome, and seeds."""
         outcome = Outcome(0)
         for seed in range(self.tries):
             with self.plant():
                 outcome = play(replace(self.scenario, seed=seed))
-            if outcome.rule:
+            if outcome.rule in self.caught_by:
                 return outcome, seed + 1
         return outcome, self.tries
 

@@ -15,6 +15,7 @@ from memstore.core.durable_orders import MARKER, DurableOrders
 from memstore.core.events import Tell, shard_to_wire, spec_to_wire
 from memstore.core.fact_log import FactLog
 from memstore.core.job import Job
+from memstore.core.journals import Journals
 from memstore.core.repair import Repair
 from memstore.core.retention import Retention
 from memstore.core.staging import Staging
@@ -150,23 +151,15 @@ def fact_not_written() -> Any:
         self.applied_seq = max([self.applied_seq, *(entry.seq for entry in self.pending)])
         return ready
 
-    send = Catalog._send_fact
-
-    def later(self: Catalog, fact: Any) -> None:
-        first = len(self.actions)
-        send(self, fact)
-        held, self.actions[first:] = self.actions[first:], []
-        self.__dict__.setdefault("held", []).extend(held)
-
-    flush = Catalog._flush_waiting
+    send, flush = Journals.send_facts, Catalog._flush_waiting
 
     def flushed(self: Catalog) -> None:
-        self.actions.extend(self.__dict__.pop("held", []))
+        send(self.journals)
         flush(self)
 
     stack = ExitStack()
     stack.enter_context(patch.object(FactLog, "spread", spread))
-    stack.enter_context(patch.object(Catalog, "_send_fact", later))
+    stack.enter_context(patch.object(Journals, "send_facts", lambda self: None))
     stack.enter_context(patch.object(Catalog, "_flush_waiting", flushed))
     return stack
 

@@ -111,7 +111,7 @@ def twins_wait_for_one_another() -> Any:
     return patch.object(SimHolder, "_seal", late)
 
 
-@planted("twins-not-waited-for", "R34", "R34", **DDP)
+@planted("twins-not-waited-for", "R34", "R34", tries=4, **DDP)
 def twins_not_waited_for() -> Any:
     """An offer of equal chunks is answered while this host digests its own."""
     return patch.object(HolderTwins, "is_over", lambda self, shard, own: True)
