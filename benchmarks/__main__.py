@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import (
     bench_catalog,
     bench_commit,
+    bench_controller,
     bench_first_put,
     bench_loader,
     bench_memory,
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "memory": bench_memory.run,
     "loader": bench_loader.run,
     "catalog": bench_catalog.run,
+    "controller": bench_controller.run,
     "planner": bench_planner.run,
     "sharing": bench_sharing.run,
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks import bench_catalog, bench_planner, targets
+from benchmarks import bench_catalog, bench_controller, bench_planner, targets
 from benchmarks.harness import Options
+from memstore.core import wire
 from recovery.lineage import Span
 from recovery.simulate import what_if
 
@@ -20,6 +24,26 @@ def test_the_catalogs_record_answers_both_of_its_lines() -> None:
     assert [ratio.target for ratio in record.ratios[:2]] == [targets.CATALOG, targets.CATALOG_GROWTH]
     assert set(record.seconds) == {"32 ranks", "64 ranks"}
     assert all(value > 0 for ratio in record.ratios for value in ratio.values)
+
+
+def test_the_controllers_record_tells_what_everybody_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a real controller's sessions: what goes to all is packed once, of a moment's suspicion nobody hears."""
+    real, packed = wire.pack_body, Counter[str]()
+
+    def pack_body(body: Mapping[str, Any]) -> bytes:
+        packed[str(body.get("k"))] += 1
+        return real(body)
+
+    monkeypatch.setattr(wire, "pack_body", pack_body)
+    costs = bench_controller.episodes(8)
+    assert costs["a host is suspected"].orders == 0
+    assert costs["a commit"].orders == 8 * 3  # the fact, its word, and what it lets go
+    assert costs["a successor starts"].heard_bytes > costs["a successor starts"].sent_bytes
+    # The fact of each commit, of the attempts and of room once; hosts' own journals at each of two starts.
+    assert packed["journal"] <= 2 * 8 + 10
+    assert packed["view"] <= 6
+    figures = bench_controller.record(8, costs).ratios
+    assert len(figures) == 4 * len(costs)
 
 
 def test_the_planners_record_answers_both_of_its_lines() -> None:
