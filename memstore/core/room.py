@@ -189,7 +189,6 @@ class Room:
                 "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
                 "guest_slots": guests.get(host, 0) + repair,
                 "world_size": attempt.world_size,
-                "replicas": attempt.replicas,
                 "versions": keep,
             }
             self.catalog.tell(host, kind, body)

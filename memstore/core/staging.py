@@ -216,7 +216,7 @@ class Staging:
             "moved_bytes": result.moved_bytes,
             "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
             "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
-            "steps_lost": max(0, newest_seen - result.step.step), "newest_seen": newest_seen,
+            "steps_lost": max(0, newest_seen - result.step.step),
             "seconds": {
                 "gather": active.planned_s - active.since_s,
                 "transfer": now - active.planned_s,

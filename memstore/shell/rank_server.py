@@ -97,11 +97,11 @@ class RankServer:
                 self.sealer.retire(old)
                 old.channel.abort()
             with self.vault.lock:
-                kept, stale = self.vault.table.confirm(owner, [int(n) for n in body.get("held", ())])
+                _, stale = self.vault.table.confirm(owner, [int(n) for n in body.get("held", ())])
                 self.vault.flush()
             link.send(
                 {
-                    "k": "welcome", "kept": kept, "stale": stale, "host": self.holder.info.host_id,
+                    "k": "welcome", "stale": stale, "host": self.holder.info.host_id,
                     "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
                     "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
                 }

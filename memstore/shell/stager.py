@@ -87,9 +87,8 @@ class Stager:
         shard = shard_from_wire(body["shard"])
         report = {
             "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": False, "why": "", "bad": {},
-            "shard": body["shard"], "digest": body["spec"][0], "seconds": 0.0,
+            "shard": body["shard"], "digest": body["spec"][0],
         }  # fmt: skip
-        started_s = time.monotonic()
         try:
             bad = self.excerpts.stage(body) if body.get("chunks") is not None else self._stage_once(body, shard)
             report["bad"] = bad
@@ -102,7 +101,6 @@ class Stager:
         except Exception as exc:
             log.exception("staging %s", body["shard"])
             report["why"] = repr(exc)
-        report["seconds"] = time.monotonic() - started_s
         self.holder.report("staged", report)
 
     def _stage_once(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:

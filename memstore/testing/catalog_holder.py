@@ -281,7 +281,7 @@ class FakeHolder:
             self.keep(Copy(shard, spec, self.host_id))
         report = {
             "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": not why, "why": why, "bad": bad,
-            "shard": body["shard"], "digest": spec.digest, "seconds": 0.0,
+            "shard": body["shard"], "digest": spec.digest,
         }  # fmt: skip
         self.report("staged", report)
 

@@ -50,7 +50,7 @@ class Stager:
         spec = spec_from_wire(body["spec"])
         report = {
             "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": False, "why": "", "bad": {},
-            "shard": body["shard"], "digest": spec.digest, "seconds": 0.0,
+            "shard": body["shard"], "digest": spec.digest,
         }  # fmt: skip
         try:
             bad = yield from self._stage_once(body, shard_from_wire(body["shard"]))
