@@ -166,6 +166,7 @@ def test_a_fork_without_room_is_refused_and_leaves_no_claim() -> None:
     for holder in world.holders.values():
         kinds = [(kind, body.get("removed")) for kind, body in holder.orders if kind in ("reserve", "drop")]
         assert kinds[-1] == ("drop", [NEW, 1])
+        assert holder.orders[-1][1]["is_refused_fork"]  # no process of the next job of this name is fenced
     world.holders["h2"].refuses_room = ""
     assert fork(world, ranks[0], 2) == ""
 

@@ -17,7 +17,7 @@ from memstore.config import Config
 from memstore.core.shelf import Share
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind
-from memstore.errors import ConfigError
+from memstore.errors import ConfigError, FencedError
 from memstore.shell import rank_server
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
@@ -234,6 +234,29 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     finally:
         link.close()
     wait_for(lambda: site.leased() == 0, "the goodbye")
+
+
+# -- a removed job ------------------------------------------------------------------------------------
+
+
+def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
+    """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
+    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    try:
+        link.attempt = site.holder.ranks.links["n"].attempt = 2
+        order = {"k": "drop", "shards": [], "removed": ["job", 2]}
+        site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
+        assert link.acquire(1, 0.0) is None
+        assert (link.fenced_by, site.holder.fences) == (0, {})
+        site.holder.orders.obey(order)
+        assert link.acquire(1, WAIT_S) is None
+        with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
+            raise link.fenced_error()
+        link.fenced_by, link.is_removed = 0, False
+        site.holder.ranks.links["n"].channel.abort()
+        wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
+    finally:
+        link.close()
 
 
 # -- a raised limit -----------------------------------------------------------------------------------

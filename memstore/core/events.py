@@ -24,7 +24,8 @@ Orders to a holder (`Tell.kind`):
     release        job, round, rank, result     hand the staged shard to the rank
     level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
     abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
-    drop           shards, removed              free copies (R19), and the room of a removed job: [job, attempt] (R10)
+    drop           shards, removed              free copies (R19), and the room of a removed job: [job, attempt] (R10);
+                                                its processes are fenced (R21), unless it `is_refused_fork`
     persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
                                                 or remove it, and say so if it is torn (R31)
     markers        job, durable, call           list durable markers

@@ -253,7 +253,8 @@ class Forks:
         self.pending.pop(job.name, None)
         for host in sorted(pending.claimed):
             removed = [job.name, max(job.attempts)]
-            self.catalog.tell(host, "drop", {"shards": [], "removed": removed})
+            # The name and the number are free again: the next job of this name is not fenced by it.
+            self.catalog.tell(host, "drop", {"shards": [], "removed": removed, "is_refused_fork": True})
         for call in pending.calls:
             self.catalog.refuse(call, error, why)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.events import HostInfo, copy_to_wire
-from memstore.core.facts import AttemptOpened
+from memstore.core.facts import AttemptOpened, JobRemoved
 from memstore.core.records import entry_from_record
 from memstore.core.shelf import Shelved
 from memstore.core.wire import Kind
@@ -85,7 +85,8 @@ class Holder:
         self.journal = Journal.open(self.folder / "journal")
         self.facts = FactKeeper(self.journal, lambda seq: self.report("ack", {"seq": seq}))
         self.term = 0
-        self.fences: dict[str, int] = {}
+        self.fences: dict[str, int] = {}  # job -> the attempt below which no process of it may put or get (R21)
+        self.removals: dict[str, int] = {}  # job -> the first attempt that it may have after it was removed
         self._read_journal()
         self.targets, self.twins = dict[str, list[str]](), Twins(self)
         self.peers: dict[str, Peer] = {}
@@ -164,6 +165,13 @@ class Holder:
             self.term = max(self.term, entry.term)
             if isinstance(entry.fact, AttemptOpened):
                 self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+            elif isinstance(entry.fact, JobRemoved):
+                self.removed(entry.fact.job, entry.fact.attempt)
+
+    def removed(self, job: str, attempt: int) -> None:
+        """The job was removed: what it was up to this attempt is fenced."""
+        self.removals[job] = attempt + 1
+        self.fences[job] = max(self.fences.get(job, 0), attempt + 1)
 
     # -- connections --------------------------------------------------------------------------
 

@@ -144,6 +144,8 @@ class Orders:
         self.vault.drop_all(shards, removed)
         if removed is not None:
             self.holder.twins.forget(str(removed[0]), int(removed[1]))
+            if not body.get("is_refused_fork"):
+                self.holder.ranks.removed(str(removed[0]), int(removed[1]))
         for job in jobs:
             self.holder.ranks.grant_job(job)
 

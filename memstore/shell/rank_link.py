@@ -70,6 +70,7 @@ class RankLink:
         self.outbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self.closed = threading.Event()
         self.fenced_by = 0
+        self.is_removed = False  # it is fenced because its job was removed
         self.welcome: dict[str, Any] = {}
         self.mapping = RankMapping(folder)
         self.channel = self._connect()
@@ -214,6 +215,7 @@ class RankLink:
             if int(body["attempt"]) == self.attempt:
                 self.on_event(body)
         elif kind == "fenced":
+            self.is_removed = bool(body["is_removed"])
             self.fenced_by = int(body["attempt"])
             self.on_event(body)
             with self.room:
@@ -241,10 +243,13 @@ class RankLink:
             self.outbox.put(lambda: self._take_grant(slots[count:]))
 
     def fenced_error(self) -> FencedError:
-        """Return what a process of an older attempt is told (R21)."""
+        """Return what a process of an older attempt, or of a removed job, is told (R21)."""
+        if self.is_removed:
+            why = "the job was removed; connect again to begin it anew"
+        else:
+            why = f"attempt {self.fenced_by} was opened; end this process, the newer launch goes on"
         return FencedError(
-            f"job {self.job!r}: attempt {self.fenced_by} was opened; this process belongs to attempt {self.attempt} "
-            "and may not put or get any more"
+            f"job {self.job!r}: this process belongs to attempt {self.attempt} and may not put or get any more: {why}"
         )
 
     # -- for the store ------------------------------------------------------------------------

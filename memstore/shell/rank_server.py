@@ -115,7 +115,7 @@ class RankServer:
             committed = self.committed.get(link.job)
         fenced = self.holder.fences.get(link.job, 0)
         if link.attempt and link.attempt < fenced:
-            link.send({"k": "fenced", "attempt": fenced})
+            self._send_fenced(link)
         elif committed is not None and committed["attempt"] == link.attempt:
             link.send(committed)
         self.grant(link)
@@ -314,7 +314,18 @@ class RankServer:
             log.warning("job %s: puts of older attempts are still digested %g s after a fence", job, timeout_s)
         for link in self.of_job(job):
             if 0 < link.attempt < attempt and link.nonce not in members:
-                link.send({"k": "fenced", "attempt": attempt})
+                self._send_fenced(link)
+
+    def removed(self, job: str, attempt: int) -> None:
+        """Its processes have no job to put into any more: told so, none waits for room that never comes (R21)."""
+        self.holder.removed(job, attempt)
+        for link in self.of_job(job):
+            if 0 < link.attempt <= attempt:
+                self._send_fenced(link)
+
+    def _send_fenced(self, link: RankLink) -> None:
+        attempt = self.holder.fences[link.job]
+        link.send({"k": "fenced", "attempt": attempt, "is_removed": self.holder.removals.get(link.job) == attempt})
 
     def reap(self) -> None:
         """Reclaim the leases of processes that are proved dead, and say so (R8, R20)."""
