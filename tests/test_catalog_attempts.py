@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from memstore.core.events import RankCall
+from memstore.core.events import HostUp, RankCall, Report
+from memstore.core.status_report import StatusReport
+from memstore.testing.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.catalog_world import JOB, CatalogWorld
 
 
@@ -188,3 +192,41 @@ def test_rewinding_ranks_must_name_the_same_step(rank: int) -> None:
         world.call(process, "rewind", step=step, nonce=process.nonce, key=process.key, world_size=2)
         world.run(0.5)
     assert "another rank rewinds" in ranks[rank].error("rewind")
+
+
+def hears_of_living_ranks(world: CatalogWorld, ranks: list[FakeRank]) -> None:
+    """From now on holders say at each session's begin whose processes live, as the real ones do."""
+
+    def hello(holder: FakeHolder) -> HostUp:
+        living = tuple(r.nonce for r in ranks if r.host_id == holder.host_id and not r.is_dead)
+        return HostUp(holder.info, tuple(holder.copies.values()), tuple(holder.journal), living)
+
+    for holder in world.holders.values():
+        holder.hello = partial(hello, holder)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("new", ["controller", "holder"])
+def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
+    """Its host cannot prove the death of a process that it never saw: status and rm go by who is known there (R20)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3, "k")
+    world.get(ranks)
+    hears_of_living_ranks(world, ranks)
+    for rank in ranks[:2]:
+        rank.is_dead = True  # nobody says so
+    if new == "controller":
+        world.crash_controller()
+    else:
+        for host in ("h0", "h1"):
+            world.kill_host(host, keep_memory=True)
+            world.run(1.0)
+            world.return_host(host)
+    world.run(8.0)
+    assert ranks_alive(world) == 1
+    world.served.handle(0.0, Report("h1", "rank_here", {"nonce": ranks[1].nonce}))
+    assert ranks_alive(world) == 2
+
+
+def ranks_alive(world: CatalogWorld) -> int:
+    """What `memstore status` says."""
+    return int(StatusReport(world.served).body()["jobs"][0]["ranks_alive"])

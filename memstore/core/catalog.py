@@ -275,6 +275,8 @@ class Catalog:
             self.forks.looked(host, body)
         elif kind == "answer":
             self.queries.answered(host, body)
+        elif kind == "rank_here":
+            self.takeover.rank_here(str(body["nonce"]))
 
     # -- facts --------------------------------------------------------------------------------
 

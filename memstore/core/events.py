@@ -31,7 +31,7 @@ Orders to a holder (`Tell.kind`):
     markers        job, durable, call           list durable markers
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
-checked, persisted, markers, forked, verified. A rank's own seal carries `put`: {stall_s, age_s}, and
+checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`: {stall_s, age_s}, and
 `unchanged_since`, a step, where its chunks are those of the put before; for people only (observer.py).
 """
 

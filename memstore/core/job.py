@@ -9,6 +9,7 @@ State of a step in an attempt:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,6 +32,11 @@ class Seat:
     is_gone: bool = False
     last_active_s: float = 0.0
     step: int = -1  # newest step it was heard of
+
+    @property
+    def is_alive(self) -> bool:
+        """Neither gone nor missed by its own host when that, or the controller, was new (`Takeover`)."""
+        return not self.is_gone and self.last_active_s > -math.inf
 
 
 @dataclass(slots=True)

@@ -256,7 +256,7 @@ class Queries:
             return
         attempt = job.newest
         seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
-        alive = [s for s in seats if not s.is_gone and self.catalog.hosts.is_live(s.host_id)]
+        alive = [s for s in seats if s.is_alive and self.catalog.hosts.is_live(s.host_id)]
         if alive and not call.body.get("force"):
             seat = alive[0]
             self.catalog.refuse(

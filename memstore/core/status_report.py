@@ -88,7 +88,7 @@ class StatusReport:
             attempt=attempt.ordinal,
             phase=attempt.phase,
             world_size=attempt.world_size,
-            ranks_alive=sum(not s.is_gone and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
+            ranks_alive=sum(s.is_alive and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
             **self.catalog.view.twins.status(job, attempt),
             rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
             training_step=max((seat.step for seat in attempt.seats.values()), default=-1),

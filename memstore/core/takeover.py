@@ -9,12 +9,12 @@ past, but it changes no decision that was taken since: a commit of a step that w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memstore.core import facts as f
 from memstore.core.events import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
-from memstore.core.job import Job
+from memstore.core.job import Job, Seat
 from memstore.core.records import Entry
 from recovery.inventory import Copy, StepId
 
@@ -32,6 +32,7 @@ class Takeover:
         self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
+        self.missed: dict[str, Seat] = {}  # nonce -> the seat of a process that its host did not know when it came
         self.early: list[Event] = []  # calls that came while settling
 
     def settle(self, event: Event) -> list[Event]:
@@ -78,10 +79,7 @@ class Takeover:
             catalog.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
         for job in catalog.jobs.values():
             catalog.steps.adopt(job)
-            for seat in job.newest.seats.values() if job.newest is not None else ():
-                if seat.host_id in self.ranks and seat.nonce not in self.ranks[seat.host_id]:
-                    # It may be about to come back, so it is not gone; but nobody is kept out in its name (R20).
-                    seat.last_active_s = -math.inf
+        self._look_for_ranks(self.ranks)
         self.journals, self.copies = {}, {}
         self.newcomers.update(hosts)
         self._record_newcomers()
@@ -91,6 +89,24 @@ class Takeover:
             if job.newest is not None and job.newest.phase != "closed":
                 # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
                 catalog.attempts.fence_all(catalog.now, job.name)
+
+    def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
+        """Whose process its host does not know may be about to come back, or has died unseen (R20).
+
+        So it is not gone, but nobody is kept out in its name and it does not count as alive until it is heard of.
+        """
+        self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
+        for job in self.catalog.jobs.values():
+            for seat in job.newest.seats.values() if job.newest is not None else ():
+                if seat.host_id in ranks and seat.nonce not in ranks[seat.host_id] and not seat.is_gone:
+                    seat.last_active_s = -math.inf
+                    self.missed[seat.nonce] = seat
+
+    def rank_here(self, nonce: str) -> None:
+        """A process has connected to its host: is it the one of a rank that was missed?"""
+        seat = self.missed.pop(nonce, None)
+        if seat is not None:
+            seat.last_active_s = max(seat.last_active_s, self.catalog.now)
 
     def tick(self) -> None:
         """Hosts that joined since the last one are facts now, and all hear of them."""
@@ -130,6 +146,8 @@ class Takeover:
         is_news = self._merge(journal)
         for job in catalog.jobs.values():
             job.drop_host(host)
+        if event.ranks is not None:
+            self._look_for_ranks({host: event.ranks})
         self.newcomers.add(host)
         if not is_news:  # else all have the whole of it already
             catalog.journals.send(host, have=journal)

@@ -108,6 +108,8 @@ class RankServer:
             )  # fmt: skip
             self.links[link.nonce] = link
             if not body.get("is_tool"):
+                if link.nonce not in self.owners:
+                    self.holder.report("rank_here", {"nonce": link.nonce})
                 self.owners[link.nonce] = owner
                 if link.parent:
                     self.parents[link.nonce] = link.parent
