@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from memstore.natural import NaturalReplicas, check_shard
 from memstore.pin_verbs import PinVerbs
 from memstore.preparation import Preparation
 from memstore.puts import Puts
-from memstore.shell.collective import CALL_SLACK_S, collective
+from memstore.shell.collective import CALL_SLACK_S, collective, in_turn
 from memstore.shell.launch import Launch
 from memstore.shell.marks import Marks
 from memstore.shell.rank_link import RankLink
@@ -52,6 +54,8 @@ class Store(PinVerbs, MarkVerbs):
         self._into: Any = None
         self._own_into: Any = None
         self._is_closed = False
+        self._pid = os.getpid()
+        self._one_get = threading.Lock()
         link.on_event = self.on_event
 
     def _take_attempt(self, joined: dict[str, Any]) -> None:
@@ -247,6 +251,12 @@ class Store(PinVerbs, MarkVerbs):
         body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
         if rank is not None:
             return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
+        with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s):
+            return self._get(body, step, into, own_into, must_exist, timeout_s)
+
+    def _get(
+        self, body: dict[str, Any], step: int | None, into: Any, own_into: Any, must_exist: bool, timeout_s: float
+    ) -> Checkpoint | None:  # fmt: skip
         self._into, self._own_into = into, own_into
         try:
             answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
@@ -283,7 +293,8 @@ class Store(PinVerbs, MarkVerbs):
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
             "is_agreement": True,
         }  # fmt: skip
-        answer = collective(self._link, "get", body, timeout_s)
+        with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s):
+            answer = collective(self._link, "get", body, timeout_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))
@@ -372,5 +383,10 @@ class Store(PinVerbs, MarkVerbs):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this Store of job {self.job!r} is that of process {self._pid}, of which this one ({os.getpid()}) was "
+                f"forked: use it there; here memstore.reader({self.job!r}) reads"
+            )
         if self._link.fenced_by:
             raise self._link.fenced_error()

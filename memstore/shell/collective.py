@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
 
@@ -12,6 +15,24 @@ from memstore.shell.rank_link import RankLink
 log = logging.getLogger("memstore")
 GATHER_NOTICE_S = 30.0  # a collective call that waits longer says so in the log (R23)
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+@contextlib.contextmanager
+def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[None]:
+    """Threads of one rank ask one after the other: a rank has one place in a round (R23).
+
+    Raises:
+        PeerTimeout: Another thread's call took all of `timeout_s`.
+    """
+    if not lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+        raise PeerTimeout(
+            f"{what}: another thread of this process was still in such a call after {timeout_s:g} s",
+            operation=what, limit_s=timeout_s,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
