@@ -92,6 +92,7 @@ class Config:
         if isinstance(self.failure_domains, list):
             object.__setattr__(self, "failure_domains", tuple(self.failure_domains))
         check_name("store", self.store)
+        _check_path("arena_dir", self.arena_dir)
         if self.arena_bytes != "auto":
             object.__setattr__(self, "arena_bytes", bytes_from_text("arena_bytes", self.arena_bytes))
         for name, low, high in _RANGES:
@@ -193,11 +194,20 @@ def _check_durable(place: object, compression: object, key_file: object) -> None
             "put credentials into the environment of the holders",
             field="durable",
         )
+    if place is not None and not is_url:
+        _check_path("durable", place)
     if compression not in ("none", "auto"):
         raise ConfigError(f"durable_compression={compression!r} is unknown: use none or auto",
                           field="durable_compression", value=compression)  # fmt: skip
-    if key_file is not None and (not isinstance(key_file, str) or not key_file.startswith("/") or "\0" in key_file):
-        raise ConfigError(f"durable_key_file={key_file!r} is not an absolute path", field="durable_key_file")
+    if key_file is not None:
+        _check_path("durable_key_file", key_file)
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise ConfigError(
+            f"{name}={value!r} is not an absolute path, the same for every process", field=name, value=str(value)
+        )
 
 
 def _plain(value: Any) -> Any:

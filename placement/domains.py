@@ -46,7 +46,7 @@ def is_finer(level_a: str, level_b: str, failure_domains: Iterable[str]) -> bool
 
 
 def spread_level(topology: Topology, replicas: int, *, among: Collection[str] | None = None) -> SpreadLevel:
-    """Choose the coarsest level with at least `replicas` labelled values, else "host" (R18).
+    """Choose the coarsest level with at least `replicas` labelled values on as many machines, else "host" (R18).
 
     Args:
         topology: Hosts and the levels to try, coarsest first.
@@ -63,7 +63,8 @@ def spread_level(topology: Topology, replicas: int, *, among: Collection[str] | 
     hosts = [topology.hosts[host_id] for host_id in sorted(ids)]
     for level in levels_of(topology.failure_domains)[:-1]:
         values = {host.domain(level) for host in hosts}
-        if len(values - {""}) >= replicas:
+        machines = {host.domain(HOST_LEVEL) for host in hosts if host.domain(level)}
+        if len(values - {""}) >= replicas <= len(machines):  # labels do not make two hosts of one machine (R1)
             return SpreadLevel(level, len(values), _unlabelled_warnings(level, hosts))
     return SpreadLevel(HOST_LEVEL, len({host.domain(HOST_LEVEL) for host in hosts}), _machine_warnings(hosts))
 

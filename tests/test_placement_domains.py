@@ -44,6 +44,17 @@ def test_hosts_on_one_machine_are_one_domain_unless_explicit() -> None:
     assert (spread_level(explicit, 2).domains_count, spread_level(explicit, 2).warnings) == (2, ())
 
 
+def test_labels_do_not_make_two_hosts_of_one_machine() -> None:
+    """R1: two racks on one machine (two raylets on a laptop) are lost together; across machines the labels count."""
+    racks = ({"rack": "1"}, {"rack": "2"})
+    found = spread_level(_topology(*racks, machine="m"), 2)
+    assert (found.level, found.domains_count) == ("host", 1)
+    assert "share a machine" in found.warnings[0]
+    assert spread_level(_topology(*racks), 2).level == "rack"
+    explicit = Topology.of(Host(f"h{at}", each, "m", is_explicit=True) for at, each in enumerate(racks))
+    assert spread_level(explicit, 2).level == "rack"
+
+
 def test_among_restricts_the_count_to_live_hosts() -> None:
     """With one rack lost the level becomes finer."""
     topology = _topology({"rack": "1"}, {"rack": "1"}, {"rack": "2"})

@@ -30,7 +30,7 @@ def drain(
     the time ran out first. Nodes that Ray drains are noticed without this command.
     """
     where = Where(config, address)
-    check_host(where.status(), host)
+    host = check_host(where.status(), host)
     if not 0 < within_s < float("inf"):
         raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")
     until_s = time.monotonic() + within_s

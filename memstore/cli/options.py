@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +68,15 @@ def check_job(status: dict[str, Any], name: str) -> str:
 
 
 def check_host(status: dict[str, Any], name: str) -> str:
-    """Return `name` if the store knows the host; else raise with the names it knows, the nearest first."""
-    return _check_known("host", name, [h["host"] for h in status["hosts"]], "`memstore status` lists its hosts")
+    """Return the host of this id, or the only one of this hostname; else raise with the ids it knows.
+
+    An id that no label gave is the hostname and 8 characters of the boot id (R1), which nobody types.
+    """
+    known = [h["host"] for h in status["hosts"]]
+    of_name = [host for host in known if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", host)]
+    if name not in known and len(of_name) == 1:
+        return of_name[0]
+    return _check_known("host", name, known, "`memstore status` lists its hosts")
 
 
 def _check_known(what: str, name: str, known: list[str], remedy: str) -> str:

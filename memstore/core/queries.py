@@ -11,6 +11,7 @@ from memstore.core.durable_place import place_of
 from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_wire
 from memstore.core.facts import StepRetired
 from memstore.core.job import Attempt, Call, Job
+from memstore.core.listing import listed
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
@@ -157,7 +158,9 @@ class Queries:
         found = [s for s in known if s.step == wanted]
         only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
         if wanted is not None and only is None:
-            self.catalog.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}")
+            have = sorted({s.step for s in known})
+            what = f"its steps are {listed(have)}" if have else "it has none"
+            self.catalog.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}: {what}")
             return
         result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
         if result.step is not None and result.world_size not in (None, attempt.world_size):

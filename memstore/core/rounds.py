@@ -133,7 +133,8 @@ class Rounds:
             only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
             if only is None:
                 have = sorted({s.step for s in known})
-                self.fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {listed(have)}")
+                what = f"its steps are {listed(have)}" if have else "it has none"
+                self.fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {what}")
                 return
         result = plan(
             inventory,
