@@ -72,7 +72,7 @@ def check_host(status: dict[str, Any], name: str) -> str:
 
     An id that no label gave is the hostname and 8 characters of the boot id (R1), which nobody types.
     """
-    known = [h["host"] for h in status["hosts"]]
+    known = [str(h["host"]) for h in status["hosts"]]
     of_name = [host for host in known if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", host)]
     if name not in known and len(of_name) == 1:
         return of_name[0]

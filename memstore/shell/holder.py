@@ -85,8 +85,7 @@ class Holder:
         self.journal = Journal.open(self.folder / "journal")
         self.facts = FactKeeper(self.journal, lambda seq: self.report("ack", {"seq": seq}))
         self.term = 0
-        self.fences: dict[str, int] = {}  # job -> the attempt below which no process of it may put or get (R21)
-        self.removals: dict[str, int] = {}  # job -> the first attempt that it may have after it was removed
+        self.fences, self.removals = dict[str, int](), dict[str, int]()  # job -> its first attempt that may serve (R21)
         self._read_journal()
         self.targets, self.twins = dict[str, list[str]](), Twins(self)
         self.peers: dict[str, Peer] = {}
