@@ -127,6 +127,18 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
 
 
+def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Callable[..., Channel]) -> None:
+    """A controller may answer what a holder asked before it died; no question of its successor has that number (R3)."""
+    first = ask(site, hello(life=1))
+    site.holder.close()
+    site.begin(64)
+    newer = hello(life=2, nonce="m")
+    second = ask(site, newer)
+    site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
+    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+
+
 def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
     """A closed store's question is not asked again in the next controller's session (R4)."""
     leaving, staying = hello(life=1), hello(life=1, nonce="other")

@@ -33,7 +33,7 @@ class Calls:
         self._holder = holder
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
-        self._count = 0
+        self._count = holder.incarnation  # a former life's questions may still be answered: no number comes twice
 
     def ask(self, call: Call) -> None:
         """Send a question; a link that came back asks again: it is the same one, and its first answer ends it."""

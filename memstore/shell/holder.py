@@ -97,6 +97,7 @@ class Holder:
         self.stager = Stager(self)
         self.pusher = Pusher(self)
         self.persister = Persister(self)
+        self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
         self.ranks = RankServer(self)
         self.scrubber = Scrubber(self)
         self.peer_server = PeerServer(
@@ -104,7 +105,6 @@ class Holder:
             is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
             on_sealed=self._copy_sealed, before_offer=self.twins.await_own,
         )  # fmt: skip
-        self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
             identity={"role": "holder", "host": identity.host_id, "incarnation": self.incarnation},

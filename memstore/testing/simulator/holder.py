@@ -64,7 +64,7 @@ class SimHolder:
         self.view: set[str] = set()
         self.ranks: dict[str, SimRank] = {}
         self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
-        self.call_ids = itertools.count(1)
+        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/calls.py: of no life twice
         self.sealing: set[ShardId] = set()  # being digested
         self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
         memory.is_cut, memory.crash_in = False, None
