@@ -96,14 +96,18 @@ class NaturalReplicas:
         Returns:
             The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
         """
-        copier = self._copier_elsewhere(link, ShardRanges(link, link.job, timeout_s), body["step"])
-        if copier is None:
-            return None
+        ranges = ShardRanges(link, link.job, timeout_s)
+        found = self._copier_elsewhere(link, ranges, body["step"])
         adopted: dict[str, Any] = {}
-        if body["step"] is None:
+        if found is not None and body["step"] is None:
             adopted = collective(link, "get", {**body, "is_agreement": True}, timeout_s)
-        step = adopted.get("step", body["step"])
-        wanted = {"job": link.job, "step": step, "of_attempt": adopted.get("attempt"), "rank": copier}
+            agreed = (adopted["step"], adopted["attempt"])
+            if agreed != found[:2]:  # a late host brought a newer one, of other copiers
+                found = self._copier_elsewhere(link, ranges, *agreed)
+        if found is None:
+            return None
+        step, attempt, copier = found
+        wanted = {"job": link.job, "step": step, "of_attempt": attempt, "rank": copier}
         with ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
@@ -112,16 +116,18 @@ class NaturalReplicas:
                 state = _load(staged, part, into, "into=")
                 return staged, {**read.answer(), **adopted}, state
 
-    def _copier_elsewhere(self, link: RankLink, ranges: ShardRanges, step: int | None) -> int | None:
-        """Return a rank that copied this shard in a step of another number of ranks; None if none can have (R27)."""
-        opened = ranges.open(ranges.ask(step, 0))
+    def _copier_elsewhere(
+        self, link: RankLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
+    ) -> tuple[int, int, int] | None:
+        """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
+        opened = ranges.open(ranges.ask(step, 0, attempt=attempt))
         try:
             natural = NaturalLayout.decode(opened.manifest)
         finally:
             opened.close()
         if natural is None or natural.shards != self.shards or not natural.roster:
             return None
-        return _chosen(link, natural.roster[self.shard])
+        return opened.step, opened.attempt, _chosen(link, natural.roster[self.shard])
 
     # -- twins that differ ------------------------------------------------------------------------
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from memstore import natural as module
 from memstore.core.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.core.natural import NaturalLayout
 from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
 from memstore.natural import NaturalReplicas, Read, load_natural
 from memstore.shell.checked_stream import Views
+from memstore.shell.rank_link import RankLink
 from memstore.shell.staged_shard import ShardRead
 from memstore.shell.state_encode import copy_into
 from memstore.staged import OpenShard
@@ -113,3 +118,42 @@ def test_a_read_whose_end_never_comes_names_both() -> None:
     said, into, _ = failed(Staged(1), reads(Staged(0)), late=PeerTimeout("not answered"))
     assert said == f"not answered; {OWN_TEXT} and {INTO_TEXT} are unusable: restart this process"
     assert torch.equal(into, STATE["w"])
+
+
+def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of the newest step that was there says who copied it; all agree on a newer one, which others copied."""
+    asked: list[tuple[int | None, int | None]] = []
+    reads: list[dict[str, Any]] = []
+    copiers = {(1, 5): 3, (2, 7): 1}  # (attempt, step)
+
+    class Ranges:
+        """Of rank 0 in two steps; the newer one comes with the agreement."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> tuple[int, int]:
+            asked.append((attempt, step))
+            return (1, 5) if attempt is None or step is None else (attempt, step)
+
+        def open(self, found: tuple[int, int]) -> SimpleNamespace:
+            made = Staged(0).named
+            natural = NaturalLayout.decode(made)
+            assert natural is not None
+            layout = replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
+            manifest = replace(made, layout=layout, world_size=4)
+            return SimpleNamespace(attempt=found[0], step=found[1], manifest=manifest, close=lambda: None)
+
+    @contextlib.contextmanager
+    def read(_: Any, body: dict[str, Any], timeout_s: float) -> Iterator[Staged]:
+        reads.append(body)
+        raise RecoveryError("far enough")
+        yield
+
+    monkeypatch.setattr(module, "ShardRanges", Ranges)
+    monkeypatch.setattr(module, "ShardRead", read)
+    monkeypatch.setattr(module, "collective", lambda *_: {"step": 7, "attempt": 2})
+    link = cast(RankLink, SimpleNamespace(job="job", folder=Path("h0")))
+    with pytest.raises(RecoveryError, match="far enough"):
+        NaturalReplicas(0, 1, (0,), 1).get_resized(link, {"step": None}, None, 1.0)
+    assert asked == [(None, None), (2, 7)]
+    assert reads == [{"job": "job", "step": 7, "of_attempt": 2, "rank": 1}]

@@ -122,13 +122,17 @@ class NaturalRank(SimRank):
         opened = yield from self._read(0, None, None)
         if opened is None:
             return None
-        copier = self._near(self._layout_of(opened).roster[self.shard])
         answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S, is_agreement=True)
         if answer is None:
             return None
         step = self.world.checker.chosen(self, answer)
         if step is None:
             return 0
+        if step != StepId(int(opened["attempt"]), int(opened["step"])):
+            opened = yield from self._read(0, step.step, step.attempt)
+            if opened is None:
+                return None
+        copier = self._near(self._layout_of(opened).roster[self.shard])
         found = yield from self._read(copier, step.step, step.attempt)
         if found is None:
             return None
