@@ -27,7 +27,8 @@ from memstore.core import wire
 from memstore.core.events import Action, Answer, Tell
 from memstore.core.records import journal_after
 from memstore.shell.channel import Channel
-from memstore.shell.controller import Controller, Session
+from memstore.shell.controller import Controller
+from memstore.shell.holder_session import Session
 
 JOB = "train"
 RANKS_PER_HOST = 8

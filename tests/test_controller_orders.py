@@ -18,9 +18,9 @@ from memstore.core.wire import Kind
 from memstore.errors import PeerTimeout
 from memstore.shell import holder as holder_module
 from memstore.shell.channel import Channel
-from memstore.shell.controller import Session
 from memstore.shell.controller_session import ControllerSession
 from memstore.shell.holder import Holder
+from memstore.shell.holder_session import Session
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.listener import connect_tcp
 from memstore.shell.tool import store_root

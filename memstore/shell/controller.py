@@ -38,9 +38,9 @@ from memstore.core.events import (
     copy_from_wire,
 )
 from memstore.core.wire import Kind, pack_frame
-from memstore.errors import MemstoreError, ProtocolError, TransportError
-from memstore.shell.channel import Channel
+from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.event_log import EventLog
+from memstore.shell.holder_session import Session
 from memstore.shell.listener import connect_tcp
 from memstore.shell.membership import Membership
 from memstore.shell.tls import Tls
@@ -48,8 +48,8 @@ from memstore.shell.tls import Tls
 log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
 CONNECT_S = 3.0
-SEND_S = 10.0
 TICK_S = 0.1
+LATE_S = 0.5  # a tick as late as this comes after a time in which nobody listened
 COLLECT_EVERY = (50_000, 20, 20)
 
 
@@ -59,58 +59,6 @@ def collect_rarely() -> None:
     What does make cycles, an exception here and there, waits for the collector until a million objects were made.
     """
     gc.set_threshold(*COLLECT_EVERY)
-
-
-class Session:
-    """One holder's connection: a reader thread and a writer thread."""
-
-    def __init__(
-        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]
-    ) -> None:
-        self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
-        self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
-        self._on_event = on_event
-        self.why = ""
-
-    def start(self) -> None:
-        """Begin to read and write, once the controller knows the session."""
-        host_id = self.host_id
-        threading.Thread(target=self._read, name=f"memstore-read-{host_id}", daemon=True).start()
-        threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
-
-    def _read(self) -> None:
-        pages: list[Any] = []  # of the journal, before the inventory
-        try:
-            while True:
-                body = self.channel.recv(timeout_s=None).body
-                if body.get("k") == "journal":
-                    pages += body["records"]
-                    continue
-                if body.get("k") == "up":
-                    body["journal"] = [*pages, *body["journal"]]
-                self._on_event(self, body)
-        except MemstoreError as exc:
-            self.why = str(exc)
-        finally:
-            self.close()
-            self._on_event(self, {"k": "ended", "why": self.why})
-
-    def _write(self) -> None:
-        while True:
-            frame = self.outbox.get()
-            if frame is None:
-                return
-            try:
-                self.channel.send_frame(frame, deadline_s=SEND_S)
-            except TransportError as exc:
-                self.why = str(exc)
-                self.channel.close()
-                return
-
-    def close(self) -> None:
-        """End both threads."""
-        self.channel.close()
-        self.outbox.put(None)
 
 
 class Controller:
@@ -136,6 +84,7 @@ class Controller:
         self.lock = threading.Lock()
         self._stale_term = 0  # a term some holder obeys that is above ours
         self._is_stale = threading.Event()
+        self._has_tick = False  # one waits among the events
         self.event_log = EventLog()
         self._new_catalog(membership.claim_term(0), membership.hosts())
         self._threads = [
@@ -165,7 +114,7 @@ class Controller:
         """Stop; holders keep everything."""
         self.stopping.set()
         self._is_stale.set()
-        self.events.put((None, {"k": "tick"}))
+        self.events.put((None, {"k": "end"}))
         with self.lock:
             sessions = list(self.sessions.values())
         for session in sessions:
@@ -237,7 +186,12 @@ class Controller:
     # -- the catalog's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_tick_s = time.monotonic()
+        """Take what was heard, in turn, and a tick every TICK_S behind what was heard before it.
+
+        A host is not silent because this thread was busy, or the process stopped: after a long time the readers have a
+        tick's time to bring what waits in the sockets.
+        """
+        next_tick_s, was_late = time.monotonic(), False
         while not self.stopping.is_set():
             try:
                 session, body = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
@@ -246,13 +200,20 @@ class Controller:
                 pass  # only the tick is due
             except Exception:
                 log.exception("the controller goes on after an event it could not take")
-            if time.monotonic() >= next_tick_s:
-                next_tick_s = time.monotonic() + TICK_S
-                self._handle(Tick())
+            late_s = time.monotonic() - next_tick_s
+            if late_s >= 0:
+                next_tick_s += late_s + TICK_S
+                was_late = late_s > LATE_S and not was_late
+                if not was_late and not self._has_tick:
+                    self._has_tick = True
+                    self.events.put((None, {"k": "tick"}))
 
     def _take(self, session: Session | None, body: dict[str, Any]) -> None:
         if session is None:
-            if body["k"] == "lease":
+            if body["k"] == "tick":
+                self._has_tick = False
+                self._handle(Tick())
+            elif body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
             elif body["k"] == "status":
                 body["future"].set_result(self.catalog.queries.report.body())

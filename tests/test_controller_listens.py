@@ -1,0 +1,63 @@
+"""A host is silent if it says nothing, not if the controller had no time to listen (R28)."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+from memstore.config import Config
+from memstore.core.events import Action, Event, Report, Tick
+from memstore.shell.channel import Channel
+from memstore.shell.controller import TICK_S, Controller
+from memstore.shell.holder_session import Session
+from memstore.shell.membership import DirectoryMembership
+from memstore.testing.processes import wait_for
+
+WAIT_S = 60.0
+
+
+def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp_path: Path) -> None:
+    """Ticks take their turn: else one event of some seconds would make all hosts suspect, or dead."""
+    config = Config(store="listens", suspect_after_s=60.0, repair_after_s=120.0)
+    controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
+    near, far = socket.socketpair()
+    session = Session("a", 1, Channel(near), controller._heard)
+    begun, go, seen = threading.Event(), threading.Event(), list[str]()
+    try:
+        with controller.lock:
+            controller.sessions["a"] = session
+        session.start()
+        up = {
+            "k": "up", "incarnation": 1, "address": "10.0.0.1", "port": 7000, "machine": "m", "is_explicit": False,
+            "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
+        }  # fmt: skip
+        controller.events.put((session, up))
+        wait_for(controller.is_serving, "the catalog to serve")
+        state, handle = controller.catalog.hosts.states["a"], controller.catalog.handle
+
+        def watched(now: float, event: Event) -> list[Action]:
+            if isinstance(event, Report):
+                begun.set()
+                assert go.wait(WAIT_S)
+            actions = handle(now, event)
+            if isinstance(event, Tick):
+                seen.append(state.status)
+            return actions
+
+        controller.catalog.handle = watched  # type: ignore[method-assign]
+        controller.events.put((session, {"k": "something long"}))
+        assert begun.wait(WAIT_S)
+        state.last_heard_s -= 100.0  # the last beat was long ago
+        controller.events.put((session, {"k": "beat", "stats": {}}))
+        due_s = time.monotonic() + 2 * TICK_S
+        wait_for(lambda: time.monotonic() > due_s, "a tick to be due")
+        seen.clear()
+        go.set()
+        wait_for(lambda: len(seen) >= 3, "ticks")
+        assert set(seen) == {"live"}
+    finally:
+        go.set()
+        controller.close()
+        far.close()
