@@ -119,7 +119,7 @@ class Natural:
         return len(self.put_by.get(shard, ()))
 
     def said(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        """A holder says that two copiers differ in these chunks, or in none any more: it must be so, and said once."""
+        """A holder says that two copiers differ in these chunks, or in none any more: it must be so."""
         theirs = self.put_by.get(ShardId(shard.job, shard.attempt, shard.step, twin), [])
         mine = self.put_by.get(shard, [])
         truth = [n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
