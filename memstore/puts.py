@@ -20,8 +20,8 @@ from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
-from memstore.shell.collector import collector_paused
-from memstore.shell.quick_turns import quick_turns
+from memstore.shell.collector import collector_paused, collector_running
+from memstore.shell.quick_turns import quick_turns, usual_turns
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -103,10 +103,8 @@ class Puts:
         own: Any = None,
     ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
-        # A first put that nobody prepared waits for hosts and ranks, perhaps for minutes: no pause for other threads.
-        is_short = self._has_room or (self._preparation is not None and self._preparation.is_ready)
         # The pause lasts until `_put` has let go of its plan.
-        with quick_turns(), collector_paused() if is_short else contextlib.nullcontext():
+        with quick_turns(), collector_paused():
             return self._put(step, state, timeout_s, overlap, own)
 
     def _put(
@@ -348,16 +346,18 @@ class Puts:
             self._reserved_slots = known.slots_count
             return
         if not self._has_room:
-            preparation = self.prepare(count * self.chunk_bytes)
             try:
-                preparation.wait_claimed()
+                with collector_running(), usual_turns():
+                    preparation = self.prepare(count * self.chunk_bytes)
+                    preparation.wait_claimed()
             except GrowthRefused as exc:  # other ranks have put, or will: an error here alone would end them all
                 self._reserved_slots, self._has_room = known.slots_count if known and known.is_ready else 0, True
                 self.skip(ticket, str(exc))
                 return
             self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
-            slots = self.link.acquire(count, self.config.connect_timeout_s)
+            with collector_running(), usual_turns():
+                slots = self.link.acquire(count, self.config.connect_timeout_s)
             if slots is not None:
                 self.link.put_back(slots)
             return

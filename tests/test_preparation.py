@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from memstore.api import connect
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.preparation import Preparation
+from memstore.shell.quick_turns import TURN_S
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 
@@ -106,7 +108,7 @@ def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch:
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
     """The optimizer had no state yet when prepare() was called: the first put gets all of its room, and waits.
 
-    That may take minutes: the collector goes on meanwhile, for other threads (D113).
+    That may take minutes: the collector and turns of threads are meanwhile as ever (D113).
     """
     with ranks(cluster, 2) as stores, ThreadPoolExecutor(1) as pool:
         larger = state_of(30 * CHUNK)
@@ -115,6 +117,7 @@ def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more
         with pytest.raises(TimeoutError):
             first.result(0.5)
         assert gc.isenabled()
+        assert sys.getswitchinterval() > 2 * TURN_S
         stores[1].prepare(state_of(2 * CHUNK))
         tickets = [stores[1].put(1, larger), first.result(WAIT_S)]
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memstore.api import connect
-from memstore.shell.quick_turns import TURN_S, quick_turns
+from memstore.shell.quick_turns import TURN_S, quick_turns, usual_turns
 from memstore.testing.processes import ProcessCluster
 
 BEFORE_S = 0.005
@@ -38,6 +38,15 @@ def test_turns_are_short_until_the_last_holder_has_let_go() -> None:
             _ = 1 / 0
         assert now_s() == TURN_S
     assert now_s() == BEFORE_S
+
+
+def test_who_waits_in_a_hold_takes_turns_as_usual() -> None:
+    with usual_turns():
+        assert now_s() == BEFORE_S
+    with quick_turns(), quick_turns():
+        with usual_turns():
+            assert now_s() == BEFORE_S
+        assert now_s() == TURN_S
 
 
 def test_what_the_caller_sets_is_left_alone() -> None:

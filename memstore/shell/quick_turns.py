@@ -46,6 +46,7 @@ class _Turns:
 
 
 _turns = _Turns()
+_here = threading.local()  # depth: holds of this thread
 os.register_at_fork(after_in_child=_turns.forget)
 
 
@@ -53,7 +54,22 @@ os.register_at_fork(after_in_child=_turns.forget)
 def quick_turns() -> Iterator[None]:
     """Hold short turns for the whole process; any number of threads may. What the interval was is set again."""
     _turns.hold()
+    _here.depth = getattr(_here, "depth", 0) + 1
     try:
         yield
     finally:
+        _here.depth -= 1
         _turns.let_go()
+
+
+@contextlib.contextmanager
+def usual_turns() -> Iterator[None]:
+    """Within a hold of this thread: it copies nothing now and waits, perhaps for minutes."""
+    depth = getattr(_here, "depth", 0)
+    for _ in range(depth):
+        _turns.let_go()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _turns.hold()
