@@ -198,6 +198,19 @@ def test_a_closed_job_has_room_for_what_it_holds_on_a_host_that_came_back_empty(
     assert dict(world.holders["h2"].rooms["train"]["ranks"]) == {2: len(held) * CHUNKS}
 
 
+def test_a_closed_job_that_holds_nothing_has_no_room() -> None:
+    """Its ranks prepared, and closed without a put."""
+    world, ranks = trained(3, last=0)
+    world.reserve(ranks)
+    for rank in ranks:
+        world.call(rank, "close")
+    world.run(1.0)
+    replace_host_and_controller(world, "h2")
+    world.run(5.0)
+    body = world.holders["h2"].rooms["train"]
+    assert sum(slots for _, slots in body["ranks"]) + body["guest_slots"] == 0
+
+
 def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -> None:
     """What is left is for the closed job; status says why its copies are fewer, and makes them when there is room."""
     world = closed(3, last=1)

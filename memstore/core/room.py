@@ -181,7 +181,7 @@ class Room:
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
-            repair = sum(self.need(job, attempt, rank) for rank in ranks)
+            repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
             body = {
                 "job": job.name,
                 "attempt": attempt.ordinal,
