@@ -126,12 +126,13 @@ _CHECKS: tuple[Callable[[], set[str]], ...] = (
 def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
     """Return what is there now and was not before, once it had `settle_s` to go away."""
     deadline = time.monotonic() + settle_s
+    foreign: set[str] = set()  # another run's, though at some moments, as while its holder restarts, nobody has it open
     while True:
-        left = set().union(*(check() for check in _CHECKS)) - before
-        if not left or time.monotonic() > deadline:
-            return {
-                what for what in left if not (what.startswith(str(SHM_DIR)) and is_used_by_others(what, os.getpid()))
-            }
+        left = set().union(*(check() for check in _CHECKS)) - before - foreign
+        others = {what for what in left if what.startswith(str(SHM_DIR)) and is_used_by_others(what, os.getpid())}
+        foreign |= others
+        if left == others or time.monotonic() > deadline:
+            return left - others
         time.sleep(0.02)  # between two looks; the deadline above bounds the wait
 
 

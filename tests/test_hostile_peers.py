@@ -79,7 +79,7 @@ def _unharmed(trained: Trained) -> Iterator[None]:
     yield
     if trained.step == newest:  # else the test itself has trained meanwhile
         # What a draft held is given back when its connection has ended.
-        wait_for(lambda: trained.cluster.settled_inventory(2) == before, "everything stored as it was", 10)
+        wait_for(lambda: trained.cluster.settled_inventory(2) == before, "everything stored as it was")
     trained.step += 1
     assert together(trained.ranks, "train", first=trained.step, last=trained.step)[0]["level"] == "committed"
     assert trained.own_memory_bytes() - memory_bytes < GROWTH_MAX_BYTES

@@ -33,8 +33,8 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait, at most 5 s, for something that another thread does."""
-    tick, end = threading.Event(), time.monotonic() + 5
+    """Wait, at most 30 s, for something that another thread does."""
+    tick, end = threading.Event(), time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, f"not reached: {what}"
         tick.wait(0.002)
@@ -118,7 +118,7 @@ def test_a_wrong_secret_is_refused_and_others_are_served(theirs: dict[str, Any])
 
 def test_a_slow_handshake_ends_at_its_deadline() -> None:
     """A stranger that sends a byte now and then does not get more time by it (slowloris)."""
-    with serve(handshake_timeout_s=0.2) as server, socket.create_connection(server.address) as stranger:
+    with serve(handshake_timeout_s=1.0) as server, socket.create_connection(server.address) as stranger:
         stranger.settimeout(0.02)
         began = time.monotonic()
         drip = iter(wire.pack_header(Kind.HELLO, 1, bytes(100)))

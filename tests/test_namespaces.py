@@ -104,7 +104,7 @@ def test_a_cut_host_is_out_of_reach_until_it_is_healed(rig: NamespaceRig, sink: 
         assert sink.seconds("a") is None
         assert other.seconds("a", timeout_s=5.0) is not None
         rig.heal("b")
-        wait_for(lambda: sink.seconds("a") is not None, "the healed link", timeout_s=10)
+        wait_for(lambda: sink.seconds("a") is not None, "the healed link")
     finally:
         other.close()
 
@@ -147,7 +147,7 @@ def test_a_partition_splits_two_groups_and_nothing_else(rig: NamespaceRig, sink:
     assert sink.seconds("a") is None
     assert sink.seconds("c", timeout_s=5.0) is not None
     rig.heal_all()
-    wait_for(lambda: sink.seconds("a") is not None, "the healed partition", timeout_s=10)
+    wait_for(lambda: sink.seconds("a") is not None, "the healed partition")
 
 
 def test_a_shaped_link_is_as_slow_as_asked(rig: NamespaceRig, sink: Sink) -> None:
@@ -206,8 +206,8 @@ def test_a_killed_owner_leaves_what_sweep_removes() -> None:
     process.wait(timeout=10)
     process.stdout.close()
     assert f"process {pid}" in sweep()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the process to be gone", timeout_s=10)
-    wait_for(lambda: not Path(f"/sys/class/net/{link}").exists(), "the link to be gone", timeout_s=10)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the process to be gone")
+    wait_for(lambda: not Path(f"/sys/class/net/{link}").exists(), "the link to be gone")
 
 
 def test_without_root_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

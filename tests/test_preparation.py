@@ -214,7 +214,7 @@ def is_closed(cluster: ProcessCluster, job: str) -> bool:
 
 
 def claimed_bytes(cluster: ProcessCluster, host: str) -> int:
-    return next(int(row["stats"]["claimed_bytes"]) for row in cluster.status()["hosts"] if row["host"] == host)
+    return next(int(row["stats"].get("claimed_bytes", 0)) for row in cluster.status()["hosts"] if row["host"] == host)
 
 
 def test_a_rank_that_waits_alone_is_told_who_is_missing(cluster: ProcessCluster) -> None:

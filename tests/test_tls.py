@@ -189,7 +189,7 @@ def test_a_tls_channel_closes_and_times_out_as_a_plain_one(
         client.send(Kind.EVENT, 3, deadline_s=5)
         assert server.recv(timeout_s=5).request_id == 3
         waiting = aside(server.recv, timeout_s=10)
-        wait_for(server._recv_lock.locked, "the receiver waits", 5)
+        wait_for(server._recv_lock.locked, "the receiver waits")
         server.close()
         assert type(waiting.exception(10)) is PeerUnreachable
         with pytest.raises(PeerUnreachable):
@@ -226,7 +226,7 @@ def test_a_mute_client_costs_the_handshakes_deadline(members: dict[str, Config])
             mute.settimeout(5)
             mute.sendall(b"\x16\x03\x01")
             assert mute.recv(100) == b""
-        wait_for(lambda: server.refused == 1, "the refusal", 5)
+        wait_for(lambda: server.refused == 1, "the refusal")
         assert "TLS handshake" in server.last_refusal
 
 
@@ -326,4 +326,4 @@ def test_a_plain_frame_header_is_not_taken_for_tls(members: dict[str, Config]) -
             while part := plain.recv(100):
                 answer += part
         assert len(answer) < 16
-        wait_for(lambda: server.refused == 1, "the refusal", 5)
+        wait_for(lambda: server.refused == 1, "the refusal")

@@ -79,6 +79,7 @@ class ProcessCluster:
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.started_s: dict[str, float] = {}  # by host: when its newest holder was started (wall clock)
         self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
         self.controller: subprocess.Popen[bytes] | None = None
         self.settle_s = 5.0
@@ -147,6 +148,7 @@ class ProcessCluster:
     def start_holder(self, host: str) -> None:
         """Start a holder on a host; it adopts the arena that is there."""
         proxy = self.proxies.get(host)
+        self.started_s[host] = time.time()
         self.holders[host] = self._spawn(
             "holder",
             host,
@@ -259,7 +261,7 @@ class ProcessCluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
         """Ask the controller through any holder that runs."""
         problems: list[str] = []
         for host, process in self.holders.items():
@@ -279,16 +281,33 @@ class ProcessCluster:
         """One job's status, or None."""
         return next((job for job in self.status()["jobs"] if job["job"] == name), None)
 
+    def host_rows(self) -> list[dict[str, Any]]:
+        """The hosts in the controller's status, or nothing while no controller answers."""
+        try:
+            found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
+        except (MemstoreError, OSError):
+            return []
+        return found
+
     def host_status(self) -> dict[str, str]:
         """Status by host, or nothing while no controller answers."""
-        try:
-            return {row["host"]: row["status"] for row in self.ask("status", timeout_s=2.0)["hosts"]}
-        except (MemstoreError, OSError):
-            return {}
+        return {row["host"]: row["status"] for row in self.host_rows()}
+
+    def host_events(self, *kinds: str) -> list[tuple[str, str]]:
+        """What happened to hosts so far, as (host, "host_dead" and the like), in order.
+
+        A status is of one moment: it misses what came between two, and on a busy machine any host is suspect for one.
+        """
+        return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
 
     def wait_live(self, *hosts: str) -> None:
-        """Wait until the controller counts these hosts live."""
-        wait_for(lambda: all(self.host_status().get(h) == "live" for h in hosts), f"live hosts {hosts}")
+        """Wait until the controller counts these hosts live, by the holders that were started last."""
+
+        def are_live() -> bool:
+            live = {row["host"]: row["up_s"] for row in self.host_rows() if row["status"] == "live"}
+            return all(host in live and live[host] <= time.time() - self.started_s[host] for host in hosts)
+
+        wait_for(are_live, f"live hosts {hosts}")
 
     def logs(self) -> str:
         """All logs, for a failing test."""
