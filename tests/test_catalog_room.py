@@ -91,6 +91,26 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
     assert world.put_all(ranks, 1)
 
 
+def test_hosts_that_had_room_for_what_was_refused_elsewhere_give_it_back() -> None:
+    """Else the room of a job that could not begin is nobody's until somebody removes it (R10)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.holders["h1"].refuses_room = "no memory left"
+    for rank in ranks:
+        world.call(rank, "reserve", slots=3 * CHUNKS)
+    assert world.run_until(lambda: answered(ranks, 1), 10.0)
+    assert all(rank.error("reserve").startswith("CapacityError") for rank in ranks)
+    world.run(1.0)
+    for host in ("h0", "h2"):
+        room = world.holders[host].rooms["train"]
+        assert (sum(slots for _, slots in room["ranks"]), room["guest_slots"]) == (0, 0), host
+    world.holders["h1"].refuses_room = ""
+    for rank in ranks:
+        world.call(rank, "reserve", slots=CHUNKS)
+    assert world.run_until(lambda: answered(ranks, 2), 10.0)
+    assert world.put_all(ranks, 1)
+
+
 def test_one_larger_first_put_waits_for_no_rank_whose_put_fits() -> None:
     """The others have nothing to ask: their puts say so (R10)."""
     world = CatalogWorld(2)

@@ -302,6 +302,8 @@ class Room:
         if job.pins:
             why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
         self._take_back(attempt, active)
+        # The hosts that had room give it back; a numbered order, for its answers are none to what is asked next.
+        self.claim(job, attempt, lambda host, why: None)
         is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
         error = "CapacityError" if is_alike else "GrowthRefused"
         self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
