@@ -246,6 +246,15 @@ class Scaled(torch.Tensor):
         raise NotImplementedError(func)
 
 
+def test_a_history_that_has_grown_comes_back() -> None:
+    """A restarted script begins with an empty list of losses; only what has bytes to fill must have a place."""
+    state = {"a": BASE, "losses": [0.5, 0.25], "best": ()}
+    got = decode_state(*stored(state), into={"a": torch.zeros(6), "losses": [], "best": ()})
+    assert got["losses"] == [0.5, 0.25]
+    with pytest.raises(ManifestMismatch, match=r"state\['losses'\]\[1\] was stored with tensors"):
+        check_into(stored({"losses": [0.5, BASE]})[0], {"losses": [0.5]})
+
+
 def test_wrapper_subclass_moves_as_its_inner_tensors() -> None:
     """It needs a live one of the same class and context; its inner tensors are filled."""
     state = [Scaled(torch.arange(4, dtype=torch.int8), torch.tensor(0.5), 4)]
