@@ -71,7 +71,10 @@ def entry_from_record(record: bytes) -> Entry:
             values["digests"] = _split(values["digests"])
         entry = Entry(term, seq, FACT_TYPES[kind](**{name: _tuples(item) for name, item in values.items()}))
     except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException, zlib.error) as exc:
-        raise ProtocolError(f"not a journal fact this version understands: {exc!r}") from exc
+        raise ProtocolError(
+            f"not a journal fact that this version of memstore understands ({exc!r}): if another one left it, go on with "
+            "that one, or free the arena with `memstore down --leftovers`"
+        ) from exc
     entry.__dict__["record"] = record  # what is kept elsewhere too: equal facts are equal bytes
     return entry
 
