@@ -72,8 +72,8 @@ def entry_from_record(record: bytes) -> Entry:
         entry = Entry(term, seq, FACT_TYPES[kind](**{name: _tuples(item) for name, item in values.items()}))
     except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException, zlib.error) as exc:
         raise ProtocolError(
-            f"not a journal fact that this version of memstore understands ({exc!r}): if another one left it, go on with "
-            "that one, or free the arena with `memstore down --leftovers`"
+            f"not a journal fact that this version of memstore understands ({exc!r}): use the one that "
+            "left it, or remove the arena with `memstore down --leftovers --discard`"
         ) from exc
     entry.__dict__["record"] = record  # what is kept elsewhere too: equal facts are equal bytes
     return entry
