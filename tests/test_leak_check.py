@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -85,6 +86,13 @@ def test_a_store_that_another_family_uses_is_not_ours(tmp_path: Path) -> None:
         assert conftest.is_used_by_others(str(held), stranger)
         assert not conftest.is_used_by_others(str(held), os.getpid())
     assert not conftest.is_used_by_others(str(held), stranger)
+
+
+def test_a_process_of_a_test_that_has_died_meanwhile_ends() -> None:
+    """A test killed while its processes start leaves none of them behind."""
+    command = [sys.executable, "-m", "memstore.testing.process_main"]
+    spec = json.dumps({"role": "controller", "parent": 1})
+    assert subprocess.run(command, input=spec, text=True, timeout=60, check=False).returncode == 1
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ def main() -> int:
     """Run one role as the JSON specification on stdin says."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
     spec = json.load(sys.stdin)
+    if os.getppid() != spec["parent"]:
+        return 1  # it died before it could be agreed that this process dies with it
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     config = Config().with_fields(spec["config"])
     membership = DirectoryMembership(spec["membership"])
