@@ -147,8 +147,10 @@ class Twins:
         with self.changed:
             mine = {n.shard: n for n in self.newest.values() if _step(n.shard) == _step(shard)}
         for copy in found:
-            for own in mine.values() if copy.shard not in mine else ():
-                if shard in (own.shard, copy.shard):
+            for own in mine.values():
+                # Two ranks of this host are compared if they said that they are twins; nothing is learned of them.
+                is_apart = copy.shard not in mine or own.shared_count is not None
+                if is_apart and shard in (own.shard, copy.shard):
                     self._compare(own, copy)
 
     def _compare(self, own: Newest, other: Shelved) -> None:
