@@ -24,11 +24,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 # As ranks should run: a copy of 1 MiB or more then goes around the caches (README, "Tuning").
 bench: $(STAMP)
-	GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 $(BIN)/python -m benchmarks --full --out benchmarks/results
+	$(BIN)/python -m benchmarks --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.report
 # Each peer gets an environment of its own under .peers; one that does not run is reported with the reason.
 bench-peers: $(STAMP)
-	GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 $(BIN)/python -m benchmarks.peers --full --out benchmarks/results
+	$(BIN)/python -m benchmarks.peers --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.report
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report

@@ -1,7 +1,4 @@
-"""Ray's own object store between two nodes: put by an actor on one, fetched by an actor on the other.
-
-Its processes run without GLIBC_TUNABLES: what speeds memstore's copy up makes Ray's slower.
-"""
+"""Ray's own object store between two nodes: put by an actor on one, fetched by an actor on the other."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class RayObjects:
         self._path = path
         # Ray takes no store below 75 MiB.
         store_bytes = max(int(1.5 * path.stat().st_size), 128 * MIB)
-        tunables = os.environ.pop("GLIBC_TUNABLES", None)
         self._cluster = Cluster()
         try:
             for resources in ({"near": 1}, {"far": 1}):
@@ -47,9 +43,6 @@ class RayObjects:
         except BaseException:
             self._stop()
             raise
-        finally:
-            if tunables is not None:
-                os.environ["GLIBC_TUNABLES"] = tunables
 
     def __enter__(self) -> RayObjects:
         return self
