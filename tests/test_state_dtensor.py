@@ -48,6 +48,24 @@ def test_dtensor_fills_its_local_part(mesh: Any) -> None:
     assert torch.equal(target.to_local(), full)
 
 
+def test_a_plan_asks_a_mesh_for_its_ranks_once(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes them at every look; a model has a thousand DTensors on one mesh."""
+    state = [distribute_tensor(torch.ones(4), mesh, [Shard(0)]) for _ in range(8)]
+    real, looks = type(mesh).mesh, []
+
+    def looked(self: Any) -> Any:
+        looks.append(self)
+        return real.fget(self)
+
+    fresh = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    state += [distribute_tensor(torch.ones(4), fresh, [Shard(0)]) for _ in range(8)]
+    monkeypatch.setattr(type(mesh), "mesh", property(looked))
+    plan_state(state)
+    assert sum(each is fresh for each in looks) == 1
+    plan_state(state)
+    assert sum(each is fresh for each in looks) == 1
+
+
 def test_dtensor_needs_into(mesh: Any) -> None:
     """A shard never comes back silently as a plain tensor."""
     with pytest.raises(ManifestMismatch, match="into="):

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 DTensorDescription = list[Any]  # [mesh ranks, mesh shape, dim names | None, placements, shape, strides]
+
+
+_described: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by mesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -40,9 +44,16 @@ def describe_dtensor(value: Any) -> DTensorDescription:
 
 
 def describe_mesh(mesh: Any) -> list[Any]:
-    """Return [ranks, shape, dim names | None]; the device type is left out, a restore may move it."""
-    names = mesh.mesh_dim_names
-    return [mesh.mesh.flatten().tolist(), list(mesh.mesh.shape), None if names is None else list(names)]
+    """Return [ranks, shape, dim names | None]; the device type is left out, a restore may move it.
+
+    Not to be changed: it is made once for a mesh, whose ranks torch computes whenever they are asked for (30 us).
+    """
+    known = _described.get(mesh)
+    if known is None:
+        ranks, names = mesh.mesh, mesh.mesh_dim_names
+        known = [ranks.flatten().tolist(), list(ranks.shape), None if names is None else list(names)]
+        _described[mesh] = known
+    return known
 
 
 def describe_placement(placement: Any) -> list[Any]:
