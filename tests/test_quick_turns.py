@@ -6,13 +6,19 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from memstore.api import connect
+from memstore.errors import PeerTimeout
 from memstore.shell.quick_turns import TURN_S, quick_turns, usual_turns
+from memstore.shell.staged_shard import ShardRead
 from memstore.testing.processes import ProcessCluster
 
 BEFORE_S = 0.005
@@ -67,6 +73,25 @@ def test_a_forked_child_has_the_interval_of_before() -> None:
                 is_right &= now_s() == TURN_S
             os._exit(0 if is_right and now_s() == BEFORE_S else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Silence(SimpleQueue[Any]):
+    """A queue that notes the interval in which somebody waits for it, and stays empty."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.waited_s = sys.getswitchinterval()
+        raise Empty
+
+
+def test_a_read_that_waits_for_chunks_leaves_other_threads_their_turns() -> None:
+    """Over a slow link that is minutes, in which nothing is copied."""
+    link = Mock()
+    link.call_soon.return_value = Future()
+    read = ShardRead(link, {}, timeout_s=1.0)
+    read._heard = heard = Silence()
+    with pytest.raises(PeerTimeout), quick_turns():
+        read.take([0])
+    assert heard.waited_s == pytest.approx(BEFORE_S)
 
 
 def test_every_move_of_a_put_and_a_get_is_made_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
