@@ -81,13 +81,18 @@ def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
     assert sum(kind == "view" for kind, _ in orders) <= 2
 
 
-def test_a_successor_sends_nobody_what_his_journal_has() -> None:
-    """All journals are whole: no record travels back; and one that lacks its end is given that end alone (R16)."""
+def world_with_a_commit() -> CatalogWorld:
     world = CatalogWorld(3)
     ranks = world.launch(3)
     world.get(ranks)
     assert world.put_all(ranks, 1)
     world.run(1.0)
+    return world
+
+
+def test_a_successor_sends_nobody_what_his_journal_has() -> None:
+    """All journals are whole: no record travels back; and one that lacks its end is given that end alone (R16)."""
+    world = world_with_a_commit()
     for holder in world.holders.values():
         holder.orders.clear()
     del world.holders["h2"].journal[-2:]
@@ -103,11 +108,7 @@ def test_a_successor_sends_nobody_what_his_journal_has() -> None:
 
 def test_a_journal_with_other_facts_between_is_written_anew() -> None:
     """What is not the first part of the log is not added to: facts of a lower term never follow those of a higher."""
-    world = CatalogWorld(3)
-    ranks = world.launch(3)
-    world.get(ranks)
-    assert world.put_all(ranks, 1)
-    world.run(1.0)
+    world = world_with_a_commit()
     del world.holders["h2"].journal[2]
     world.crash_controller()
     world.run(6.0)
