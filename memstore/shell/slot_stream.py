@@ -18,8 +18,8 @@ from memstore.core.layout import pieces
 from memstore.shell.quick_turns import quick_turns
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
-# Below the size of a core's own cache (512 KiB and more) glibc has the processor move strings, which reads no line that
-# it overwrites: faster than torch's copy, and by a quarter than moves of a whole chunk (benchmarks/notes/stall.md).
+# Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
+# machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
