@@ -183,10 +183,9 @@ class Attempts:
             self.catalog.refuse(call, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
-        """All ranks are there: open, once durable storage has said what it knows of a job that RAM forgot (R31)."""
-        job = self.catalog.jobs.get(name)
+        """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
         durable = place_of(gathering.joins[0].body["config"])
-        if not durable or (job is not None and job.attempts):
+        if not durable:
             self.open(name, gathering)
             return
         gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), now
@@ -195,12 +194,12 @@ class Attempts:
 
     def markers_listed(self, name: str, call: int, why: str) -> None:
         """Durable storage answered; if it could not be read nobody may start from nothing (R23)."""
-        gathering = self.gatherings.get(name)
+        gathering, job = self.gatherings.get(name), self.catalog.jobs.get(name)
         if gathering is None or gathering.markers_call != call or len(gathering.joins) < gathering.world_size:
             return
         if gathering.rewind is not None:
             self.catalog.rewinds.markers_listed(name, gathering, why)
-        elif why:
+        elif why and (job is None or not job.attempts):
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
         else:
             self.open(name, gathering)
@@ -340,6 +339,7 @@ class Attempts:
             for rank, call in list(gathering.joins.items()):
                 if call.body["nonce"] == nonce:
                     del gathering.joins[rank]
+                    gathering.markers_call = 0  # asked again when its place is taken
             if not gathering.joins:
                 del self.gatherings[name]
         for job in self.catalog.jobs.values():

@@ -20,6 +20,7 @@ from memstore.core.durable_place import place_of
 from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
 from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
+from memstore.core.listing import listed
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, in_lineage
 
@@ -288,6 +289,7 @@ class DurableOrders:
                 "specs": [[rank, spec_to_wire(spec)] for rank, spec in sorted(write.specs.items())],
                 "lineage": {
                     "attempt": source.ordinal, "parent_attempt": source.parent, "parent_step": source.parent_step,
+                    "opened_s": source.opened_s,
                 },
             },
         )  # fmt: skip
@@ -304,16 +306,26 @@ class DurableOrders:
         if job is None:
             return ""
         job.markers.clear()
+        others = set[int]()
         for attempt, number, specs, *rest in body["markers"]:
             table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
             step = StepId(int(attempt), int(number))
             if step in job.torn:  # its removal failed, or a late write came after it: once more
                 self._take_back_again(self.state(name), step)
                 continue
-            job.markers[step] = DurableMarker(step, len(table), table)
             if rest:
                 parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
                 job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
+                if _is_of_another_run(job, step.attempt, rest[0].get("opened_s")):
+                    others.add(step.attempt)
+                    continue
+            job.markers[step] = DurableMarker(step, len(table), table)
+        if others:
+            self.catalog.note(
+                f"job {name!r}: durable storage has attempts {listed(sorted(others))} of another, older run of this "
+                "name: they are left alone and are not restored",
+                "warning",
+            )
         return ""
 
     def forget(self, name: str) -> None:
@@ -338,3 +350,16 @@ class DurableOrders:
             self._abandon(job, state, f"host {host_id} died while it wrote, and nobody else can write what it owed")
             state.last_started_step = None
             state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait
+
+
+def _is_of_another_run(job: Job, ordinal: int, opened_s: object) -> bool:
+    """Tell whether a marker's attempt is not the one of that number that RAM knows, or knows to be the newest (R31).
+
+    Such a run was forgotten: its RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
+    """
+    newest, own = job.newest, job.attempts.get(ordinal)
+    if newest is None or newest.opened_s is None or not isinstance(opened_s, float):
+        return False  # markers say since D136 when their attempt was opened
+    if own is not None:
+        return own.opened_s is not None and own.opened_s != opened_s
+    return ordinal > newest.ordinal and opened_s < newest.opened_s

@@ -97,8 +97,8 @@ class Attempt:
         seats = [self.seats[self.rank_of(process)] for process in launched or range(self.world_size)]
         return AttemptOpened(
             job, self.ordinal, self.world_size, self.parent, self.key, self.is_fresh, self.level_asked, self.config,
-            tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher, wall_s, launched,
-            self.shard_of, self.copiers,
+            tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher,
+            wall_s if self.opened_s is None else self.opened_s, launched, self.shard_of, self.copiers,
         )  # fmt: skip
 
 
@@ -217,11 +217,14 @@ class Job:
         return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
 
     def parent_for_next(self) -> int | None:
-        """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22)."""
-        for ordinal in sorted(self.attempts, reverse=True):
-            attempt = self.attempts[ordinal]
+        """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22).
+
+        One that only durable storage remembers is newer where the hosts that knew it are gone and an older one is back.
+        """
+        for ordinal in sorted({*self.attempts, *self.past}, reverse=True):
+            attempt = self.attempts.get(ordinal)
             has_commit = any(step.attempt == ordinal for step in (*self.commits, *self.markers))
-            if not attempt.is_fresh or has_commit:
+            if has_commit or (attempt is not None and not attempt.is_fresh):
                 return ordinal
         return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
 
