@@ -11,7 +11,7 @@ from memstore.core.manifest import decode_manifest
 from memstore.core.natural import NaturalLayout
 from memstore.errors import ManifestMismatch
 from memstore.natural import Read, check_shard, load_natural, reader_of
-from memstore.shell.collector import collector_paused
+from memstore.shell.copy_pass import copying
 from memstore.shell.rank_link import RankLink
 from memstore.shell.staged_shard import ShardRead, StagedShard
 from memstore.staged import OpenShard
@@ -54,7 +54,7 @@ class Checkpoint:
     own: Any = None  # what this rank put as own=; None where the step has another world size
 
 
-@collector_paused()
+@copying()
 def open_shard(
     link: RankLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
 ) -> Checkpoint:
@@ -76,7 +76,7 @@ def open_shard(
         source.close()
 
 
-@collector_paused()
+@copying()
 def read_shard(
     link: RankLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
 ) -> Checkpoint:

@@ -18,6 +18,7 @@ from memstore.core.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.natural import NaturalLayout, Part, extents_in
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.collective import collective
+from memstore.shell.copy_pass import copying
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import OpenRanges, ShardRanges
 from memstore.shell.staged_shard import ShardRead
@@ -108,7 +109,7 @@ class NaturalReplicas:
             return None
         step, attempt, copier = found
         wanted = {"job": link.job, "step": step, "of_attempt": attempt, "rank": copier}
-        with ShardRead(link, wanted, timeout_s) as read:
+        with copying(), ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)

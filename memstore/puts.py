@@ -20,8 +20,7 @@ from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
-from memstore.shell.collector import collector_paused, collector_running
-from memstore.shell.quick_turns import quick_turns, usual_turns
+from memstore.shell.copy_pass import copying, waiting
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -103,8 +102,7 @@ class Puts:
         own: Any = None,
     ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
-        # The pause lasts until `_put` has let go of its plan.
-        with quick_turns(), collector_paused():
+        with copying():  # until `_put` has let go of its plan
             return self._put(step, state, timeout_s, overlap, own)
 
     def _put(
@@ -347,7 +345,7 @@ class Puts:
             return
         if not self._has_room:
             try:
-                with collector_running(), usual_turns():
+                with waiting():
                     preparation = self.prepare(count * self.chunk_bytes)
                     preparation.wait_claimed()
             except GrowthRefused as exc:  # other ranks have put, or will: an error here alone would end them all
@@ -356,7 +354,7 @@ class Puts:
                 return
             self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
-            with collector_running(), usual_turns():
+            with waiting():
                 slots = self.link.acquire(count, self.config.connect_timeout_s)
             if slots is not None:
                 self.link.put_back(slots)

@@ -16,7 +16,7 @@ import torch
 
 from memstore.api import connect
 from memstore.errors import ManifestMismatch, UnsupportedState
-from memstore.shell.collector import collector_paused, collector_running
+from memstore.shell.copy_pass import copying, waiting
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
@@ -54,7 +54,7 @@ def looked_at(call: Callable[[], Any]) -> int:
 def test_the_collector_is_left_as_it_was(is_enabled: bool) -> None:
     try:
         gc.enable() if is_enabled else gc.disable()
-        with pytest.raises(ZeroDivisionError), collector_paused():
+        with pytest.raises(ZeroDivisionError), copying():
             _ = gc.isenabled() or 1 / 0
         assert gc.isenabled() == is_enabled
     finally:
@@ -89,17 +89,17 @@ def test_the_collector_runs_again_when_the_last_of_two_threads_is_through() -> N
     begun, may_end = threading.Event(), threading.Event()
 
     def other() -> None:
-        with collector_paused():
+        with copying():
             begun.set()
             assert may_end.wait(WAIT_S)
 
     with ThreadPoolExecutor(1) as pool:
-        with collector_paused():
-            with collector_running():
+        with copying():
+            with waiting():
                 assert gc.isenabled()
             done = pool.submit(other)
             assert begun.wait(WAIT_S)
-            with collector_running():
+            with waiting():
                 assert not gc.isenabled()
         assert not gc.isenabled()
         child = os.fork()

@@ -17,7 +17,7 @@ import torch
 from memstore.api import connect
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.preparation import Preparation
-from memstore.shell.quick_turns import TURN_S
+from memstore.shell.copy_pass import TURN_S
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 

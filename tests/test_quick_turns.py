@@ -17,7 +17,7 @@ import torch
 
 from memstore.api import connect
 from memstore.errors import PeerTimeout
-from memstore.shell.quick_turns import TURN_S, quick_turns, usual_turns
+from memstore.shell.copy_pass import TURN_S, copying, waiting
 from memstore.shell.staged_shard import ShardRead
 from memstore.testing.processes import ProcessCluster
 
@@ -39,37 +39,37 @@ def now_s() -> object:
 
 
 def test_turns_are_short_until_the_last_holder_has_let_go() -> None:
-    with quick_turns():
-        with pytest.raises(ZeroDivisionError), quick_turns():
+    with copying():
+        with pytest.raises(ZeroDivisionError), copying():
             _ = 1 / 0
         assert now_s() == TURN_S
     assert now_s() == BEFORE_S
 
 
 def test_who_waits_in_a_hold_takes_turns_as_usual() -> None:
-    with usual_turns():
+    with waiting():
         assert now_s() == BEFORE_S
-    with quick_turns(), quick_turns():
-        with usual_turns():
+    with copying(), copying():
+        with waiting():
             assert now_s() == BEFORE_S
         assert now_s() == TURN_S
 
 
 def test_what_the_caller_sets_is_left_alone() -> None:
     sys.setswitchinterval(1e-6)
-    with quick_turns():
+    with copying():
         assert now_s() == 1e-6
-    with quick_turns():
+    with copying():
         sys.setswitchinterval(BEFORE_S)
     assert now_s() == BEFORE_S
 
 
 def test_a_forked_child_has_the_interval_of_before() -> None:
-    with quick_turns():
+    with copying():
         child = os.fork()
         if child == 0:
             is_right = now_s() == BEFORE_S
-            with quick_turns():
+            with copying():
                 is_right &= now_s() == TURN_S
             os._exit(0 if is_right and now_s() == BEFORE_S else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -89,7 +89,7 @@ def test_a_read_that_waits_for_chunks_leaves_other_threads_their_turns() -> None
     link.call_soon.return_value = Future()
     read = ShardRead(link, {}, timeout_s=1.0)
     read._heard = heard = Silence()
-    with pytest.raises(PeerTimeout), quick_turns():
+    with pytest.raises(PeerTimeout), copying():
         read.take([0])
     assert heard.waited_s == pytest.approx(BEFORE_S)
 

@@ -29,6 +29,7 @@ from memstore.dcp.save_process import SaveProcess, staged_shard
 from memstore.errors import CommitError, ConfigError, UnsupportedState
 from memstore.open_put import OpenPut
 from memstore.puts import Puts
+from memstore.shell.copy_pass import copying
 from memstore.shell.slot_stream import SlotStream, address_of, byte_array
 from memstore.shell.tensor_bytes import Source, flat_source
 from memstore.ticket import LEVELS, Ticket
@@ -210,7 +211,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         room = self._room
         assert room is not None
         try:
-            with room.lock:
+            with room.lock, copying():
                 if not room.is_over:  # given up meanwhile: the hand-over says so
                     copy(SlotStream(room.views(), room.chunk_bytes, nbytes))
         except BaseException as error:

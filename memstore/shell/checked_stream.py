@@ -24,7 +24,6 @@ from memstore.core.layout import pieces
 from memstore.core.manifest import Manifest, chunk_digest, chunk_hasher
 from memstore.errors import DigestMismatch, MemstoreError
 from memstore.shell.device_copy import FLIGHT_BYTES, FLIGHTS_MAX, Arrival, Piece, SideStream, copy_in, has_streams
-from memstore.shell.quick_turns import quick_turns
 from memstore.shell.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
 MEND_TRIES = 3  # the first may only find out that this host's copy is bad, and the next is planned without it
@@ -94,8 +93,7 @@ class CheckedStream:
             MemstoreError: The source's, if chunks do not come.
         """
         copies, self._copies = self._copies, Copies({}, {})
-        with quick_turns():
-            self._copy(copies, is_target=True)
+        self._copy(copies, is_target=True)
 
     def _own(self, chunk: int) -> bytes:
         """Return a verified copy of one chunk."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from memstore.core.layout import pieces
-from memstore.shell.quick_turns import quick_turns
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
@@ -113,12 +112,11 @@ def move_all(moves: Sequence[Move]) -> None:
         shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
         done += move[2]
     threads = [threading.Thread(target=_move, args=(share,), daemon=True) for share in shares[:-1]]
-    with quick_turns():
-        for thread in threads:
-            thread.start()
-        _move(shares[-1])
-        for thread in threads:
-            thread.join()  # bounded by the bytes: memory moves wait for nobody
+    for thread in threads:
+        thread.start()
+    _move(shares[-1])
+    for thread in threads:
+        thread.join()  # bounded by the bytes: memory moves wait for nobody
 
 
 def _move(moves: Sequence[Move]) -> None:

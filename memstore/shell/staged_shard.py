@@ -14,8 +14,7 @@ import numpy as np
 from memstore.core.manifest import Manifest, decode_manifest
 from memstore.errors import IntegrityError, PeerTimeout
 from memstore.shell.checked_stream import Views
-from memstore.shell.collector import collector_running
-from memstore.shell.quick_turns import usual_turns
+from memstore.shell.copy_pass import waiting
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.slot_stream import address_of
@@ -58,7 +57,7 @@ class StagedShard:
         shard, chunk_bytes = self.manifest.shard, self.manifest.chunk_bytes
         ranges = ShardRanges(self.link, shard.job, MEND_TIMEOUT_S)
         spans = [(index * chunk_bytes, self.manifest.chunks[index].nbytes) for index in wanted]
-        with collector_running(), usual_turns():
+        with waiting():
             opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
         try:
             if opened.manifest != self.manifest:
@@ -159,7 +158,7 @@ class ShardRead:
         """Wait for one word of the holder."""
         try:
             if self._heard.empty():
-                with collector_running(), usual_turns():
+                with waiting():
                     heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
             else:
                 heard = self._heard.get_nowait()
