@@ -40,7 +40,7 @@ class Puts:
         self.link, self.config, self.world_size = link, config, world_size
         self.chunk_bytes = int(link.welcome["chunk_bytes"])
         self.tickets: dict[int, Ticket] = {}
-        self._lock = threading.Lock()  # of the tickets
+        self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[OpenPut] = []  # begun, not handed over yet
         self._skipping: Future[Any] | None = None
         self._reserved_slots = 0

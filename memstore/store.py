@@ -26,6 +26,7 @@ from memstore.puts import Puts
 from memstore.shell.collective import CALL_SLACK_S, collective, in_turn
 from memstore.shell.launch import Launch
 from memstore.shell.marks import Marks
+from memstore.shell.nested_verbs import UnderWay
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.ticket import Ticket
@@ -56,6 +57,7 @@ class Store(PinVerbs, MarkVerbs):
         self._is_closed = False
         self._pid = os.getpid()
         self._one_get = threading.Lock()
+        self._under_way = UnderWay(job)
         link.on_event = self.on_event
 
     def _take_attempt(self, joined: dict[str, Any]) -> None:
@@ -136,16 +138,17 @@ class Store(PinVerbs, MarkVerbs):
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
-            ConfigError: `overlap=True` without a fenced optimizer.
+            ConfigError: `overlap=True` without a fenced optimizer; a put in the middle of another verb of this thread.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
         if own is not None and self.natural is None:
             raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
-        try:
-            return self.puts.put(step, state, timeout_s, overlap, own)
-        finally:
-            self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
+        with self._under_way.only(f"put({step})"):
+            try:
+                return self.puts.put(step, state, timeout_s, overlap, own)
+            finally:
+                self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
 
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
@@ -195,7 +198,8 @@ class Store(PinVerbs, MarkVerbs):
         self._check_open()
         if type(state) is int and state < 0:
             raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
-        return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
+        with self._under_way.only("prepare()"):
+            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
@@ -244,15 +248,16 @@ class Store(PinVerbs, MarkVerbs):
             None only for a job without history.
 
         Raises:
-            RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout.
+            RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
         """
         self._check_open()
-        self.puts.overlap.wait()  # into= may be what is being copied
-        body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
-        if rank is not None:
-            return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
-        with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s):
-            return self._get(body, step, into, own_into, must_exist, timeout_s)
+        with self._under_way.only("get()"):
+            self.puts.overlap.wait()  # into= may be what is being copied
+            body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
+            if rank is not None:
+                return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
+            with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s):
+                return self._get(body, step, into, own_into, must_exist, timeout_s)
 
     def _get(
         self, body: dict[str, Any], step: int | None, into: Any, own_into: Any, must_exist: bool, timeout_s: float
@@ -288,13 +293,14 @@ class Store(PinVerbs, MarkVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        self.puts.overlap.wait()
         body: dict[str, Any] = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
             "is_agreement": True,
         }  # fmt: skip
-        with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s):
-            answer = collective(self._link, "get", body, timeout_s)
+        with self._under_way.only("agree()"):
+            self.puts.overlap.wait()
+            with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s):
+                answer = collective(self._link, "get", body, timeout_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))
@@ -351,16 +357,18 @@ class Store(PinVerbs, MarkVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
-        self.puts.overlap.wait()
         body = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
             "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
         }  # fmt: skip
-        self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
-        self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
+        with self._under_way.only(f"rewind({step})"):
+            self.puts.overlap.wait()
+            self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
+            self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
+        self._under_way.refuse("flush()")  # while it waits a signal's handler may put
         for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
                 ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)

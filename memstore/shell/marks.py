@@ -38,7 +38,7 @@ class Marks:
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may put
         self.has_iterations = False  # somebody marks them; else every put does
         self._depth = 0  # collectives under way
         self._count = 0

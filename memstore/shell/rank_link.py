@@ -67,7 +67,7 @@ class RankLink:
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
-        self.outbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.closed = threading.Event()
         self.fenced_by = 0
         self.is_removed = False  # it is fenced because its job was removed
