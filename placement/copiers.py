@@ -44,10 +44,11 @@ def choose_copiers(
     """
     if replicas < 1 or len(shard_of) != len(hosts):
         raise ValueError(f"{len(shard_of)} ranks on {len(hosts)} hosts with {replicas} replicas")
+    domains = topology.domains(level)
     members: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard in enumerate(shard_of):
-        known = topology.hosts.get(hosts[rank])
-        members[shard][f"unknown:{hosts[rank]}" if known is None else f"known:{known.domain(level)}"].append(rank)
+        known = domains.get(hosts[rank])
+        members[shard][f"unknown:{hosts[rank]}" if known is None else f"known:{known}"].append(rank)
     load: Counter[str] = Counter()
 
     def cost(rank: int) -> tuple[bool, int, int]:

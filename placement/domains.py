@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from placement.topology import Host, Topology
+from placement.topology import Host, Topology, domains_of_hosts
 
 HOST_LEVEL = "host"  # the finest level there is; never needs a label
 NAMED_MAX = 10  # names in one message; the count says how many there are
@@ -46,7 +46,7 @@ def is_finer(level_a: str, level_b: str, failure_domains: Iterable[str]) -> bool
 
 
 def spread_level(topology: Topology, replicas: int, *, among: Collection[str] | None = None) -> SpreadLevel:
-    """Choose the coarsest level with at least `replicas` labelled values on as many machines, else "host" (R18).
+    """Choose the coarsest level with at least `replicas` labelled domains, else "host" (R18).
 
     Args:
         topology: Hosts and the levels to try, coarsest first.
@@ -62,9 +62,8 @@ def spread_level(topology: Topology, replicas: int, *, among: Collection[str] | 
     ids = topology.hosts if among is None else set(among) & topology.hosts.keys()
     hosts = [topology.hosts[host_id] for host_id in sorted(ids)]
     for level in levels_of(topology.failure_domains)[:-1]:
-        values = {host.domain(level) for host in hosts}
-        machines = {host.domain(HOST_LEVEL) for host in hosts if host.domain(level)}
-        if len(values - {""}) >= replicas <= len(machines):  # labels do not make two hosts of one machine (R1)
+        values = set(domains_of_hosts(hosts, level).values())
+        if len(values - {""}) >= replicas:
             return SpreadLevel(level, len(values), _unlabelled_warnings(level, hosts))
     return SpreadLevel(HOST_LEVEL, len({host.domain(HOST_LEVEL) for host in hosts}), _machine_warnings(hosts))
 

@@ -58,7 +58,8 @@ class Placement:
 
     def domains_of(self, owner: str, topology: Topology) -> frozenset[str]:
         """Return the distinct domains at `level` that the owner and its targets cover."""
-        return frozenset(topology.hosts[host].domain(self.level) for host in (owner, *self.targets[owner]))
+        domains = topology.domains(self.level)
+        return frozenset(domains[host] for host in (owner, *self.targets[owner]))
 
 
 def place(
@@ -130,9 +131,10 @@ def hosts_by_domain(topology: Topology, level: str) -> list[list[str]]:
     """Return hosts per domain at `level`; neighbours share coarser domains, members finer ones."""
     levels = levels_of(topology.failure_domains)
     at = levels.index(level)
+    by_level = [topology.domains(each) for each in levels]
     found: dict[str, list[tuple[list[str], str]]] = defaultdict(list)
-    for host_id, host in topology.hosts.items():
-        path = [host.domain(each) for each in levels]
+    for host_id in topology.hosts:
+        path = [domains[host_id] for domains in by_level]
         found[path[at]].append((path, host_id))
     domains = sorted((sorted(members) for members in found.values()), key=lambda members: members[0])
     return [[host_id for _, host_id in members] for members in domains]
@@ -221,8 +223,7 @@ def groups_of(targets: Mapping[str, Sequence[str]]) -> tuple[ReplicaGroup, ...]:
 
 def _repeats(targets: Mapping[str, tuple[str, ...]], topology: Topology, level: str) -> list[Unmet]:
     """Return one Unmet for every target in a domain that its owner already covers."""
-    domain = {host: topology.hosts[host].domain(level) for host in targets}
-    found = []
+    domain, found = topology.domains(level), []
     for owner, held in targets.items():
         if len({domain[owner], *(domain[host] for host in held)}) == len(held) + 1:
             continue

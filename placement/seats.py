@@ -37,7 +37,7 @@ class Seats:
         self.guests_max = -(-len(ids) * self.wanted // max(1, holders_count)) + 1
         levels = levels_of(topology.failure_domains)
         rungs = levels[levels.index(level) :]
-        self._domains = [{host: topology.hosts[host].domain(rung) for host in ids} for rung in rungs]
+        self._domains = [topology.domains(rung) for rung in rungs]
         self._domains.append({host: host for host in ids})  # last resort: merely another host
         self._by_domain: dict[str, list[str]] = defaultdict(list)
         for host in ids:

@@ -24,7 +24,7 @@ class Host:
     capacity_bytes: int | None = None  # room for copies of other hosts' shards; None: no limit known
 
     def domain(self, level: str) -> str:
-        """Return the failure domain at `level`: a label name such as "rack", or "host".
+        """Return the failure domain at `level` as labelled: a label name such as "rack", or "host".
 
         Unlabelled hosts at a label level share the one domain "" (R18). At level "host" the
         domain is the host id if explicit, else the machine.
@@ -40,6 +40,7 @@ class Topology:
 
     hosts: Mapping[str, Host]
     failure_domains: tuple[str, ...] = ("zone", "rack")
+    _known: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by level
 
     @classmethod
     def of(cls, hosts: Iterable[Host], failure_domains: Iterable[str] = ("zone", "rack")) -> Topology:
@@ -50,3 +51,38 @@ class Topology:
                 raise ValueError(f"host {host.host_id!r} is listed twice in the topology")
             table[host.host_id] = host
         return cls(table, tuple(failure_domains))
+
+    def domains(self, level: str) -> Mapping[str, str]:
+        """Return the failure domain of every host at `level`; see `domains_of_hosts`."""
+        if level not in self._known:
+            self._known[level] = domains_of_hosts(self.hosts.values(), level)
+        return self._known[level]
+
+
+def domains_of_hosts(hosts: Iterable[Host], level: str) -> dict[str, str]:
+    """Return the failure domain of every host at `level`, by id.
+
+    That of its label, and labels never part a machine: those that some machine carries several of are one domain, of a
+    joint name, because copies in two of them may be lost with that machine (R1).
+
+    Complexity: O(hosts).
+    """
+    hosts = list(hosts)
+    if level == "host":
+        return {host.host_id: host.domain(level) for host in hosts}
+    joined: dict[str, str] = {}  # label -> a label of the same domain
+
+    def root(label: str) -> str:
+        while joined.setdefault(label, label) != label:
+            label = joined[label]
+        return label
+
+    first: dict[str, str] = {}  # machine -> the label of its first host
+    for host in hosts:
+        label = host.domain(level)
+        joined[root(label)] = root(first.setdefault(host.domain("host"), label))
+    members: dict[str, list[str]] = {}
+    for label in sorted(joined):
+        members.setdefault(root(label), []).append(label)
+    names = {label: "+".join(filter(None, labels)) for labels in members.values() for label in labels}
+    return {host.host_id: names[host.domain(level)] for host in hosts}

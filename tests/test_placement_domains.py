@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from placement import Host, Topology, is_finer, spread_level
+from placement import Host, Topology, is_finer, place, spread_level
+from placement.groups import STRATEGIES
 
 
 def _topology(*labels: dict[str, str], machine: str = "") -> Topology:
@@ -53,6 +56,53 @@ def test_labels_do_not_make_two_hosts_of_one_machine() -> None:
     assert spread_level(_topology(*racks), 2).level == "rack"
     explicit = Topology.of(Host(f"h{at}", each, "m", is_explicit=True) for at, each in enumerate(racks))
     assert spread_level(explicit, 2).level == "rack"
+
+
+def _on_machines(*places: tuple[str, str]) -> Topology:
+    """Hosts by (machine, rack)."""
+    return Topology.of(
+        (Host(f"h{at}", {"rack": rack} if rack else {}, machine) for at, (machine, rack) in enumerate(places)),
+        ("rack",),
+    )
+
+
+def test_racks_of_one_machine_are_one_domain() -> None:
+    """R1: four racks by their labels, on two machines, are two; what a machine carries of an unlabelled one as well."""
+    topology = _on_machines(("m0", "a"), ("m1", "b"), ("m0", "c"), ("m1", "d"))
+    assert topology.domains("rack") == {"h0": "a+c", "h1": "b+d", "h2": "a+c", "h3": "b+d"}
+    found = spread_level(topology, 2)
+    assert (found.level, found.domains_count) == ("rack", 2)
+    assert spread_level(topology, 3).level == "host"
+    mixed = _on_machines(("m0", "a"), ("m0", ""), ("m1", ""), ("m2", "b"))
+    assert mixed.domains("rack") == {"h0": "a", "h1": "a", "h2": "a", "h3": "b"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_four_racks_on_two_machines_are_paired_across_machines(strategy: str) -> None:
+    topology = _on_machines(("m0", "a"), ("m1", "b"), ("m0", "c"), ("m1", "d"))
+    placement = place(topology, replicas=2, strategy=strategy)  # type: ignore[arg-type]
+    for owner, held in placement.targets.items():
+        assert {topology.hosts[host].machine for host in (owner, *held)} == {"m0", "m1"}
+    assert placement.unmet == ()
+
+
+@given(
+    places=st.lists(st.tuples(st.sampled_from("MNOPQ"), st.sampled_from(["", *"abcdef"])), min_size=2, max_size=14),
+    replicas=st.integers(2, 3),
+    strategy=st.sampled_from(("mixed", "ring")),
+)
+@settings(deadline=None, max_examples=60)
+def test_copies_share_no_machine_whatever_the_labels(
+    places: list[tuple[str, str]], replicas: int, strategy: str
+) -> None:
+    """Where the machines alone would let all copies be apart, labels do not bring two of them together (R1)."""
+    topology = _on_machines(*places)
+    machines = [machine for machine, _ in places]
+    assume(len(places) >= replicas)
+    assume(max(map(machines.count, machines)) <= len(places) // replicas)
+    placement = place(topology, replicas=replicas, strategy=strategy)  # type: ignore[arg-type]
+    for owner, held in placement.targets.items():
+        assert len({topology.hosts[host].machine for host in (owner, *held)}) == replicas
 
 
 def test_among_restricts_the_count_to_live_hosts() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memstore.core.events import HostInfo
-from placement.topology import Host, Topology
+from placement.topology import Host, Topology, domains_of_hosts
 
 Status = Literal["live", "suspect", "dead"]
 
@@ -136,7 +136,7 @@ class HostTable:
     def live_domains(self, level: str) -> dict[str, str]:
         """Return the failure domain at a level of every host that is not dead (R1); not to be changed."""
         if level not in self._live_domains:
-            self._live_domains[level] = {h: self._places[h].domain(level) for h in self.live_ids()}
+            self._live_domains[level] = domains_of_hosts((self._places[h] for h in self.live_ids()), level)
         return self._live_domains[level]
 
     def domains(self, host_ids: Iterable[str]) -> set[str]:

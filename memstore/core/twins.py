@@ -7,7 +7,7 @@ host is: the chunks are there already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class Routes:
 
     placement: Placement
     attempt: int
-    domains: dict[str, str]  # of the hosts placed
+    domains: Mapping[str, str]  # of the hosts placed
     twins: dict[int, tuple[str, ...]]  # copier -> hosts of the other copiers of its shard, as far as they are placed
 
 
@@ -138,8 +138,7 @@ class Twins:
         known = self.routes.get(job.name)
         if known is not None and known.placement is placement and known.attempt == attempt.ordinal:
             return known
-        topology = self.catalog.hosts.topology(placement.targets)
-        domains = {host: each.domain(placement.level) for host, each in topology.hosts.items()}
+        domains = self.catalog.hosts.topology(placement.targets).domains(placement.level)
         twins: dict[int, tuple[str, ...]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
