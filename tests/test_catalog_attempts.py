@@ -136,9 +136,9 @@ def test_two_launches_at_once_get_two_ordinals() -> None:
     world.run(2.0)
     world.has_lease = False
     catalog = world.served
-    catalog.lease_until_s = -1.0
+    catalog.lease.until_s = -1.0
     for state in catalog.hosts.states.values():
-        state.last_heard_s = -100.0  # no lease and nobody heard: facts wait
+        state.was_with_us_s = -100.0  # no lease and nobody heard: facts wait
     for number, key in enumerate(("a", "b")):
         body = {
             "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",

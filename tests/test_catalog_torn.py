@@ -219,10 +219,10 @@ def test_the_word_that_a_step_is_torn_outlives_the_controller_that_heard_it() ->
     world, ranks = trained(3, last=3, keep_steps=3)
     world.has_lease = False
     world.silence("h2")
-    assert world.run_until(lambda: not world.served.may_record(), 10.0)
+    assert world.run_until(lambda: not world.served.lease.may_record(), 10.0)
     retire(world, ranks[0], 3)
     world.run(0.5)
-    assert not world.served.may_record(), "the fact waits for a lease"
+    assert not world.served.lease.may_record(), "the fact waits for a lease"
     world.crash_controller()
     world.has_lease = True
     world.thaw("h2")

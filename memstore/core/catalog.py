@@ -1,9 +1,10 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
-It composes host_table (who is alive), cluster_view (who holds what), fact_log and journals (what has spread), takeover
-(the past), attempts and rewinds (connect, fencing), mesh_orders (who is which rank), room (reservations), steps
-(commit rule), retention, pins, forks, rounds and staging (get), repair, durable_orders and queries; each decides one
-thing, and observer says what came of it. The controller actor and the simulator are two shells around it (R16, R17).
+It composes host_table (who is alive), lease (whether it may decide), cluster_view (who holds what), fact_log and
+journals (what has spread), takeover (the past), attempts and rewinds (connect, fencing), mesh_orders (who is which
+rank), room (reservations), steps (commit rule), retention, pins, forks, rounds and staging (get), repair,
+durable_orders and queries; each decides one thing, and observer says what came of it. The controller actor and the
+simulator are two shells around it (R16, R17).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from memstore.core.forks import Forks
 from memstore.core.host_table import Change, HostTable
 from memstore.core.job import Call, Job
 from memstore.core.journals import Journals
+from memstore.core.lease import Lease
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.observer import Observer
 from memstore.core.pins import Pins
@@ -72,6 +74,7 @@ class Rules:
     repair_after_s: float = 5.0
     recovery_grace_s: float = 30.0
     lease_s: float = 3.0
+    outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a rebuilt catalog serves
 
 
@@ -85,8 +88,7 @@ class Catalog:
         self.now = self.started_s = now
         self.wall_offset_s = wall_offset_s
         self.expected_hosts = set(expected_hosts)
-        self.lease_until_s = now
-        self.is_outranked = False  # some holder obeys a higher term: nothing is recorded under this one any more (R17)
+        self.lease = Lease(self)
         self.hosts = HostTable(
             suspect_after_s=rules.suspect_after_s,
             repair_after_s=rules.repair_after_s,
@@ -148,6 +150,7 @@ class Catalog:
         if isinstance(event, Tick):
             self.changed(self.hosts.tick(now))
             self.takeover.tick()
+            self.lease.tick()
             self._flush_waiting()
             self.drains.tick()
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
@@ -158,13 +161,13 @@ class Catalog:
                 self.steps.evaluate_all(job)  # whatever changed without a seal
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):
-            self.changed(self.hosts.heard(now, event.host_id, event.stats))
+            self.changed(self.hosts.heard(now, event))
             self.observer.heard(event.host_id, event.stats)
         elif isinstance(event, HostUp):
             self.takeover.host_up(event)
             self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
         elif isinstance(event, HostLost):
-            self.changed(self.hosts.lost(now, event.host_id, event.why))
+            self.changed(self.hosts.lost(now, event.host_id, event.why, is_certain=self.lease.may_record()))
         elif isinstance(event, RankCall):
             self._rank_call(event)
         elif isinstance(event, RankGone):
@@ -176,7 +179,7 @@ class Catalog:
         elif isinstance(event, DrainsSeen):
             self.drains.seen(event.until_s)
         elif isinstance(event, LeaseRenewed):
-            self.renew_lease(event.until_s)
+            self.lease.renew(event.until_s)
 
     # -- hosts --------------------------------------------------------------------------------
 
@@ -280,28 +283,15 @@ class Catalog:
 
     # -- facts --------------------------------------------------------------------------------
 
-    def renew_lease(self, until_s: float) -> None:
-        """The term was confirmed (R17)."""
-        self.lease_until_s = max(self.lease_until_s, until_s)
-
     def record(self, fact: f.Fact) -> None:
         """Journal a decision; it takes effect in `_apply` once it has spread (R16)."""
-        if self.may_record():
+        if self.lease.may_record():
             self.journals.record(fact)
         else:
             self.log.waiting.append(fact)
 
-    def may_record(self) -> bool:
-        """Within the lease, or every registered holder was heard from within it (R17).
-
-        A holder that fell silent may obey a newer controller on the far side of a partition; one that is gone does not.
-        """
-        if self.is_outranked:
-            return False
-        return self.now <= self.lease_until_s or self.hosts.is_heard_of_all(self.now, self.rules.lease_s)
-
     def _flush_waiting(self) -> None:
-        while self.log.waiting and self.may_record():
+        while self.log.waiting and self.lease.may_record():
             self.journals.record(self.log.waiting.pop(0))
 
     def _apply_spread(self) -> None:

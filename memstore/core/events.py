@@ -9,6 +9,7 @@ Orders to a holder (`Tell.kind`):
     journal        seq, records, reset | keep   append records of facts (R16), to nothing (reset), or to the records of
                                                 these (term, seq) alone (keep); answered by FactAck
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
+    clock          clock_s                      the controller's clock, for the next beats to echo (R17)
     view           hosts, gone, jobs            addresses for peers: of all hosts (gone None), or of those that came or
                                                 moved, and who is gone; room of other jobs is given back
     targets        job, attempt, targets, copiers
@@ -37,6 +38,7 @@ checked, persisted, markers, forked, verified, rank_here. A rank's own seal carr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,14 +72,16 @@ class HostUp:
     copies: tuple[Copy, ...] = ()
     journal: tuple[bytes, ...] = ()
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
+    asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A heartbeat."""
+    """A heartbeat; it echoes what `clock` last told the host in this session."""
 
     host_id: str
     stats: Mapping[str, Any] = field(default_factory=dict)
+    clock_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)

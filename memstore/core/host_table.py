@@ -10,11 +10,12 @@ Suspicion only redirects new work and is free to undo; only death starts repair.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memstore.core.events import HostInfo
+from memstore.core.events import Heard, HostInfo
 from placement.topology import Host, Topology, domains_of_hosts
 
 Status = Literal["live", "suspect", "dead"]
@@ -25,12 +26,13 @@ class HostState:
     """One host as the controller sees it."""
 
     info: HostInfo
-    last_heard_s: float
+    last_heard_s: float  # when its last beat arrived: of suspicion
+    was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
     status: Status = "live"
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
     stats: Mapping[str, Any] = field(default_factory=dict)
-    is_gone: bool = False  # dead for certain: its connection ended; silence may be a partition (R17)
+    is_gone: bool = False  # dead for certain: its connection ended within our lease; silence may be a partition (R17)
     deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
 
 
@@ -56,34 +58,42 @@ class HostTable:
         self._live_domains: dict[str, dict[str, str]] = {}  # by level; made again when a host comes or goes
         self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
 
-    def up(self, now: float, info: HostInfo) -> list[Change]:
-        """A session began; an older incarnation than the one known is ignored (R3)."""
+    def up(self, now: float, info: HostInfo, asked_s: float = -math.inf) -> list[Change]:
+        """A session began, asked for at `asked_s`; an older incarnation than the one known is ignored (R3)."""
         state = self.states.get(info.host_id)
         if state is None or info.incarnation >= state.info.incarnation:
             self._live_domains.clear()
             self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
         if state is None:
-            self.states[info.host_id] = HostState(info, now, since_s=now)
+            self.states[info.host_id] = HostState(info, now, asked_s, since_s=now)
             return [Change(info.host_id, "live", "joined")]
         if info.incarnation < state.info.incarnation:
             return []
         state.info, state.last_heard_s, state.is_gone = info, now, False
+        state.was_with_us_s = max(state.was_with_us_s, asked_s)
         return self._enter(now, state, "live", "joined again", is_new=True)
 
-    def heard(self, now: float, host_id: str, stats: Mapping[str, Any]) -> list[Change]:
+    def heard(self, now: float, beat: Heard) -> list[Change]:
         """A heartbeat arrived; it clears suspicion but never revives the dead (they need a session)."""
-        state = self.states.get(host_id)
+        state = self.states.get(beat.host_id)
         if state is None or state.status == "dead":
             return []
-        state.last_heard_s, state.stats = now, stats
+        state.last_heard_s, state.stats = now, beat.stats
+        if state.was_with_us_s < beat.clock_s <= now:
+            state.was_with_us_s = beat.clock_s
         return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
 
-    def lost(self, now: float, host_id: str, why: str) -> list[Change]:
-        """The holder process is known to be gone."""
+    def lost(self, now: float, host_id: str, why: str, *, is_certain: bool = True) -> list[Change]:
+        """The holder's connection ended: it is dead.
+
+        Args:
+            is_certain: This controller has its lease. One that has not may have slept, and read the end of a connection
+                that the host gave up for a newer controller.
+        """
         state = self.states.get(host_id)
         if state is None or state.status == "dead":
             return []
-        state.is_gone = True
+        state.is_gone = is_certain
         return self._enter(now, state, "dead", why)
 
     def tick(self, now: float) -> list[Change]:
@@ -115,10 +125,10 @@ class HostTable:
         state = self.states.get(host_id)
         return state is not None and state.status == "live"
 
-    def is_heard_of_all(self, now: float, within_s: float) -> bool:
-        """True if every host was heard of lately, silent ones included and those that are gone for certain excepted."""
-        heard = [now - s.last_heard_s <= within_s for s in self.states.values() if not s.is_gone]
-        return bool(heard) and all(heard)
+    def was_with_all(self, since_s: float) -> bool:
+        """True if every host was with us since then; silent ones included, those that are gone for certain excepted."""
+        found = [s.was_with_us_s >= since_s for s in self.states.values() if not s.is_gone]
+        return bool(found) and all(found)
 
     def live_ids(self) -> list[str]:
         """Every host that is not dead, sorted."""

@@ -28,6 +28,7 @@ class Takeover:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.is_settled = False
+        self.alone_since_s = math.inf if catalog.log.term > 1 else catalog.now  # no predecessor has a host any more
         self.journals: dict[str, list[Entry]] = {}
         self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
@@ -40,23 +41,26 @@ class Takeover:
         catalog, hosts = self.catalog, self.catalog.hosts
         if isinstance(event, HostUp):
             host = event.info.host_id
-            hosts.up(catalog.now, event.info)
+            hosts.up(catalog.now, event.info, event.asked_s)
+            self.alone_since_s = min(self.alone_since_s, catalog.now)
             self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
         elif isinstance(event, Heard):
-            hosts.heard(catalog.now, event.host_id, event.stats)
+            hosts.heard(catalog.now, event)
         elif isinstance(event, HostLost):
-            hosts.lost(catalog.now, event.host_id, event.why)
+            hosts.lost(catalog.now, event.host_id, event.why, is_certain=catalog.lease.may_record())
             self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
         elif isinstance(event, LeaseRenewed):
-            catalog.renew_lease(event.until_s)
+            catalog.lease.renew(event.until_s)
         elif not isinstance(event, Tick):
             self.early.append(event)
-        waited_s = catalog.now - catalog.started_s
-        is_all_up = catalog.expected_hosts <= set(hosts.live_ids()) and waited_s >= catalog.rules.lease_s
-        if not hosts.live_ids() or not (is_all_up or waited_s >= catalog.rules.settle_s):
+        is_all_up = catalog.expected_hosts <= set(hosts.live_ids())
+        is_late = catalog.now - catalog.started_s >= catalog.rules.settle_s
+        # The first host may have kept up a predecessor's lease until it came here (R17).
+        has_outlasted = catalog.now - self.alone_since_s >= catalog.rules.outlast_s
+        if not hosts.live_ids() or not has_outlasted or not (is_all_up or is_late):
             return []
         self.is_settled = True
         self._rebuild()
@@ -138,7 +142,7 @@ class Takeover:
     def host_up(self, event: HostUp) -> None:
         """A holder's session began while serving: a newcomer, a late host or one that came back."""
         catalog, host = self.catalog, event.info.host_id
-        changes = catalog.hosts.up(catalog.now, event.info)
+        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s)
         if not changes:
             return  # an older life of the holder (R3)
         catalog.log.forget(host)

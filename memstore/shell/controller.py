@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import queue
 import threading
 import time
@@ -105,7 +106,8 @@ class Controller:
             rules=Rules(
                 failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
                 repair_after_s=config.repair_after_s, recovery_grace_s=config.recovery_grace_s,
-                lease_s=self.lease_s if term > 1 else config.heartbeat_s, settle_s=self.settle_s,
+                lease_s=self.lease_s, outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
+                settle_s=self.settle_s,
             ),
             expected_hosts=expected_hosts,
         )  # fmt: skip
@@ -162,12 +164,13 @@ class Controller:
                 threading.Thread(target=self._dial, args=(host, record), daemon=True).start()
 
     def _dial(self, host: str, record: dict[str, Any]) -> None:
+        asked_s = time.monotonic()
         try:
             channel = connect_tcp(
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
                 identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S, tls=self.tls,
             )  # fmt: skip
-            session = Session(host, int(record["incarnation"]), channel, self._heard)
+            session = Session(host, int(record["incarnation"]), channel, self._heard, asked_s=asked_s)
             with self.lock:
                 old = self.sessions.get(host)
                 self.sessions[host] = session
@@ -233,10 +236,10 @@ class Controller:
             if body.get("k") == "stale":
                 if int(body["term"]) > self.term:
                     self._stale_term = int(body["term"])
-                    self.catalog.is_outranked = True
+                    self.catalog.lease.is_outranked = True
                     self._is_stale.set()  # the lease thread asks the membership: that may block
                 return
-            event = event_from_body(host, body)
+            event = event_from_body(host, body, session.asked_s)
             if event is not None:
                 self._handle(event)
         except (KeyError, TypeError, ValueError):
@@ -335,11 +338,15 @@ class Controller:
         self.on_exit(why)
 
 
-def event_from_body(host: str, body: dict[str, Any]) -> Event | None:
-    """Return the catalog event of a holder's message; KeyError, TypeError or ValueError if it is malformed."""
+def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | None:
+    """Return the catalog event of a holder's message; KeyError, TypeError or ValueError if it is malformed.
+
+    Args:
+        asked_s: When this controller asked for the session that it came in.
+    """
     kind = body.pop("k")
     if kind == "beat":
-        return Heard(host, dict(body["stats"]))
+        return Heard(host, dict(body["stats"]), float(body.get("clock_s", -math.inf)))
     if kind == "ack":
         return FactAck(host, int(body["seq"]))
     if kind == "call":
@@ -354,5 +361,5 @@ def event_from_body(host: str, body: dict[str, Any]) -> Event | None:
             bool(body["is_explicit"]), dict(body["labels"]), int(body["limit_bytes"]),
         )  # fmt: skip
         copies = tuple(copy_from_wire(item, host) for item in body["copies"])
-        return HostUp(info, copies, tuple(body["journal"]), tuple(str(nonce) for nonce in body["ranks"]))
+        return HostUp(info, copies, tuple(body["journal"]), tuple(str(nonce) for nonce in body["ranks"]), asked_s)
     return Report(host, str(kind), body)

@@ -29,6 +29,7 @@ class ControllerSession:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._echo: dict[str, Any] = {}  # the controller's clock, as it told it last in this session (R17)
 
     def open(self, up: dict[str, Any]) -> None:
         """Send the inventory, pages of a long journal first, then whatever was queued since, in order."""
@@ -42,9 +43,13 @@ class ControllerSession:
         """Queue a message."""
         self.outbox.put(body)
 
-    def send_now(self, body: dict[str, Any]) -> None:
-        """Send past the queue: heartbeats only (R28)."""
-        self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+    def beat(self, stats: dict[str, Any]) -> None:
+        """Send a heartbeat, past the queue (R28)."""
+        self.channel.send(Kind.EVENT, 0, {"k": "beat", "stats": stats, **self._echo}, deadline_s=SEND_S)
+
+    def clock(self, body: dict[str, Any]) -> None:
+        """The controller told its clock."""
+        self._echo = {"clock_s": body["clock_s"]}
 
     def _run(self) -> None:
         while True:

@@ -276,7 +276,7 @@ class Holder:
             if session is None:
                 continue
             with contextlib.suppress(TransportError):
-                session.send_now({"k": "beat", "stats": self.stats()})
+                session.beat(self.stats())
 
     def stats(self) -> dict[str, Any]:
         """What every heartbeat carries of this host."""

@@ -5,6 +5,7 @@ A stuck host holds up nobody: its thread waits, at most SEND_S, and its session 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -20,9 +21,11 @@ class Session:
     """One holder's connection: a reader thread and a writer thread."""
 
     def __init__(
-        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None]
-    ) -> None:
+        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None], *,
+        asked_s: float = -math.inf,
+    ) -> None:  # fmt: skip
         self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
+        self.asked_s = asked_s  # when it was asked for, monotonic (R17)
         self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
         self._on_event = on_event
         self.why = ""

@@ -48,6 +48,8 @@ class Orders:
         kind = body.pop("k", None)
         if kind == "journal":
             self.holder.facts.take(body)
+        elif kind == "clock" and self.holder.session is not None:
+            self.holder.session.clock(body)
         elif kind == "view":
             self.holder.set_view(body["hosts"], body["gone"])
             self.reserves.submit(self.holder.logged, drop_unknown_shares, self.vault, body["jobs"])

@@ -6,6 +6,7 @@ that put, get and hear levels. The world delivers its messages; nothing here kno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,6 +104,7 @@ class FakeHolder:
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[bytes] = []
         self.term = 0
+        self.clock_s = -math.inf  # of the controller, as it told it last in this session
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
         self.copiers: dict[str, dict[int, list[str]]] = {}  # targets of local ranks that copy what others hold too
@@ -193,6 +195,9 @@ class FakeHolder:
     def _on_journal(self, body: Body) -> None:
         self.journal = journal_after(self.journal, body)
         self._send(self, FactAck(self.host_id, int(body["seq"])))
+
+    def _on_clock(self, body: Body) -> None:
+        self.clock_s = body["clock_s"]
 
     def _on_view(self, body: Body) -> None:
         pass
@@ -378,5 +383,5 @@ def plain_event(event: Event) -> Event:
     if isinstance(event, Report):
         return Report(event.host_id, event.kind, plain(event.body))
     if isinstance(event, HostUp):
-        return HostUp(event.info, event.copies, event.journal, event.ranks)
+        return replace(event)
     return event

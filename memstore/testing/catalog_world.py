@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from memstore.config import Config
@@ -54,7 +56,7 @@ class CatalogWorld:
         self.now = 0.0
         self.delay_s = (0.001, 0.02)  # one message, least and most
         self.work_s = (0.01, 0.2)  # one push or staging
-        fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "settle_s": 3.0, "failure_domains": ("zone", "rack")}
+        fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "outlast_s": 1.0, "settle_s": 3.0}
         self.rules = Rules(**{**fields, **(rules or {})})
         self.config = Config(connect_timeout_s=20.0, crash_window_s=600.0, **config).job_fields()
         self.durable = Durable()
@@ -139,8 +141,8 @@ class CatalogWorld:
         if self._sessions.get(holder.host_id) == (self.term, holder.info.incarnation):
             return
         self._sessions[holder.host_id] = (self.term, holder.info.incarnation)
-        holder.term = self.term
-        self._send(holder, holder.hello())
+        holder.term, holder.clock_s = self.term, -math.inf
+        self._send(holder, replace(holder.hello(), asked_s=self.now))
         holder.resend_calls()
 
     def _send(self, holder: FakeHolder, event: Event) -> None:
@@ -196,7 +198,7 @@ class CatalogWorld:
     def _beat(self) -> None:
         for host, holder in self.holders.items():
             if host in self._sessions and host not in self._silent:
-                self._send(holder, Heard(host))
+                self._send(holder, Heard(host, clock_s=holder.clock_s))
             elif holder.is_up:
                 self._dial(holder)
 

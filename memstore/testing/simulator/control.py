@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memstore.core.catalog import Catalog
@@ -27,6 +29,7 @@ class Session:
         self.down = Stream(network, world.at, *names, lambda: holder.is_up and not holder.is_frozen)
         self.up = Stream(network, world.at, *names[::-1], lambda: controller.is_alive and not controller.is_frozen)
         self.world, self.opened_s = world, world.now
+        self.clock_s = -math.inf  # of the controller, as the holder heard it last
 
     @property
     def is_open(self) -> bool:
@@ -45,7 +48,7 @@ class Session:
     def _hear_replaced(self) -> None:
         old, host = self.controller, self.holder.host_id
         if old.sessions.get(host) is self:
-            old.catalog.is_outranked |= self.holder.term > old.term
+            old.catalog.lease.is_outranked |= self.holder.term > old.term
             old.lose(host, "the holder obeys another controller")
 
     def report(self, event: Event) -> None:
@@ -131,7 +134,7 @@ class Controller:
             self.stop()
             return
         self.sessions[holder.host_id] = session
-        session.report(holder.hello())
+        session.report(replace(holder.hello(), asked_s=self.world.now))
         for call_id, verb, body in holder.open_calls():
             session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
 

@@ -279,6 +279,9 @@ class SimHolder:
         self.world.checker.journalled(self)
         self.tell(FactAck(self.host_id, int(body["seq"])))
 
+    def _on_clock(self, body: Body) -> None:
+        self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
+
     def _on_view(self, body: Body) -> None:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}

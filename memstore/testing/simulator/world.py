@@ -76,7 +76,7 @@ class Simulation:
         self.is_over = False
         self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
         self.rules = Rules(
-            recovery_grace_s=GRACE_S, lease_s=LEASE_S, settle_s=3.0,
+            recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
             failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
@@ -368,8 +368,8 @@ def _each(those: Iterable[T], work: Callable[[T], None]) -> None:
 
 
 def _beat(holder: SimHolder) -> None:
-    if holder.is_serving:
-        holder.tell(Heard(holder.host_id))
+    if holder.is_serving and holder.session is not None:
+        holder.tell(Heard(holder.host_id, clock_s=holder.session.clock_s))
 
 
 def describe(world: Simulation, notes_count: int = 40) -> str:
