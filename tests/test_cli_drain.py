@@ -9,6 +9,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from memstore.cli import main
+from memstore.cli.status import state_text
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
 from memstore.testing.rank_process import RankNursery, together
@@ -33,6 +34,7 @@ def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nur
         together(ranks, "train", first=3, last=4)
         assert run(cluster, "drain", "h1", "--within", "30")[0]["left"] == 0
         assert any("is to go in" in row["cause"] for row in cluster.status()["problems"])
+        assert {row["host"]: state_text(row) for row in cluster.status()["hosts"]}["h1"] == "draining: can go"
 
         ranks[1].kill()
         cluster.lose_host("h1")
@@ -52,3 +54,11 @@ def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_pa
         assert run(cluster, "drain", "h1", "--cancel")[0]["drains_s"] is None
         assert "did you mean h0" in run(cluster, "drain", "h00", code=1)[1]
         assert "must leave some time" in run(cluster, "drain", "h1", "--within", "0", code=2)[1]
+
+
+def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> None:
+    """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
+    host = {"status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent"}
+    assert state_text(host) == "draining: 3 shards to copy"
+    assert state_text({**host, "status": "dead"}).endswith(": silent !")
+    assert state_text({**host, "drains_s": None, "pushes": 0}) == "ok"

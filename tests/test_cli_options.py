@@ -1,9 +1,11 @@
-"""How `memstore` takes the names of hosts that people type (R1)."""
+"""How `memstore` takes what people type: names of hosts (R1), options that contradict each other."""
 
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
+from memstore.cli import main
 from memstore.cli.options import check_host
 from memstore.errors import ConfigError
 
@@ -16,3 +18,19 @@ def test_a_hostname_names_its_only_host() -> None:
     for unclear in ("gpu-2", "gpu", "gpu.1"):
         with pytest.raises(ConfigError, match=rf"no host '{unclear}'.*memstore status"):
             check_host(status, unclear)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("metrics --dashboard --alerts", "ask for one at a time"),
+        ("metrics --alerts --json", "ask for one at a time"),
+        ("status --watch --check", "give one of them"),
+        ("down --leftovers --force", "not for it"),
+        ("down --leftovers --address 10.0.0.1:6379", "not for it"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) -> None:
+    result = CliRunner().invoke(main, typed.split())
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())

@@ -164,6 +164,8 @@ def down(
     as_json: bool,
 ) -> None:
     """Stop the store. Its arenas stay in memory for the next `memstore up`, unless --discard."""
+    if leftovers and (force or address is not None):
+        raise click.UsageError("--leftovers looks at this machine's arenas alone: --force and --address are not for it")
     if leftovers:
         _leftovers(config, hosts, discard=discard, as_json=as_json)
         return

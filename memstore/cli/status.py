@@ -39,6 +39,8 @@ WATCH_S = 1.0
 @click.pass_context
 def status(ctx: click.Context, config: Config, address: str | None, watch: bool, check: bool, as_json: bool) -> None:
     """Show what would be lost if something died now, the hosts, and every problem with its remedy."""
+    if watch and check:
+        raise click.UsageError("--check exits with what it found, --watch never ends: give one of them")
     where = Where(config, address)
     if watch:
         _watch(where, as_json)
@@ -217,9 +219,11 @@ def holds_text(host: dict[str, Any]) -> str:
 
 
 def state_text(host: dict[str, Any]) -> str:
-    """Return "ok", what it is busy with, or since when and why it is not live."""
+    """Return "ok", what it is busy with, that it is to go, or since when and why it is not live."""
     if host["status"] != "live":
         return f"{host['status']} {age_text(host['status_s'])}: {host['why']} !"
+    if host["drains_s"] is not None:
+        return f"draining: {plural(host['drain_left'], 'shard')} to copy" if host["drain_left"] else "draining: can go"
     return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else "ok"
 
 
