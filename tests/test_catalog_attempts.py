@@ -130,6 +130,43 @@ def test_a_newer_launch_dismisses_an_incomplete_one() -> None:
     assert [r.attempt for r in ranks] == [1, 1, 1]
 
 
+def join_again(world: CatalogWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
+    """The process connects once more, without having closed."""
+    world.holders[rank.host_id].call(rank, "join", {
+        "job": JOB, "rank": rank.rank, "world_size": world_size, "nonce": rank.nonce, "key": key, "pid": 1,
+        "launcher": "launcher", "fresh": False, "takeover": False, "config": world.config,
+    })  # fmt: skip
+
+
+def test_another_key_from_the_same_processes_begins_another_launch() -> None:
+    """A restart inside the processes: the next attempt opens when all have that key, and not before (R20, D133)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2, "first")
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    join_again(world, ranks[0], 2, "second")
+    world.run(2.0)
+    assert [rank.attempt for rank in ranks] == [1, 1]
+    join_again(world, ranks[1], 2, "second")
+    world.run(2.0)
+    assert [rank.attempt for rank in ranks] == [2, 2]
+    assert {answer["step"] for answer in world.get(ranks)} == {1}
+    join_again(world, ranks[0], 2, "first")
+    world.run(1.0)
+    assert "every launch needs a new key" in ranks[0].error("join")
+
+
+@pytest.mark.parametrize("key", ["first", None])
+def test_the_same_process_joins_its_attempt_again(key: str | None) -> None:
+    """A join that is asked again, or without a key, is one join (R20)."""
+    world = CatalogWorld(2)
+    ranks = world.launch(2, "first")
+    world.get(ranks)
+    join_again(world, ranks[0], 2, key)
+    world.run(1.0)
+    assert [answer["attempt"] for answer in ranks[0].answers["join"]] == [1, 1]
+
+
 def test_two_launches_at_once_get_two_ordinals() -> None:
     """A launch that completes while the fact of the one before still spreads gets a number of its own."""
     world = CatalogWorld(2)

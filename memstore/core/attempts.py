@@ -79,15 +79,16 @@ class Attempts:
 
     def is_repeated(self, name: str, call: Call) -> bool:
         """True if the same question waits for its attempt to open already: this call is answered in its place."""
-        waiting, key = self.opening.get(name, []), (call.body["nonce"], "together" in call.body)
+        waiting = self.opening.get(name, [])
         for number, other in enumerate(waiting):
-            if (other.body["nonce"], "together" in other.body) == key:
+            if all(other.body.get(field) == call.body.get(field) for field in ("nonce", "key", "together")):
                 waiting[number] = call
                 return True
         return False
 
     def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
-        seat = attempt.seats.get(attempt.rank_of(int(body["rank"])))
+        is_launch = body.get("key") in (None, attempt.key)  # else its process begins another one
+        seat = attempt.seats.get(attempt.rank_of(int(body["rank"]))) if is_launch else None
         is_leaving = seat is not None and seat.rank in self.closes.get(body["job"], ())  # it said close: a new life
         return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
 
