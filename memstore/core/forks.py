@@ -142,7 +142,7 @@ class Forks:
             ordinal, commit.world_size, {**newest.config, "durable": None}, newest.level_asked, seats,
             [self._chunks(origin, step, rank) for rank in range(commit.world_size)],
         )  # fmt: skip
-        attempt.steps[step.step] = "committing"  # the one version that needs room
+        attempt.steps[step.step] = "open"  # not whole yet: the one version that needs room
         return job
 
     def _chunks(self, job: Job, step: StepId, rank: int) -> int:
