@@ -61,7 +61,7 @@ def _is_clean(cluster: ProcessCluster, host: str) -> bool:
     folder = cluster.arena(host)
     table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
     used = table[table["state"] != SlotState.FREE]
-    manifests = [path.read_bytes() for path in (folder / "manifests").iterdir() if not path.name.startswith(".")]
+    manifests = [data for name, data in cluster.manifests(host).items() if not name.startswith(".")]
     named = {chunk.digest for data in manifests for chunk in decode_manifest(data).chunks}
     return set(used["state"].tolist()) <= {SlotState.SEALED} and set(used["digest"].tolist()) == named
 
@@ -109,8 +109,8 @@ def test_equal_tensors_are_stored_once(site: Site, how: str) -> None:
     site.check(step, "replicas")
     job = site.cluster.job(site.fleet.job)
     assert job is not None
-    names = [path for h in HOSTS for path in (site.cluster.arena(h) / "manifests").iterdir()]
-    shards = {decode_manifest(path.read_bytes()).shard: decode_manifest(path.read_bytes()) for path in names}
+    files = [data for h in HOSTS for name, data in site.cluster.manifests(h).items() if not name.startswith(".")]
+    shards = {manifest.shard: manifest for manifest in map(decode_manifest, files)}
     stored = sum(m.nbytes for shard, m in shards.items() if (shard.job, shard.step) == (site.fleet.job, step))
     whole = 8 * 500 * 100 * 4
     assert whole <= stored < whole + (len(HOSTS) + 8) * CHUNK_BYTES  # staged ones lie on borders of chunks

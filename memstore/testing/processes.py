@@ -6,6 +6,7 @@ Each holder and the controller is a process of its own, found through a folder o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -226,13 +227,21 @@ class ProcessCluster:
         """The arena folder of a host."""
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
+    def manifests(self, host: str) -> dict[str, bytes]:
+        """The files in a host's folder of manifests; what was renamed or dropped since it was listed is left out."""
+        found = {}
+        for path in sorted((self.arena(host) / "manifests").iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.name] = path.read_bytes()
+        return found
+
     def inventory(self, host: str) -> dict[str, Any]:
         """What a host stores, as its files say: manifests and journal by content, and slots that hold bytes."""
         folder = self.arena(host)
         table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
         return {
-            "manifests": {path.name: path.read_bytes() for path in sorted((folder / "manifests").iterdir())},
+            "manifests": self.manifests(host),
             "journal": (folder / "journal").read_bytes(),
             "slots": sorted(zip(used["state"].tolist(), used["nbytes"].tolist(), used["digest"].tolist(), strict=True)),
         }
