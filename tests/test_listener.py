@@ -147,6 +147,20 @@ def test_idle_strangers_make_room_for_a_peer() -> None:
             stranger.close()
 
 
+def test_a_stranger_that_is_slow_to_go_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its thread runs late: the peer waits for the place, it is not refused."""
+    refuse, late = Listener._refuse, threading.Event()
+
+    def refuse_late(self: Listener, peer: str, error: Exception) -> None:
+        late.wait(0.3)
+        refuse(self, peer, error)
+
+    monkeypatch.setattr(Listener, "_refuse", refuse_late)
+    with serve(unauthenticated_max=1, handshake_timeout_s=30) as server, socket.create_connection(server.address):
+        until(lambda: server.connections == 1, "the stranger's place")
+        assert works(server)
+
+
 def test_connections_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The total is bounded too; once one leaves, the next is served."""
     monkeypatch.setattr(listener, "CONNECTIONS_MAX", 2)

@@ -30,8 +30,8 @@ Handshake = Callable[[Channel], dict[str, Any]]
 CONNECTIONS_MAX = 4096
 """Live connections of one listener: 1000 hosts with 4 streams; each costs a thread and a descriptor."""
 BACKLOG = 256
-MAKE_ROOM_S = 0.1
-"""How long a new connection waits for the evicted stranger's thread to leave."""
+MAKE_ROOM_S = 2.0
+"""How long a new connection waits for the evicted stranger's thread to leave, which a busy host may run late."""
 SUN_PATH_BYTES = 107
 _log = logging.getLogger(__name__)
 
