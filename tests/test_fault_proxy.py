@@ -140,10 +140,10 @@ def test_one_direction_can_be_lost(proxy: FaultProxy, echo: Echo) -> None:
     with dial(proxy, 0.3) as sock:
         proxy.down.drop = True
         sock.sendall(b"hello")
+        wait_for(lambda: proxy.down.dropped_count == 5, "the way back to be lost")
+        assert bytes(echo.got) == b"hello"
         with pytest.raises(TimeoutError):
             sock.recv(1)
-        assert bytes(echo.got) == b"hello"
-        assert proxy.down.dropped_count == 5
         proxy.down.drop = False
         sock.settimeout(WAIT_S)
         with pytest.raises(ConnectionResetError):

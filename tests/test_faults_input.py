@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from pathlib import Path
 
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery, fail_together, together
+from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess, fail_together, together
 
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
@@ -90,8 +91,18 @@ def test_the_same_job_started_twice_is_refused(tmp_path: Path, nursery: RankNurs
         got = together(second, "get")
         fleet.check(got)
         assert got[0]["step"] == 3
-        wait_for(lambda: first[0].fails("put", step=99).error == "FencedError", "the fence")
+        steps = itertools.count(99)
+        wait_for(lambda: is_fenced(first[0], next(steps)), "the fence")
         together(second, "train", first=4, last=5)
+
+
+def is_fenced(rank: RankProcess, step: int) -> bool:
+    """True once a put is refused; until the rank has read the word of it, it puts into an attempt that is over."""
+    try:
+        rank.call("put", step=step)
+    except RankFailed as failed:
+        return failed.error == "FencedError"
+    return False
 
 
 def test_putting_over_history_needs_a_get_or_a_fresh_start(tmp_path: Path, nursery: RankNursery) -> None:

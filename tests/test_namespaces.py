@@ -17,7 +17,8 @@ from memstore.testing.namespaces import NamespaceRig, available, sweep
 from memstore.testing.processes import wait_for
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(available() is not None, reason=str(available()))]
-REACH_S = 0.3
+REACH_S = 0.3  # what does not come is waited for so long
+ARRIVES_S = 20.0
 SENT_BYTES = 600_000
 SINK = """
 import socket, sys
@@ -113,16 +114,16 @@ def test_a_one_way_block_loses_one_direction_only(rig: NamespaceRig) -> None:
     """Datagrams from a to b vanish while those from b to a arrive; unblocked, both do."""
     rig.block("a", "b", one_way=True)
     try:
-        assert not datagram_arrives(rig, "a", "b")
-        assert datagram_arrives(rig, "b", "a")
+        assert not datagram_arrives(rig, "a", "b", 2 * REACH_S)
+        assert datagram_arrives(rig, "b", "a", ARRIVES_S)
         rig.unblock("a", "b")
-        assert datagram_arrives(rig, "a", "b")
+        assert datagram_arrives(rig, "a", "b", ARRIVES_S)
     finally:
         rig.heal_all()
 
 
-def datagram_arrives(rig: NamespaceRig, source: str, target: str) -> bool:
-    """Send datagrams to a socket on the target for a while; True if one arrives."""
+def datagram_arrives(rig: NamespaceRig, source: str, target: str, timeout_s: float) -> bool:
+    """Send datagrams to a socket on the target; True if one arrives in time, the start of the sender included."""
     listen = (
         "import socket, sys; s = socket.socket(type=socket.SOCK_DGRAM); s.bind((sys.argv[1], 0)); "
         "print(s.getsockname()[1], flush=True); s.settimeout(float(sys.argv[2])); s.recv(1)"
@@ -131,7 +132,7 @@ def datagram_arrives(rig: NamespaceRig, source: str, target: str) -> bool:
         "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\n"
         "for _ in range(3):\n    s.sendto(b'.', (sys.argv[1], int(sys.argv[2])))"
     )
-    argv = [sys.executable, "-c", listen, rig.address(target), str(2 * REACH_S)]
+    argv = [sys.executable, "-c", listen, rig.address(target), str(timeout_s)]
     process = rig.popen(target, argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     port = process.stdout.readline().strip()
     argv = [*rig.prefix(source), sys.executable, "-c", send, rig.address(target), port]
@@ -152,17 +153,20 @@ def test_a_partition_splits_two_groups_and_nothing_else(rig: NamespaceRig, sink:
 
 def test_a_shaped_link_is_as_slow_as_asked(rig: NamespaceRig, sink: Sink) -> None:
     """The same bytes take at least ten times as long over a link of 8 Mbit/s, and not over the others."""
-    free_s = sink.seconds("a", SENT_BYTES, 20.0)
+
+    def best_s() -> float:  # of three: a busy machine only ever adds
+        return min(sink.seconds("a", SENT_BYTES, 20.0) or 20.0 for _ in range(3))
+
+    free_s = best_s()
     rig.shape("b", 8_000_000)
     try:
         slow_s = sink.seconds("a", SENT_BYTES, 20.0)
     finally:
         rig.unshape("b")
-    assert free_s is not None
     assert slow_s is not None
     assert slow_s > 0.8 * SENT_BYTES * 8 / 8_000_000
     assert slow_s > 10 * free_s
-    assert sink.seconds("a", SENT_BYTES, 20.0) < slow_s / 3
+    assert best_s() < slow_s / 3
 
 
 def test_two_rigs_have_nothing_in_common(rig: NamespaceRig, sink: Sink) -> None:
