@@ -113,6 +113,17 @@ def test_a_step_that_keeps_killing_its_group_is_retired() -> None:
     assert "the training dies of it" in str(answers[0]["rejected"])
 
 
+def test_the_only_step_is_restored_however_often_its_group_died() -> None:
+    """Nothing else could be given instead: a launcher that flaps does not cost the run (R25, D137)."""
+    world, _ = trained(3, last=1)
+    for _ in range(5):
+        answers = world.get(world.launch(3))
+        world.check_restored(answers)
+        assert answers[0]["step"] == 1
+    assert "no other step is whole, so it is restored again" in str(answers[0]["notes"])
+    assert not world.job().retired
+
+
 def test_attempts_that_end_well_do_not_retire_a_step() -> None:
     """Runs that restore, look and close (an evaluation) are no crash loop."""
     world, ranks = trained(3, last=1)

@@ -73,15 +73,35 @@ def test_a_new_controller_knows_what_verify_has_lifted() -> None:
 
 def test_what_verify_lifted_begins_its_crash_loop_anew() -> None:
     """Restores from before count no more, or the next get would retire the step again at once (R25)."""
-    world, _ = trained(2, last=1)
-    for _ in range(4):
-        ranks = world.launch(2)
-        answers = world.get(ranks)
-    assert "the training dies of it" in answers[0]["error"]
+    world, _ = trained(2, last=2, keep_steps=2)
+    for _ in range(3):
+        assert {a.get("step") for a in world.get(world.launch(2))} == {2}
+    ranks = world.launch(2)
+    assert "the training dies of it" in str(world.get(ranks)[0]["rejected"])
     verify(world, ranks[0])
     world.crash_controller()
     world.run(6.0)
-    assert {a.get("step") for a in world.get(world.launch(2))} == {1}
+    ranks = world.launch(2)
+    for rank in ranks:
+        world.call(rank, "rewind", step=2, of_attempt=1, nonce=rank.nonce, key=rank.key, world_size=2)
+    assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 30.0)
+    assert {a.get("step") for a in world.get(world.launch(2))} == {2}
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_who_gets_nothing_is_told_what_verify_would_lift(is_torn: bool) -> None:
+    """A person who is told to start over alone would throw the step away; of a torn one nothing can be had."""
+    world, ranks = trained(2, last=1)
+    retire(world, ranks[0], 1, is_torn=is_torn)
+    world.run(1.0)
+    ranks = world.launch(2)
+    error = world.get(ranks)[0]["error"]
+    assert ("`memstore verify train`" in error) == (not is_torn)
+    world.call(ranks[0], "status")
+    assert world.run_until(lambda: bool(ranks[0].answers.get("status")), 10.0)
+    rows = ranks[0].answers["status"][-1]["problems"]
+    cause = next(row["cause"] for row in rows if "is retired" in row["cause"])
+    assert cause == f"committed step 1 is retired, a get passes it over: {TORN}"
 
 
 @pytest.mark.parametrize("lacking", ["torn", "lifted", "retired"])

@@ -135,7 +135,8 @@ def job_body(**changes: Any) -> dict[str, Any]:
     healthy = {
         "job": "j", "attempt": 1, "phase": "open", "world_size": 2, "ranks_alive": 2,
         "rank_hosts": {"0": "a", "1": "b"},
-        "committed_step": 5, "committed_s": 1.0, "degraded": "", "copies": 2, "replicas": 2, "missing_copies": 0,
+        "committed_step": 5, "committed_s": 1.0, "degraded": "", "retired": "", "is_torn": False,
+        "copies": 2, "replicas": 2, "missing_copies": 0,
         "survives": [{"level": "host", "tolerated": 1, "fatal": []}], "targets": {"a": ["b"], "b": ["a"]},
         "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "warnings": [], "unmet": [],
         "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_abandoned": 0, "durable_s": 3.0,

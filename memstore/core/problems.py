@@ -88,6 +88,10 @@ def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
             f"`memstore plan {name}` shows what a restart would get; bring back a host that holds the rest",
         )  # fmt: skip
         return
+    if job["retired"]:
+        way = f"`memstore verify {name}` lifts it" if not job["is_torn"] else "the next commit takes its place"
+        cause = f"committed step {step} is retired, a get passes it over: {job['retired']}"
+        yield _row(DEGRADED, name, cause, job["committed_s"], way)
     cause = f"committed degraded: {job['degraded']}" if job["degraded"] else ""
     if job["copies"] < job["replicas"]:
         cause = cause or f"step {step} has {job['copies']} of {job['replicas']} copies"

@@ -199,7 +199,8 @@ class Rounds:
                 active, "RecoveryError",
                 f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
                 + "\n  ".join(lines)
-                + "\nBring the named hosts back and call get() again, or start over with connect(..., fresh=True)",
+                + f"\nBring the named hosts back and call get() again{_way_back(job)}, or start over with "
+                "connect(..., fresh=True)",
             )  # fmt: skip
             return
         active.enter(now, "deciding")
@@ -223,11 +224,14 @@ class Rounds:
                 f"restored {config['max_restores']} times within {config['crash_window_s']:g} s and no newer step was "
                 "committed since: the training dies of it"
             )
-            fact = StepRetired(job.name, step.attempt, step.step, reason)
-            self.catalog.record(fact)
-            job.retire(fact)  # at once, for this round's next plan; the fact is for those to come
-            self._plan(now, active)
-            return
+            if self._has_another(active, job, attempt, step):
+                fact = StepRetired(job.name, step.attempt, step.step, reason)
+                self.catalog.record(fact)
+                job.retire(fact)  # at once, for this round's next plan; the fact is for those to come
+                self._plan(now, active)
+                return
+            active.notes.append(f"step {step.step} was {reason}; no other step is whole, so it is restored again")
+            self.catalog.note(f"job {job.name!r}: {active.notes[-1]}", "warning")
         active.enter(now, "deciding")
         if not active.is_adopting:
             self.catalog.staging.start(now, active)
@@ -235,6 +239,16 @@ class Rounds:
         self.catalog.record(
             RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.catalog.wall_s)
         )
+
+    def _has_another(self, active: Round, job: Job, attempt: Attempt, step: StepId) -> bool:
+        """Whether a get that did without this step would have another one; the only one is better than none (R25)."""
+        other = plan(
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),
+            job.spans(attempt.ordinal), world_size=attempt.world_size,
+            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+            not_steps=(*active.failed_steps, step),
+        )  # fmt: skip
+        return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
 
     def _is_crash_looping(self, job: Job, attempt: Attempt, step: StepId) -> bool:
         window_s = float(attempt.config["crash_window_s"])
@@ -360,3 +374,8 @@ class Rounds:
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
             if is_source or (active.is_agreement and host_id in active.homes.values()):
                 self.plan_again(now, active)
+
+
+def _way_back(job: Job) -> str:
+    """How a step that is retired, and not torn, is had after all (R25)."""
+    return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""

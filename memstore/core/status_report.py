@@ -96,6 +96,8 @@ class StatusReport:
             committed_attempt=newest.attempt if newest is not None else None,
             committed_s=self.catalog.wall_s - job.commits[newest].wall_s if newest is not None else None,
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
+            retired=job.retired.get(newest, "") if newest is not None else "",
+            is_torn=newest in job.torn,
             copies=copies,
             missing_copies=sum(short.values()),
             short_shards=len(short),
