@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from memstore.store import Store
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
 RETRY_S = 0.1
+_STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of this process
 
 
 def holder_folder(config: Config) -> Path:
@@ -118,10 +120,23 @@ def connect(
             log.warning(
                 "memstore %s: durable storage is off: losing every copy of a shard loses the run (durable=)", job
             )
-        return Store(link, launch, config, joined, job=job)
+        store = Store(link, launch, config, joined, job=job)
+        end_former(store)
+        return store
     except BaseException:
         link.close()
         raise
+
+
+def end_former(store: Store) -> None:
+    """Fence and close what this process opened for a former launch: holders speak to its newest link alone (D133)."""
+    link = store.puts.link
+    for former in list(_STORES):
+        old = former.puts.link
+        if (old.folder, old.nonce) == (link.folder, link.nonce) and former.attempt < store.attempt:
+            old.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+            former.close()
+    _STORES.add(store)
 
 
 def check_shard(shard: int | None, shards: int | None) -> None:

@@ -389,7 +389,7 @@ class Store(PinVerbs, MarkVerbs):
             self._link.close()
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._is_closed and not self._link.fenced_by:
             raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
         if os.getpid() != self._pid:
             raise ClosedError(

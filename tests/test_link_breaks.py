@@ -22,7 +22,7 @@ import memstore.shell.vault
 import memstore.staged
 from memstore.core.manifest import chunk_digest
 from memstore.core.slots import SlotState
-from memstore.errors import CapacityError, DigestMismatch, PeerUnreachable, RecoveryError
+from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell import checked_stream, stager
 from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.peer_client import Peer
@@ -397,3 +397,21 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into
     assert not site.vault.shelf.drafts
+
+
+def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make_site: Callable[..., Site]) -> None:
+    """Again and again: old Stores say so at once, and give their slots back (R8, R20, D133)."""
+    site = make_site("a", "b")
+    former = site.connect()
+    for attempt in range(2, 6):
+        together(*[lambda s=s, n=attempt: s.put(n, state(n)).wait("committed", WAIT_S) for s in former])
+        stores = site.connect()
+        assert [store.attempt for store in stores] == [attempt] * 2
+        for call in (lambda s=former[0]: s.put(99, state(99)), former[0].get):
+            with pytest.raises(FencedError, match=f"attempt {attempt} was opened"):
+                call()
+        former[1].close()
+        assert [got.step for got in together(*[store.get for store in stores])] == [attempt, attempt]
+        former = stores
+    leases = site.vault.table.leases
+    wait_for(lambda: sum(bool(slots) for slots in list(leases.values())) <= 1, "the old Stores' slots to come back")

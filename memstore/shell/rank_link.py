@@ -137,7 +137,7 @@ class RankLink:
     def _read_loop(self) -> None:
         while not self.closed.is_set():
             try:
-                self._event(self.channel.recv(timeout_s=None).body)
+                self.take_event(self.channel.recv(timeout_s=None).body)
             except TransportError as exc:
                 if self.closed.is_set():
                     return
@@ -187,7 +187,8 @@ class RankLink:
 
     # -- events -------------------------------------------------------------------------------
 
-    def _event(self, body: dict[str, Any]) -> None:
+    def take_event(self, body: dict[str, Any]) -> None:
+        """The holder, or this process, says something."""
         kind = body["k"]
         if kind == "answer":
             with self.room:
@@ -243,14 +244,12 @@ class RankLink:
             self.outbox.put(lambda: self._take_grant(slots[count:]))
 
     def fenced_error(self) -> FencedError:
-        """Return what a process of an older attempt, or of a removed job, is told (R21)."""
+        """Return what a Store of an older attempt, or of a removed job, is told (R21)."""
         if self.is_removed:
             why = "the job was removed; connect again to begin it anew"
         else:
-            why = f"attempt {self.fenced_by} was opened; end this process, the newer launch goes on"
-        return FencedError(
-            f"job {self.job!r}: this process belongs to attempt {self.attempt} and may not put or get any more: {why}"
-        )
+            why = f"attempt {self.fenced_by} was opened: end this process, or use the Store that it opened for that"
+        return FencedError(f"job {self.job!r}: this Store belongs to attempt {self.attempt} and is fenced: {why}")
 
     # -- for the store ------------------------------------------------------------------------
 
