@@ -25,7 +25,7 @@ import xxhash
 from memstore.config import Config
 from memstore.core import wire
 from memstore.core.events import Action, Answer, Tell
-from memstore.core.records import journal_after
+from memstore.core.records import journal_after, whole_order
 from memstore.shell.channel import Channel
 from memstore.shell.controller import Controller
 from memstore.shell.holder_session import Session
@@ -88,6 +88,7 @@ class Fleet:
         self.world_size = hosts_count * RANKS_PER_HOST
         self.names = list(self.hosts)
         self.journal: list[bytes] = []  # of the first host: all have the same
+        self.pages: list[bytes] = []  # of an order to it whose end has not come
         self.targets: dict[str, list[str]] = {}
         self.attempt = 0
         self.launch = 0
@@ -110,9 +111,9 @@ class Fleet:
         """Obey an order; return the report that answers it, if there is one."""
         host, body = self.hosts[order.host_id], order.body
         if order.kind == "journal":
-            if host.number == 0:
-                self.journal = journal_after(self.journal, body)
-            return {"k": "ack", "seq": body["seq"]}
+            if host.number == 0 and (whole := whole_order(self.pages, body)) is not None:
+                self.journal = journal_after(self.journal, whole)
+            return None if body.get("is_page") else {"k": "ack", "seq": body["seq"]}
         if order.kind == "fence":
             return {"k": "fenced", "job": JOB, "attempt": body["attempt"], "copies": list(host.copies.values())}
         if order.kind == "reserve":

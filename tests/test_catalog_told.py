@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from memstore.core import compaction
+from memstore.core import compaction, records
 from memstore.core.events import Body
 from memstore.core.facts import HostsJoined
 from memstore.core.records import entry_from_record
 from memstore.testing.catalog_world import JOB, CatalogWorld
+from recovery.inventory import StepId
 
 
 def told(world: CatalogWorld, host: str, kind: str) -> list[Body]:
@@ -145,3 +146,42 @@ def test_a_fence_names_the_processes_of_the_host_alone() -> None:
         body = told(world, host, "fence")[-1]
         assert body["job"] == JOB
         assert sorted(body["members"]) == sorted(rank.nonce for rank in ranks if rank.host_id == host)
+
+
+def test_journals_are_written_anew_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late host's facts go to all in pages; the controller dies after the first of them: no host lost any (R16)."""
+    world = world_with_a_commit()
+    world.kill_host("h2", keep_memory=True)
+    for host in ("h0", "h1"):
+        del world.holders[host].journal[1]  # what only the late host has kept: then all are written anew
+    world.crash_controller()
+    world.run(6.0)
+    before = {host: list(world.holders[host].journal) for host in ("h0", "h1")}
+    monkeypatch.setattr(records, "PAGE_BYTES", 1)
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.return_host("h2")
+
+    def pages() -> list[Body]:
+        return [body for host in ("h0", "h1") for kind, body in world.holders[host].orders if kind == "journal"]
+
+    assert world.run_until(lambda: len(pages()) >= 2, 5.0)
+    world.crash_controller(restart_after_s=None)
+    assert {host: world.holders[host].journal for host in before} == before
+    monkeypatch.undo()
+    world.kill_host("h2")
+    world.start_controller()
+    world.run(8.0)
+    assert StepId(1, 1) in world.job().commits
+
+
+def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals that come in pages are whole in the end, whatever a controller began before (R16)."""
+    monkeypatch.setattr(records, "PAGE_BYTES", 1)
+    world = world_with_a_commit()
+    world.holders["h1"].pages.append(b"of a controller that is gone")
+    world.holders["h1"].journal.clear()
+    world.crash_controller()
+    world.run(6.0)
+    entries = [entry.record for entry in world.served.log.entries]
+    assert all(holder.journal == entries for holder in world.holders.values())

@@ -8,15 +8,18 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memstore.config import Config
 from memstore.core import records as records_module
+from memstore.core.records import place_of_record
 from memstore.core.wire import Kind
-from memstore.errors import PeerTimeout
+from memstore.errors import PeerTimeout, PeerUnreachable
 from memstore.shell import holder as holder_module
+from memstore.shell import journal as journal_module
 from memstore.shell.channel import Channel
 from memstore.shell.controller_session import ControllerSession
 from memstore.shell.holder import Holder
@@ -203,3 +206,50 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     up = given.get(timeout=WAIT_S)
     session.close()
     assert (up["k"], up["journal"]) == ("up", records)
+
+
+def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older session still reads the journal for its inventory when the newer one's facts come: all stay (R16)."""
+    pause, real = Pause(), journal_module._scan
+
+    def slow(path: Path) -> Iterator[bytes]:
+        found = list(real(path))
+        monkeypatch.setattr(journal_module, "_scan", real)
+        pause()
+        return iter(found)
+
+    monkeypatch.setattr(journal_module, "_scan", slow)
+    dial(5)
+    assert pause.at.wait(WAIT_S)
+    newer, first = dial(6), None
+    with contextlib.suppress(PeerTimeout):
+        first = heard(newer, 0.3)  # not before the older one has read it
+    order(newer, "journal", seq=1, reset=False, records=[b"new"])
+    if first is not None:
+        assert heard(newer) == {"k": "ack", "seq": 1}
+    pause.go.set()
+    if first is None:
+        assert heard(newer)["k"] == "up"
+        assert heard(newer) == {"k": "ack", "seq": 1}
+    obeys(holder, newer)
+    wait_for(lambda: not holder._session_lock.locked(), "the older session to be done")
+    assert holder.journal.records() == [b"new"]
+
+
+def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: Holder, dial: Dial) -> None:
+    """A record was damaged, and with it what lies behind: the session ends, the next one shows what is left (R16)."""
+    records = [bytes(14) + bytes([1, number]) + b"fact" for number in range(3)]
+    first = dial(5)
+    assert heard(first)["k"] == "up"
+    order(first, "journal", seq=3, reset=False, records=records)
+    assert heard(first) == {"k": "ack", "seq": 3}
+    with holder.journal.path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    order(first, "journal", seq=4, keep=[list(place_of_record(record)) for record in records], records=[])
+    with pytest.raises(PeerUnreachable):
+        heard(first)
+    newer = dial(5)
+    assert heard(newer)["journal"] == records[:2]

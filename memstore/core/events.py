@@ -7,7 +7,8 @@ values; shards travel as `[job, attempt, step, rank]`, specs as
 
 Orders to a holder (`Tell.kind`):
     journal        seq, records, reset | keep   append records of facts (R16), to nothing (reset), or to the records of
-                                                these (term, seq) alone (keep); answered by FactAck
+                                                these (term, seq) alone (keep); answered by FactAck. Before it
+                                                may come pages of its records (is_page)
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     clock          clock_s                      the controller's clock, for the next beats to echo (R17)
     view           hosts, gone, jobs            addresses for peers: of all hosts (gone None), or of those that came or

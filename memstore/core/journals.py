@@ -44,10 +44,9 @@ class Journals:
         self.send_facts()
         log = self.catalog.log
         missing = log.missing(have) if have is not None else None
-        pages = paged(entry.record for entry in (log.entries if missing is None else missing))
-        for number, page in enumerate(pages):
-            is_last = number == len(pages) - 1
-            body = {"reset": missing is None and number == 0, "records": page, "seq": log.last_seq if is_last else 0}
+        *pages, last = paged(entry.record for entry in (log.entries if missing is None else missing))
+        bodies = [{"is_page": True, "records": page} for page in pages]
+        for body in (*bodies, {"reset": missing is None, "records": last, "seq": log.last_seq}):
             for host in hosts:
                 self.catalog.tell(host, "journal", body)
 

@@ -79,8 +79,22 @@ def entry_from_record(record: bytes) -> Entry:
     return entry
 
 
+def whole_order(pages: list[bytes], order: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an order (`journal` in events.py) with the records of its former pages, which `pages` keeps until then.
+
+    None for a page that is not the last: if the controller dies now, the journal must be what it was. All hosts may
+    be written anew at once, and what was not sent yet would be nowhere (D134).
+    """
+    pages += order["records"]
+    if order.get("is_page"):
+        return None
+    whole = {**order, "records": list(pages)}
+    pages.clear()
+    return whole
+
+
 def journal_after(journal: list[bytes], order: Mapping[str, Any]) -> list[bytes]:
-    """Return a journal as it is once an order (`journal` in events.py) has been obeyed."""
+    """Return a journal as it is once a whole order has been obeyed."""
     if "keep" in order:
         before = kept_records(journal, order["keep"])
     else:

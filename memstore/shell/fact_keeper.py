@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from memstore.core.records import kept_records
-from memstore.errors import CapacityError
+from memstore.core.records import kept_records, whole_order
+from memstore.errors import CapacityError, IntegrityError
 from memstore.shell.journal import Journal
 
 
@@ -23,12 +23,20 @@ class FactKeeper:
         self.problem = ""  # why the oldest that waits could not be written
         self._on_written = on_written
         self._waiting: deque[dict[str, Any]] = deque()
+        self._pages: list[bytes] = []  # of an order whose end has not come
 
     def take(self, body: dict[str, Any]) -> None:
-        """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all."""
-        if body.get("reset"):
+        """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
+
+        Raises:
+            IntegrityError: What is to be kept is damaged: end the session, and show the next one what is left.
+        """
+        whole = whole_order(self._pages, body)
+        if whole is None:
+            return
+        if whole.get("reset"):
             self._waiting.clear()
-        self._waiting.append(body)
+        self._waiting.append(whole)
         self.retry()
 
     def retry(self) -> None:
@@ -40,19 +48,26 @@ class FactKeeper:
             except CapacityError as exc:
                 self.problem = str(exc)
                 return
+            except IntegrityError:
+                self._waiting.clear()
+                raise
             self._waiting.popleft()
             self._on_written(int(body["seq"]))
         self.problem = ""
 
     def _write(self, body: dict[str, Any]) -> None:
         if "keep" in body:
-            self.journal.rewrite(kept_records(self.journal.records(), body["keep"]))
+            dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
+            if self.journal.dropped_nbytes > dropped_nbytes:
+                raise IntegrityError(f"journal {self.journal.path} was damaged: it lacks facts that are to be kept")
+            self.journal.rewrite(kept_records(records, body["keep"]))
         elif body["reset"]:
             self.journal.rewrite(body["records"])
         else:
             self.journal.append(body["records"])
 
     def forget(self) -> None:
-        """Another session begins: it sends the whole journal, and numbers of its own (R16)."""
+        """Another session begins: it sends what the journal lacks then, and numbers of its own (R16)."""
         self._waiting.clear()
+        self._pages.clear()
         self.problem = ""

@@ -246,12 +246,14 @@ class Holder:
         """What a controller must know of this host first: who it is, what it holds, its journal (R16)."""
         with self.vault.lock:
             copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
+        with self._session_lock:  # a newer session's order may be half written: not a damaged rest, to be cut off
+            journal = self.journal.records()
         info = self.info
         return {
             "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
             "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
             "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
-            "journal": self.journal.records(),
+            "journal": journal,
             "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
 

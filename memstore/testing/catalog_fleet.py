@@ -95,6 +95,8 @@ class CatalogFleet:
     def _obey(self, order: Tell) -> Iterable[Event]:
         host, body = order.host_id, order.body
         if order.kind == "journal":
+            if body.get("is_page"):
+                return []
             return [FactAck(host, int(body["seq"]))]
         if order.kind == "fence":
             return [Report(host, "fenced", {"job": JOB, "attempt": body["attempt"], "copies": []})]

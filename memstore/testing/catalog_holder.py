@@ -28,7 +28,7 @@ from memstore.core.events import (
     spec_from_wire,
     spec_to_wire,
 )
-from memstore.core.records import journal_after
+from memstore.core.records import journal_after, whole_order
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
@@ -103,6 +103,7 @@ class FakeHolder:
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[bytes] = []
+        self.pages: list[bytes] = []  # of a journal order whose end has not come
         self.term = 0
         self.clock_s = -math.inf  # of the controller, as it told it last in this session
         self.fences: dict[str, int] = {}
@@ -126,6 +127,7 @@ class FakeHolder:
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory and journal."""
+        self.pages.clear()
         return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal))
 
     def restart(self, *, keep_memory: bool) -> None:
@@ -193,8 +195,9 @@ class FakeHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        self.journal = journal_after(self.journal, body)
-        self._send(self, FactAck(self.host_id, int(body["seq"])))
+        if (whole := whole_order(self.pages, body)) is not None:
+            self.journal = journal_after(self.journal, whole)
+            self._send(self, FactAck(self.host_id, int(whole["seq"])))
 
     def _on_clock(self, body: Body) -> None:
         self.clock_s = body["clock_s"]

@@ -24,7 +24,7 @@ from memstore.core.events import (
 )
 from memstore.core.facts import AttemptOpened
 from memstore.core.manifest import chunk_digest
-from memstore.core.records import entry_from_record
+from memstore.core.records import entry_from_record, whole_order
 from memstore.core.shelf import Shelved, share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
@@ -58,6 +58,7 @@ class SimHolder:
         self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
+        self.pages: list[bytes] = []  # of a journal order whose end has not come
         self.term = 0
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
@@ -106,6 +107,7 @@ class SimHolder:
             return False
         self.term = session.controller.term
         old, self.session = self.session, session
+        self.pages.clear()
         if old is not None:
             old.replaced()
         return True
@@ -275,9 +277,10 @@ class SimHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        self.memory.write_facts(body)
-        self.world.checker.journalled(self)
-        self.tell(FactAck(self.host_id, int(body["seq"])))
+        if (whole := whole_order(self.pages, body)) is not None:
+            self.memory.write_facts(whole)
+            self.world.checker.journalled(self)
+            self.tell(FactAck(self.host_id, int(whole["seq"])))
 
     def _on_clock(self, body: Body) -> None:
         self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
