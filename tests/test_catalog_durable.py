@@ -262,3 +262,28 @@ def test_a_job_of_a_removed_name_is_written_at_once() -> None:
     ranks = world.launch(2)
     world.get(ranks)
     assert world.put_all(ranks, 1, until="durable", limit_s=60.0)
+
+
+def test_what_durable_storage_brings_back_after_a_removal_is_the_jobs_own() -> None:
+    """The step has the number of a removed attempt; its copies stay, and it is committed, pinned, forked, retired."""
+    world, ranks = trained(last=2)
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 60.0)
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    ranks = world.launch(2)
+    assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(2, "durable")}
+    step = StepId(1, 2)
+    world.run(1.0)
+    assert [world.holders_of(step, rank) != [] for rank in range(2)] == [True, True]
+    for verb, more in (("pin", {"name": "best"}), ("fork", {"new_job": "other", "nonce": "n"})):
+        world.call(ranks[0], verb, step=2, of_attempt=1, **more)
+        assert world.run_until(lambda v=verb: v in ranks[0].answers, 20.0), (verb, ranks[0].errors)  # type: ignore[misc]
+    world.crash_controller()
+    world.run(8.0)
+    job = world.job()
+    assert (step in job.commits, job.pinned_steps(), world.job("other").commits.keys()) == (True, {step}, {step})
+    world.call(ranks[0], "retire", attempt=1, step=2, reason="it diverges")
+    assert world.run_until(lambda: "retire" in ranks[0].answers, 10.0)
+    world.crash_controller()
+    world.run(8.0)
+    assert world.job().retired == {step: "it diverges"}

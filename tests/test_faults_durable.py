@@ -51,6 +51,22 @@ def test_durable_storage_alone_knows_the_job(tmp_path: Path, nursery: RankNurser
         together(ranks, "train", first=1, last=2)
 
 
+def test_a_removed_job_comes_back_from_durable_storage_and_stays(tmp_path: Path, nursery: RankNursery) -> None:
+    """Its step has the number of the removed attempt; the next launch gets it, the one after that from RAM (R31)."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS, recovery_grace_s=0.5) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        fleet.kill(ranks)
+        cluster.ask("rm", {"job": "train", "force": True})
+        for verdict in ("durable", "local"):
+            ranks, got = fleet.resume(["h0", "h1"])
+            assert (got["step"], got["verdict"]) == (0, verdict)
+            fleet.kill(ranks)
+
+
 def test_a_durable_directory_that_is_none_is_refused_at_connect(tmp_path: Path, nursery: RankNursery) -> None:
     """The durable path lies below a file: connect says which path, for whether the job has history is unknown (R23)."""
     (tmp_path / "file").write_text("not a directory")

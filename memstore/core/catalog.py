@@ -312,9 +312,9 @@ class Catalog:
 
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """A fact takes effect: it has spread, or it is of the past."""
-        now, removed = self.now, self.removed.get(getattr(fact, "job", ""), 0)
-        if not isinstance(fact, f.JobRemoved) and getattr(fact, "attempt", removed + 1) <= removed:
-            return  # decided while the word of the job's end was spreading
+        now = self.now
+        if self.expiry.passes_over(fact):
+            return
         if not is_replay:
             self.observer.fact(fact)
         self.repair.fact(getattr(fact, "job", ""))

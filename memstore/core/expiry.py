@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body
-from memstore.core.facts import JobRemoved
+from memstore.core.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
 from memstore.core.job import Call, Job
+from recovery.inventory import StepId
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -53,6 +54,26 @@ class Expiry:
         fact = JobRemoved(job.name, max([job.newest_ordinal, *(getattr(fact, "attempt", 0) for fact in undone)]))
         if fact not in undone:
             self.catalog.record(fact)
+
+    def is_back(self, name: str, step: StepId) -> bool:
+        """True if durable storage has brought the step of a removed job back, to a later one of its name (R31)."""
+        job = self.catalog.jobs.get(name)
+        if job is None:
+            return False
+        restored = ((a.parent, a.parent_step) for a in job.attempts.values() if a.has_restored)
+        return step in job.commits or step in job.markers or (step.attempt, step.step) in restored
+
+    def passes_over(self, fact: Fact) -> bool:
+        """True if a fact was decided of a job while the word of its end was spreading: it has no effect (R16)."""
+        name = getattr(fact, "job", "")
+        removed = self.catalog.removed.get(name, 0)
+        if isinstance(fact, JobRemoved) or getattr(fact, "attempt", removed + 1) > removed:
+            return False
+        if isinstance(fact, StepRetired):
+            return name not in self.catalog.jobs  # else it is true of the bytes, wherever they come from
+        if isinstance(fact, StepCommitted | StepPinned):
+            return not self.is_back(name, StepId(fact.attempt, fact.step))
+        return True
 
     def apply(self, fact: JobRemoved, *, is_replay: bool) -> None:
         """The fact has spread: forget the job and drop every copy."""

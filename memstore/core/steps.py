@@ -31,12 +31,12 @@ class Steps:
         """Count a copy, from wherever it was heard of; False if its step was given up: then it is freed (R12)."""
         shard, catalog = copy.shard, self.catalog
         removed = catalog.removed.get(shard.job, 0)
-        if shard.attempt <= removed:
+        step = StepId(shard.attempt, shard.step)
+        if shard.attempt <= removed and not catalog.expiry.is_back(shard.job, step):
             # A host that was out of reach when the job was removed has its room still reserved.
             catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
             return False
         job = catalog.jobs.setdefault(shard.job, Job(shard.job))
-        step = StepId(shard.attempt, shard.step)
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
             catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number

@@ -184,7 +184,7 @@ class Takeover:
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
             return False  # who gave notice gave it to a controller; a late host's word may be long past
-        if isinstance(fact, f.JobRemoved) or getattr(fact, "attempt", 0) <= self.catalog.removed.get(fact.job, 0):
+        if isinstance(fact, f.JobRemoved) or self.catalog.expiry.passes_over(fact):
             return False
         if isinstance(fact, f.JobForked):
             return fact.job not in self.catalog.jobs
