@@ -127,6 +127,74 @@ def test_a_late_commit_of_a_step_that_was_skipped_meanwhile_is_refused() -> None
     world.return_host("h1")
     world.run(3.0)
     assert StepId(1, 5) not in world.job().commits
+    world.crash_controller()  # and it is in no journal, where the next controller would find it
+    world.run(5.0)
+    assert StepId(1, 5) not in world.job().commits
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_of_an_attempt_that_only_a_late_host_knows_its_course_is_known_too(is_closed: bool) -> None:
+    """It is a rewind to step 1: the next launch goes on from there, not from what was put beyond (R16, R22)."""
+    world = CatalogWorld(3, keep_steps=3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    for step in (1, 2, 3):
+        assert world.put_all(ranks, step)
+    before = len(world.served.log.entries)
+    for rank in ranks:
+        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
+    assert world.run_until(lambda: all(rank.attempt == 2 for rank in ranks), 10.0)
+    for rank in ranks if is_closed else ():
+        world.call(rank, "close")
+    world.run(1.0)
+    for host in ("h0", "h1"):
+        del world.holders[host].journal[before:]
+    world.kill_host("h2", keep_memory=True)
+    world.crash_controller()
+    world.run(8.0)
+    assert world.job().newest_ordinal == 1
+    world.return_host("h2")
+    world.run(3.0)
+    newest = world.job().newest
+    assert newest is not None
+    assert (newest.ordinal, newest.phase) == (2, "closed" if is_closed else "open")
+    answers = world.get(world.launch(3, takeover=True))
+    assert {answer["step"] for answer in answers} == {1}
+
+
+def test_a_removal_that_only_a_late_host_knew_of_stays_undone() -> None:
+    """Nobody heard of it and training went on: the next controller does not carry it out either (R16)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    world.kill_host("h2", keep_memory=True)
+    world.holders["h2"].journal.append(Entry(1, 10**6, f.JobRemoved("train", 1)).record)
+    world.crash_controller()
+    world.run(8.0)
+    ranks = world.launch(2, takeover=True)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    world.return_host("h2")
+    world.run(8.0)
+    world.crash_controller()
+    world.run(8.0)
+    assert world.put_all(ranks, 2)
+    assert world.served.removed == {}
+
+
+def test_a_holder_that_is_replaced_before_its_end_is_heard_of_has_died() -> None:
+    """The word of the next one comes first; whoever waits for the first one's answer waits no longer (R3, R28)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.holders["h1"]._on_ask = lambda body: None  # type: ignore[method-assign]
+    world.call(ranks[0], "verify")
+    world.run(1.0)
+    assert "verify" not in ranks[0].answers
+    world.holders["h1"].restart(keep_memory=True)
+    del world._sessions["h1"]
+    world._dial(world.holders["h1"])
+    assert world.run_until(lambda: "verify" in ranks[0].answers, 5.0)
+    assert world.served.hosts.is_answering("h1")
 
 
 def test_without_a_lease_nothing_is_decided() -> None:

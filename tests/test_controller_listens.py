@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from memstore.config import Config
 from memstore.core.events import Action, Event, Report, Tick
+from memstore.core.records import journal_after
 from memstore.shell.channel import Channel
 from memstore.shell.controller import TICK_S, Controller
 from memstore.shell.holder_session import Session
@@ -61,3 +63,45 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
         go.set()
         controller.close()
         far.close()
+
+
+def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_path: Path) -> None:
+    """A holder is replaced while it counts as live: a fact of that moment does not come to it twice (R16)."""
+    config = Config(store="listens", suspect_after_s=60.0, repair_after_s=120.0)
+    controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
+    pairs = [socket.socketpair(), socket.socketpair()]
+    sessions = [
+        Session("a", n, Channel(near), controller._heard, asked_s=time.monotonic())
+        for n, (near, _) in enumerate(pairs, start=1)
+    ]
+    far = Channel(pairs[1][1])
+
+    def up(incarnation: int) -> dict[str, Any]:
+        return {
+            "k": "up", "incarnation": incarnation, "address": "10.0.0.1", "port": 7000, "machine": "m",
+            "is_explicit": False, "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
+        }  # fmt: skip
+
+    def begin(session: Session) -> None:
+        with controller.lock:
+            controller.sessions["a"] = session
+        session.start()
+
+    try:
+        begin(sessions[0])
+        controller.events.put((sessions[0], up(1)))
+        wait_for(lambda: controller.is_serving() and controller.catalog.log.entries, "the first fact")
+        begin(sessions[1])
+        entries = controller.catalog.log.entries
+        controller.drains_seen({"a": time.time() + 1000.0})
+        wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
+        controller.events.put((sessions[1], up(2)))
+        journal: list[bytes] = []
+        while len(journal) < len(entries):
+            body = far.recv(timeout_s=WAIT_S).body
+            journal = journal_after(journal, body) if body["k"] == "journal" else journal
+        assert journal == [entry.record for entry in entries]
+    finally:
+        controller.close()
+        for pair in pairs:
+            pair[1].close()

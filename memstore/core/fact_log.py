@@ -61,16 +61,22 @@ class FactLog:
         self.journal_nbytes = self.nbytes
         return [entry.fact for entry in self.entries]
 
-    def merge(self, journal: Iterable[Entry]) -> list[Fact]:
+    def merge(self, journal: Iterable[Entry], is_welcome: Callable[[Fact], bool] = lambda fact: True) -> list[Fact]:
         """Take facts of a late host that this log lacks (terms before ours); return them to be applied.
 
-        Their sequence numbers may be those of entries of this term: only (term, seq) names an entry.
+        What is not welcome is in no journal any more: a successor would read it there, and decide otherwise than was
+        decided here. It is asked for each while all are in their places. Their sequence numbers may be those of
+        entries of this term: only (term, seq) names an entry.
         """
         known = {(entry.term, entry.seq) for entry in self.entries}
         missing = [entry for entry in journal if (entry.term, entry.seq) not in known and entry.term < self.term]
-        if missing:
-            self.entries = sorted([*self.entries, *missing], key=lambda entry: (entry.term, entry.seq))
-        return [entry.fact for entry in sorted(missing, key=lambda entry: (entry.term, entry.seq))]
+        if not missing:
+            return []
+        before = self.entries
+        self.entries = sorted([*before, *missing], key=_place)
+        taken = sorted((entry for entry in missing if is_welcome(entry.fact)), key=_place)
+        self.entries = sorted([*before, *taken], key=_place)
+        return [entry.fact for entry in taken]
 
     def append(self, fact: Fact) -> Entry:
         """Give the fact its place; the caller sends it to every live holder."""
@@ -131,3 +137,7 @@ class FactLog:
             return False
         self.journal_nbytes = self.nbytes
         return True
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.term, entry.seq

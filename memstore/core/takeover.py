@@ -142,6 +142,10 @@ class Takeover:
     def host_up(self, event: HostUp) -> None:
         """A holder's session began while serving: a newcomer, a late host or one that came back."""
         catalog, host = self.catalog, event.info.host_id
+        known = catalog.hosts.states.get(host)
+        if known is not None and known.info.incarnation < event.info.incarnation:
+            # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
+            catalog.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
         changes = catalog.hosts.up(catalog.now, event.info, event.asked_s)
         if not changes:
             return  # an older life of the holder (R3)
@@ -163,7 +167,7 @@ class Takeover:
     def _merge(self, journal: list[Entry]) -> bool:
         """Take facts that only this host had kept, and give them to all (R16); True if there were some."""
         catalog = self.catalog
-        late = [fact for fact in catalog.log.merge(journal) if self._is_welcome(fact)]
+        late = catalog.log.merge(journal, self._is_welcome)
         before = {name: job.newest for name, job in catalog.jobs.items()}
         for fact in late:
             catalog.apply(fact, is_replay=True)
@@ -172,7 +176,10 @@ class Takeover:
         for name, job in catalog.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
                 catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
-                catalog.attempts.fence_all(catalog.now, name)
+                if job.newest.phase == "closed":
+                    catalog.attempts.send_fences(catalog.hosts.live_ids(), name, job.newest)
+                else:
+                    catalog.attempts.fence_all(catalog.now, name)
         return bool(late)
 
     def _is_welcome(self, fact: f.Fact) -> bool:
@@ -199,8 +206,8 @@ class Takeover:
             return fact.name not in job.pins and StepId(fact.attempt, fact.step) in job.commits
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
-        # The rest speaks of the course of an attempt: for ours it is decided here, for older ones it is their past.
-        return job.newest is None or fact.attempt < job.newest.ordinal
+        # The rest speaks of the course of an attempt: ours is decided here; of any other one it is the past.
+        return job.newest is None or fact.attempt != job.newest.ordinal
 
     def _is_last_word(self, fact: f.StepRetired) -> bool:
         """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""

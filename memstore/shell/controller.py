@@ -239,6 +239,7 @@ class Controller:
                     self.catalog.lease.is_outranked = True
                     self._is_stale.set()  # the lease thread asks the membership: that may block
                 return
+            session.is_up = session.is_up or body.get("k") == "up"
             event = event_from_body(host, body, session.asked_s)
             if event is not None:
                 self._handle(event)
@@ -266,7 +267,7 @@ class Controller:
             return
         with self.lock:
             session = self.sessions.get(action.host_id)
-        if session is None:
+        if session is None or not session.is_up:
             return
         try:
             if isinstance(action, Tell):

@@ -29,6 +29,7 @@ class Session:
         self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
         self._on_event = on_event
         self.why = ""
+        self.is_up = False  # its inventory was taken: what was decided before is no order for it
 
     def start(self) -> None:
         """Begin to read and write, once the controller knows the session."""
