@@ -256,8 +256,8 @@ class Store(PinVerbs, MarkVerbs):
             body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
                 return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
-            with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s):
-                return self._get(body, step, into, own_into, must_exist, timeout_s)
+            with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
+                return self._get({**body, "timeout_s": left_s}, step, into, own_into, must_exist, left_s)
 
     def _get(
         self, body: dict[str, Any], step: int | None, into: Any, own_into: Any, must_exist: bool, timeout_s: float
@@ -294,13 +294,12 @@ class Store(PinVerbs, MarkVerbs):
         """
         self._check_open()
         body: dict[str, Any] = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s, "step": None,
-            "is_agreement": True,
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
         }  # fmt: skip
         with self._under_way.only("agree()"):
             self.puts.overlap.wait()
-            with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s):
-                answer = collective(self._link, "get", body, timeout_s)
+            with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s) as left_s:
+                answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))

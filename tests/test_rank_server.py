@@ -127,6 +127,22 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
 
 
+def test_who_connects_is_in_the_inventory_before_it_is_reported(
+    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
+    known: list[bool] = []
+
+    def report(kind: str, body: dict[str, Any]) -> None:
+        if kind == "rank_here":
+            known.append(body["nonce"] in site.holder.ranks.owners)
+
+    monkeypatch.setattr(site.holder, "report", report)
+    hello(life=1)
+    wait_for(lambda: known, "the report")
+    assert known == [True]
+
+
 def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Callable[..., Channel]) -> None:
     """A controller may answer what a holder asked before it died; no question of its successor has that number (R3)."""
     first = ask(site, hello(life=1))

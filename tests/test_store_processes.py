@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from memstore.api import connect
 from memstore.errors import ClosedError, PeerTimeout
+from memstore.shell import collective
+from memstore.shell.collective import in_turn
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster
 
@@ -42,6 +47,26 @@ def outcome_in_child(store: Store, verb: str) -> str:
         said = pipe.read().decode()
     os.waitpid(child, 0)
     return said
+
+
+class Turn:
+    """A lock that another thread holds at first."""
+
+    def acquire(self, **limits: Any) -> bool:
+        return "timeout" in limits
+
+    def release(self) -> None:
+        pass
+
+
+def test_the_wait_for_a_turn_counts_in_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread's call took is gone of this one's time; who is alone has all of it."""
+    with in_turn(threading.Lock(), "get()", 60.0) as left_s:
+        assert left_s == 60.0
+    moments = iter([100.0, 150.0])
+    monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with in_turn(cast(threading.Lock, Turn()), "get()", 60.0) as left_s:
+        assert left_s == 10.0
 
 
 def test_threads_get_in_turn_and_a_forked_child_is_told_whose_store_it_is(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -18,19 +19,25 @@ CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the m
 
 
 @contextlib.contextmanager
-def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[None]:
-    """Threads of one rank ask one after the other: a rank has one place in a round (R23).
+def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float]:
+    """Threads of one rank ask one after the other: a rank has one place in a round (R23). Gives the seconds left.
 
     Raises:
         PeerTimeout: Another thread's call took all of `timeout_s`.
     """
-    if not lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+    since_s = time.monotonic()
+    is_mine = lock.acquire(blocking=False)
+    waited_s = 0.0
+    if not is_mine:
+        is_mine = lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        waited_s = time.monotonic() - since_s
+    if not is_mine:
         raise PeerTimeout(
             f"{what}: another thread of this process was still in such a call after {timeout_s:g} s",
             operation=what, limit_s=timeout_s,
         )  # fmt: skip
     try:
-        yield
+        yield max(0.0, timeout_s - waited_s)
     finally:
         lock.release()
 

@@ -108,9 +108,9 @@ class RankServer:
             )  # fmt: skip
             self.links[link.nonce] = link
             if not body.get("is_tool"):
-                if link.nonce not in self.owners:
+                is_new, self.owners[link.nonce] = link.nonce not in self.owners, owner
+                if is_new:  # said after it is in the inventory: of two sessions, one has it
                     self.holder.report("rank_here", {"nonce": link.nonce})
-                self.owners[link.nonce] = owner
                 if link.parent:
                     self.parents[link.nonce] = link.parent
                 self.holder.used()
