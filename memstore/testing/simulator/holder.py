@@ -58,8 +58,7 @@ class SimHolder:
         self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
-        self.pages: list[bytes] = []  # of a journal order whose end has not come
-        self.term = 0
+        self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
         self.view: set[str] = set()
@@ -381,10 +380,8 @@ class SimHolder:
         shards = [shard_from_wire(item) for item in body["shards"]]
         for job in sorted({shard.job for shard in shards}):
             self.stager.release(job)
-        for shard in shards:
-            self.vault.drop(shard)
         removed = body.get("removed")
-        self.vault.drop_all([], removed)
+        self.vault.drop_all(shards, removed)
         if removed:
             self.twins.forget(str(removed[0]), int(removed[1]))
         for job in sorted({shard.job for shard in shards}):
