@@ -66,6 +66,7 @@ class Attempt:
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
+    given_up: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     copiers: tuple[int, ...] = ()

@@ -15,7 +15,8 @@ from recovery.inventory import Copy, ShardId, StepId
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
-SKIPPED = "another rank had no room for this step"
+SKIPPED = "another rank gave it up"
+WHY_CHARS_MAX = 400
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
 
 
@@ -250,13 +251,14 @@ class Steps:
         if (fact.step, end) not in attempt.holes:
             attempt.holes.append((fact.step, end))
         attempt.resume_step = max(attempt.resume_step, end)
+        why = attempt.given_up.pop(fact.step, SKIPPED)
         numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
         for number in sorted(n for n in numbers if fact.step <= n < end):
             if attempt.steps.get(number) not in ("committing", "committed"):
                 attempt.steps[number] = "abandoned"
                 # A late host's fact may name a step whose copies are counted already: elsewhere they go now.
                 if not is_replay or StepId(fact.attempt, number) in job.copies:
-                    self._forget(job, StepId(fact.attempt, number), "skipped", SKIPPED)
+                    self._forget(job, StepId(fact.attempt, number), "skipped", why)
 
     def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
         body = {"job": job.name, "attempt": attempt.ordinal, "step": step, "level": level, **extra}
@@ -307,6 +309,8 @@ class Steps:
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
+            why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
+            attempt.given_up[step.step] = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})

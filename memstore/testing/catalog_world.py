@@ -349,7 +349,7 @@ class CatalogWorld:
     def skip(self, rank: FakeRank, step: int, *, is_failed: bool = False) -> None:
         """A rank finds no room for a step, or its put fails."""
         rank.tickets[step] = "skipped"
-        self.call(rank, "skip", step=step, is_failed=is_failed)
+        self.call(rank, "skip", step=step, is_failed=is_failed, why="its state was changed" if is_failed else "no room")
 
     # -- what is true -------------------------------------------------------------------------
 
