@@ -60,6 +60,6 @@ def fork(
         return Fork(**tool.ask("fork", body, timeout_s))
 
 
-def fork_body(job: str, step: int, new_job: str, attempt: int | None) -> dict[str, Any]:
-    """Return the question; its nonce makes it the same fork when it is asked again."""
+def fork_body(job: str, step: int | None, new_job: str, attempt: int | None) -> dict[str, Any]:
+    """Return the question, about the newest step if None; its nonce makes it the same fork when it is asked again."""
     return {"job": job, "step": step, "of_attempt": attempt, "new_job": new_job, "nonce": os.urandom(8).hex()}

@@ -46,6 +46,21 @@ def test_a_pinned_step_stays_until_it_is_unpinned() -> None:
     assert {host: guests(world, host) for host in world.holders} == before
 
 
+@pytest.mark.parametrize("is_retired", [False, True])
+def test_the_newest_step_is_pinned_and_forked_without_its_number(is_retired: bool) -> None:
+    """A person is slower than commits are: who names a number that `ls` showed finds that step gone."""
+    world, ranks = trained(2, last=4, keep_steps=2)
+    if is_retired:
+        world.call(ranks[0], "retire", attempt=1, step=4, reason="a chunk is lost")
+        world.run(1.0)
+    newest = 3 if is_retired else 4
+    assert ask(world, ranks[0], "pin", step=None, name="best") == ""
+    assert world.job().pins["best"].step == newest
+    assert ask(world, ranks[0], "fork", step=None, new_job="twig", nonce="n") == ""
+    assert {step.step for step in world.job("twig").commits} == {newest}
+    assert "no committed step" in ask(world, ranks[0], "pin", step=None, name="other", of_attempt=7)
+
+
 def test_a_pinned_step_survives_controllers_and_a_restart_of_everything() -> None:
     """The pin is a fact: a successor knows it, and so does one that starts from journals alone (R16)."""
     world, ranks = trained(3, last=2)

@@ -34,3 +34,10 @@ def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) ->
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("typed", ["pin job newest best", "fork job 1.5 twig", "export job 1_0 folder --format torch"])
+def test_a_step_is_a_number_or_latest(typed: str) -> None:
+    result = CliRunner().invoke(main, typed.split())
+    assert result.exit_code == 2, result.output
+    assert "is neither a number nor latest" in result.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, check_job, config_or_usage, store_options
+from memstore.cli.options import Where, check_job, config_or_usage, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config, bytes_from_text
 from memstore.errors import ConfigError
@@ -23,7 +23,7 @@ NAMES_SHOWN = 10
 
 @click.command(short_help="Write a committed step as files that stock libraries read.")
 @click.argument("job")
-@click.argument("step")
+@click.argument("step", callback=step_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--format", "as_format", type=FORMAT, required=True, help="What the files are.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank put.")
@@ -33,15 +33,13 @@ NAMES_SHOWN = 10
 @click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
 @store_options
 def export(
-    config: Config, job: str, step: str, directory: Path, as_format: str, rank: int | None, attempt: int | None,
+    config: Config, job: str, step: int | None, directory: Path, as_format: str, rank: int | None, attempt: int | None,
     prefix: str, file_bytes: str, module: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write STEP of JOB (a number, or "latest") into the new folder DIRECTORY, while training goes on.
 
     DIRECTORY appears when it is whole. What the format has no place for is named, here and in memstore.json.
     """
-    if step != "latest" and not (step.isascii() and step.isdigit()):
-        raise click.UsageError(f"STEP {step!r} is neither a number nor latest")
     try:
         limit = bytes_from_text("file_bytes", file_bytes)
     except ConfigError as error:
@@ -54,8 +52,7 @@ def export(
         importlib.import_module(module)
     with _told_to_end(), reader(job, config=config) as source:
         note = export_step(
-            source, None if step == "latest" else int(step), directory.absolute(), as_format,
-            rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
+            source, step, directory.absolute(), as_format, rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
         )  # fmt: skip
     if as_json:
         print_json(note)

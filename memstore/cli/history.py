@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.options import Where, address_option, check_job, step_or_latest, store_options
 from memstore.cli.output import plural, print_json, say, size_text
 from memstore.config import Config
 
@@ -16,15 +16,18 @@ ATTEMPT = click.option(
 
 @click.command(short_help="Keep a committed step in RAM under a name.")
 @click.argument("job")
-@click.argument("step", type=int)
+@click.argument("step", callback=step_or_latest)
 @click.argument("name")
 @ATTEMPT
 @address_option
 @store_options
 def pin(
-    config: Config, address: str | None, job: str, step: int, name: str, attempt: int | None, as_json: bool
+    config: Config, address: str | None, job: str, step: int | None, name: str, attempt: int | None, as_json: bool
 ) -> None:
-    """Keep STEP of JOB in RAM as NAME, whatever retention says, until `memstore unpin`. It takes room of its own."""
+    """Keep STEP of JOB (a number, or "latest") in RAM as NAME, whatever retention says, until `memstore unpin`.
+
+    It takes room of its own.
+    """
     where = Where(config, address)
     check_job(where.status(), job)
     answer = where.ask("pin", {"job": job, "step": step, "name": name, "of_attempt": attempt}, CLAIM_S)
@@ -52,15 +55,18 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
 
 @click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
 @click.argument("job")
-@click.argument("step", type=int)
+@click.argument("step", callback=step_or_latest)
 @click.argument("new_job")
 @ATTEMPT
 @address_option
 @store_options
 def fork(
-    config: Config, address: str | None, job: str, step: int, new_job: str, attempt: int | None, as_json: bool
+    config: Config, address: str | None, job: str, step: int | None, new_job: str, attempt: int | None, as_json: bool
 ) -> None:
-    """Make NEW_JOB begin with STEP of JOB. No byte is copied; JOB goes on untouched, and either may be removed."""
+    """Make NEW_JOB begin with STEP of JOB (a number, or "latest").
+
+    No byte is copied; JOB goes on untouched, and either may be removed.
+    """
     from memstore.history import FORK_S, fork_body
 
     where = Where(config, address)

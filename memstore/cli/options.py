@@ -67,6 +67,13 @@ def check_job(status: dict[str, Any], name: str) -> str:
     return _check_known("job", name, [job["job"] for job in status["jobs"]], "`memstore ls` lists its jobs")
 
 
+def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:
+    """Read the argument STEP: a number, or None for "latest", which is chosen where the steps are known."""
+    if text != "latest" and not (text.isascii() and text.isdigit()):
+        raise click.UsageError(f"STEP {text!r} is neither a number nor latest")
+    return None if text == "latest" else int(text)
+
+
 def check_host(status: dict[str, Any], name: str) -> str:
     """Return the host of this id, or the only one of this hostname; else raise with the ids it knows.
 

@@ -17,11 +17,12 @@ Refusal = tuple[str, str]  # error class and message
 
 
 def named_step(
-    job: Job, number: int, of_attempt: int | None, *, among: Iterable[StepId], option: str
+    job: Job, number: int | None, of_attempt: int | None, *, among: Iterable[StepId], option: str
 ) -> tuple[StepId | None, Refusal | None]:
     """Return the step of that number: the lineage's; else the only one that another lineage has.
 
     Args:
+        number: None: the newest of the lineage that a get would return, while commits go on.
         of_attempt: Only this attempt's step; None: any.
         among: The steps that may be named.
         option: How the caller is to name the attempt, where several lineages have the number.
@@ -29,6 +30,11 @@ def named_step(
     Returns:
         The step and None, or None and what to refuse with.
     """
+    if number is None:
+        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+        known = (s for s in among if in_lineage(spans, s) and s not in job.retired and of_attempt in (None, s.attempt))
+        newest = max(known, default=None)
+        return newest, None if newest else ("RecoveryError", f"job {job.name!r} has no committed step in its lineage")
     found = sorted(s for s in among if s.step == number and of_attempt in (None, s.attempt))
     of = f" of attempt {of_attempt}" if of_attempt is not None else ""
     if not found:

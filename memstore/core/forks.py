@@ -94,8 +94,8 @@ class Forks:
         if name in self.catalog.jobs or name in self.pending:
             return None, self._exists(name)
         step, refusal = named_step(
-            job, int(call.body["step"]), call.body.get("of_attempt"), among={*job.commits, *job.markers},
-            option="attempt= or --attempt",
+            job, None if call.body["step"] is None else int(call.body["step"]), call.body.get("of_attempt"),
+            among={*job.commits, *job.markers}, option="attempt= or --attempt",
         )  # fmt: skip
         if step is None:
             return None, refusal

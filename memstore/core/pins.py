@@ -56,8 +56,8 @@ class Pins:
             self.catalog.refuse(call, "ConfigError", str(error))
             return
         step, refusal = named_step(
-            job, int(body["step"]), body.get("of_attempt"), among={*job.commits, *job.markers},
-            option="attempt= or --attempt",
+            job, None if body["step"] is None else int(body["step"]), body.get("of_attempt"),
+            among={*job.commits, *job.markers}, option="attempt= or --attempt",
         )  # fmt: skip
         if step is None or attempt is None:
             what = f"job {job.name!r} has copies and no attempt: connect to it first"
