@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from memstore.core.job import Job
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
-from recovery.inventory import StepId
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 STEP = StepId(1, 1)
 
@@ -125,3 +126,13 @@ def test_a_removed_job_stays_away_though_a_step_was_given_up_meanwhile() -> None
     world.crash_controller()
     world.run(10.0)
     assert JOB not in world.served.jobs
+
+
+def test_a_host_that_has_no_copy_of_a_step_any_more_is_not_remembered_with_it() -> None:
+    """A job whose surplus copies are dropped one by one, step after step, does not grow with every step."""
+    job = Job(JOB)
+    for step in range(3):
+        shard = ShardId(JOB, 1, step, 0)
+        job.add_copy(Copy(shard, ShardSpec("d", 64, 64, 1, 1), "h0"))
+        job.drop_copy(shard, "h0")
+    assert (job.copies, job.on_host) == ({}, {"h0": {}})

@@ -138,6 +138,7 @@ class History:
         assert held == known, f"held only {sorted(held - known)[:3]}, known only {sorted(known - held)[:3]}"
         by_host = {(s, r, h) for h, steps in job.on_host.items() for s, ranks in steps.items() for r in ranks}
         assert by_host == {(StepId(shard.attempt, shard.step), shard.rank, host) for shard, host in known}
+        assert all(ranks for steps in job.on_host.values() for ranks in steps.values())
         self.survives(newest)
 
     def survives(self, newest: StepId) -> None:

@@ -244,7 +244,10 @@ class Job:
         self.changes[step] = self.changes.get(step, 0) + 1
         hosts = self.copies.get(step, {}).get(shard.rank, {})
         if hosts.pop(host_id, None) is not None:
-            self.on_host[host_id][step].discard(shard.rank)
+            ranks = self.on_host[host_id][step]
+            ranks.discard(shard.rank)
+            if not ranks:
+                del self.on_host[host_id][step]
         if not hosts:
             self.copies.get(step, {}).pop(shard.rank, None)
         if not self.copies.get(step, True):
