@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 
 from memstore.api import connect
 from memstore.errors import PeerTimeout
+from memstore.shell import copy_pass
 from memstore.shell.copy_pass import TURN_S, copying, waiting
 from memstore.shell.staged_shard import ShardRead
 from memstore.testing.processes import ProcessCluster
 
 BEFORE_S = 0.005
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +68,22 @@ def test_what_the_caller_sets_is_left_alone() -> None:
 
 
 def test_a_forked_child_has_the_interval_of_before() -> None:
-    with copying():
-        child = os.fork()
-        if child == 0:
+    """It leaves the pass that its parent is in, and begins others, whoever held the lock in the parent."""
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with copy_pass._passes.lock:
+            is_held.set()
+            may_end.wait(WAIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        with copying():
+            pool.submit(hold)
+            assert is_held.wait(WAIT_S)
+            child = os.fork()
             is_right = now_s() == BEFORE_S
+            may_end.set()
+        if child == 0:
             with copying():
                 is_right &= now_s() == TURN_S
             os._exit(0 if is_right and now_s() == BEFORE_S else 1)

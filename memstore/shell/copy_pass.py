@@ -26,13 +26,13 @@ class _Passes:
     """The copies under way in this process, of any thread: the first one sets, the last one leaves all as it was."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may copy
+        self.lock = threading.RLock()  # a signal's handler may copy
         self._count = 0
         self._before = True, 0.0
         self.here = threading.local()  # depth: passes of the thread that asks
 
     def begin(self) -> None:
-        with self._lock:
+        with self.lock:
             self._count += 1  # first, so that a signal's handler in between finds nothing to set
             if self._count == 1:
                 self._before = gc.isenabled(), sys.getswitchinterval()
@@ -40,7 +40,7 @@ class _Passes:
                 sys.setswitchinterval(min(TURN_S, self._before[1]))
 
     def end(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._count == 1:
                 self.restore()
             self._count -= 1
@@ -61,6 +61,7 @@ def _begin_anew() -> None:
     """A forked child has none of the other threads, nor whoever held the lock; its own pass ends with the old ones."""
     global _passes
     _passes.restore()
+    _passes.lock = threading.RLock()
     _passes = _Passes()
 
 
