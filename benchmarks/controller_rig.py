@@ -208,11 +208,11 @@ class Rig:
             self.hear(host, self._ours(lambda b=body: wire.pack_body(b)))  # type: ignore[misc]
 
     def start(self) -> None:
-        """All hosts announce themselves; the catalog need not wait for others, and has a lease."""
+        """All hosts announce themselves; the catalog need not wait for others, nor outlast anybody, and has a lease."""
         fleet, catalog = self.fleet, self.controller.catalog
         self.tell((host.name, fleet.up(host)) for host in fleet.hosts.values())
         self.settle()
-        catalog.rules = replace(catalog.rules, settle_s=0.0)
+        catalog.rules = replace(catalog.rules, settle_s=0.0, outlast_s=0.0)
         self.controller.events.put((None, {"k": "lease", "until_s": time.monotonic() + SILENCE_S}))
         while not self.controller.is_serving():
             self.settle()
