@@ -193,11 +193,19 @@ def stop(
 ) -> None:
     """Stop the controller and every holder. With keep_data the arenas stay for a later start (R5).
 
+    Where nothing runs this does nothing; it starts no Ray.
+
     Raises:
         CapacityError: keep_data=False while a committed step lives only in RAM, unless `force`.
+        PeerUnreachable: No Ray cluster answers at `address`.
     """
     config = config or Config()
-    join_ray(address)
+    try:
+        join_ray(address, may_create=False)
+    except PeerUnreachable:
+        if address is not None:
+            raise
+        return
     actor = _controller(config)
     if actor is None:
         return

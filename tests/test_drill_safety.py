@@ -7,14 +7,18 @@ from typing import Any
 
 import click
 import pytest
+import ray
 from click.testing import CliRunner
 
+import memstore
 from memstore.config import MIB, Config
 from memstore.drills.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
 from memstore.drills.cli import drill as drill_command
 from memstore.drills.room import copies_nbytes, machine_refusals, store_refusals
 from memstore.drills.safety import endangered
+from memstore.drills.site import Site
 from memstore.drills.site_options import confirm
+from memstore.errors import PeerUnreachable
 
 
 def job(name: str = "llama", **changed: Any) -> dict[str, Any]:
@@ -136,3 +140,21 @@ def test_a_phase_line_has_seconds_and_speed_where_bytes_moved() -> None:
     assert line_of(Step("put", "copied", 0.5, 1_000_000_000)).endswith("0.500 s    2.00 GB/s")
     assert line_of(Step("drop", "gone", 0.25)).endswith("0.250 s")
     assert line_of(Step("room", "fits")) == "  room       fits"
+
+
+def test_no_ray_is_started_to_look_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary typed on the wrong machine, or a stop of nothing, leaves the machine as it was."""
+    asked: list[Any] = []
+
+    def no_cluster(*args: Any, **options: Any) -> None:
+        asked.append(options.get("address"))
+        raise ConnectionError("could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", no_cluster)
+    with pytest.raises(PeerUnreachable, match="no Ray cluster answers on this machine"):
+        Site(Config())
+    memstore.stop()
+    with pytest.raises(PeerUnreachable, match="no Ray cluster answers at"):
+        memstore.stop(address="10.0.0.1:6379")
+    assert asked == ["auto", "auto", "10.0.0.1:6379"]  # None would start one

@@ -41,7 +41,7 @@ class Site:
     is_own = False
 
     def __init__(self, config: Config, address: str | None = None) -> None:
-        join_ray(address)
+        join_ray(address, may_create=False)  # a cluster begun here would have no store, and stay a surprise
         self.config = config
         self.pool = RankPool()
         self.deaf: set[str] = set()  # hosts whose holder answers nobody: a question through it would only wait
