@@ -39,8 +39,9 @@ def test_the_account_of_a_job_that_lost_a_host(
     """Puts with the stall that ranks measured, commits, the death, the restore; the same lines in the named file."""
     log_file = tmp_path / "events.jsonl"
     monkeypatch.setenv("MEMSTORE_EVENTS", str(log_file))
-    with ProcessCluster(tmp_path / "store", HOSTS) as cluster:
-        fleet = Fleet(cluster, nursery)
+    # Repair would bring the bytes to where the ranks sit now before the restore asks for them.
+    with ProcessCluster(tmp_path / "store", HOSTS, repair_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+        fleet = Fleet(cluster, nursery, kib=8192)
         ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
         tickets = together(ranks, "ticket", step=2)
         nbytes = sum(ticket["nbytes"] for ticket in tickets)
