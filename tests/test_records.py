@@ -67,4 +67,4 @@ def test_an_order_rewrites_a_journal_appends_to_it_or_keeps_a_part() -> None:
     a, b, c = (r.Entry(1, seq, f.JobRemoved(f"job{seq}")).record for seq in (1, 2, 3))
     assert r.journal_after([a], {"reset": False, "records": [b, c]}) == [a, b, c]
     assert r.journal_after([a], {"reset": True, "records": [b]}) == [b]
-    assert r.journal_after([a, b, c], {"keep": [[1, 3], [1, 1], [2, 2]], "records": []}) == [a, c]
+    assert r.journal_after([a, b, c], {"keep": [[1, 3], [1, 1], [2, 2]], "short": [], "records": []}) == [a, c]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memstore.core import facts as f
@@ -17,8 +18,27 @@ def compact(catalog: Catalog) -> None:
     """Forget facts that are not needed, and have the journals rewritten once they are half as long."""
     if catalog.log.journal_nbytes < JOURNAL_NBYTES_MIN:
         return
+    catalog.log.shorten(lambda fact: shorter(catalog, fact))
     if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
         catalog.journals.shorten()
+
+
+def shorter(catalog: Catalog, fact: f.Fact) -> f.Fact:
+    """Return what is still needed of a fact; the fact itself where that is all of it.
+
+    Of an attempt that is over, its number, its parent, its key and what it was asked for stay: lineage, crash loops and
+    spent keys need them (R20, R22, R25). Its processes are nobody's any more once a later attempt has committed.
+    """
+    if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
+        return fact
+    job = catalog.jobs.get(fact.job)
+    attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
+    if job is None or attempt is None or newest is None or fact.attempt >= newest.ordinal:
+        return fact
+    if job.newest_commit(newest.ordinal) < 0:
+        return fact
+    attempt.seats, attempt.needs = {}, {}
+    return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), copiers=())
 
 
 def is_needed(catalog: Catalog, fact: f.Fact) -> bool:

@@ -6,9 +6,10 @@ values; shards travel as `[job, attempt, step, rank]`, specs as
 `[digest, nbytes, chunk_bytes, chunks_count, world_size]`.
 
 Orders to a holder (`Tell.kind`):
-    journal        seq, records, reset | keep   append records of facts (R16), to nothing (reset), or to the records of
-                                                these (term, seq) alone (keep); answered by FactAck. Before it
-                                                may come pages of its records (is_page)
+    journal        seq, records, reset | keep, short
+                                                append records of facts (R16), to nothing (reset), or to the records of
+                                                these (term, seq) alone (keep), of which some (short) say less now;
+                                                answered by FactAck. Before it may come pages of its records (is_page)
     fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
     clock          clock_s                      the controller's clock, for the next beats to echo (R17)
     view           hosts, gone, jobs            addresses for peers: of all hosts (gone None), or of those that came or
@@ -144,7 +145,9 @@ class DrainsSeen:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time passed; who was heard meanwhile, unless that was told one by one."""
+
+    heard: tuple[Heard, ...] = ()
 
 
 Event = HostUp | Heard | HostLost | RankCall | RankGone | Report | FactAck | LeaseRenewed | DrainsSeen | Tick

@@ -9,6 +9,7 @@ journal of a term is a part of that term's one history, so equal (term, seq) mea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from memstore.core.facts import Fact
 from memstore.core.records import Entry, entry_from_record, place_of_record
@@ -25,6 +26,7 @@ class FactLog:
         self.applied_seq = 0
         self.last_seq = 0  # the highest sequence number given out or heard of
         self._known: dict[tuple[int, int], Entry] = {}  # by place: entries of this log, and those that hosts showed it
+        self._shortened: dict[tuple[int, int], Entry] = {}  # that hosts still have as they were
         self.journal_nbytes = 0  # of all records that the holders' journals have, needed or not
 
     @property
@@ -54,8 +56,15 @@ class FactLog:
         return journal
 
     def adopt(self, journals: Iterable[Iterable[Entry]]) -> list[Fact]:
-        """Rebuild from surviving journals; return every fact in order, all to be applied now."""
-        union = {(entry.term, entry.seq): entry for journal in journals for entry in journal}
+        """Rebuild from surviving journals; return every fact in order, all to be applied now.
+
+        Of two forms of one fact the shorter one is newer.
+        """
+        union: dict[tuple[int, int], Entry] = {}
+        for entry in chain.from_iterable(journals):
+            known = union.setdefault((entry.term, entry.seq), entry)
+            if known is not entry and len(entry.record) < len(known.record):
+                union[entry.term, entry.seq] = entry
         self.entries = [union[key] for key in sorted(union)]
         self.last_seq = self.applied_seq = max((entry.seq for entry in self.entries), default=0)
         self.journal_nbytes = self.nbytes
@@ -121,6 +130,19 @@ class FactLog:
     def nbytes(self) -> int:
         """Of the records that are left here."""
         return sum(len(entry.record) for entry in self.entries)
+
+    def shorten(self, shorter: Callable[[Fact], Fact]) -> None:
+        """Replace applied facts by what is still needed of each, in its place."""
+        for at, entry in enumerate(self.entries):
+            fact = shorter(entry.fact)
+            if fact is not entry.fact:
+                self.entries[at] = self._shortened[entry.term, entry.seq] = Entry(entry.term, entry.seq, fact)
+
+    def shortened_records(self) -> list[bytes]:
+        """Return the records that hosts are to have in place of longer ones, once."""
+        found, self._shortened = self._shortened, {}
+        kept = {(entry.term, entry.seq) for entry in self.entries}
+        return [entry.record for place, entry in found.items() if place in kept]
 
     def compact(self, is_needed: Callable[[Fact], bool]) -> bool:
         """Forget applied facts that nothing needs; True if half of the journals' bytes are not needed: rewrite them.

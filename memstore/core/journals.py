@@ -54,6 +54,9 @@ class Journals:
         """Have all live holders keep what the log still has: they have it, and are not sent it again."""
         self.send_facts()
         log = self.catalog.log
-        body = {"keep": [[entry.term, entry.seq] for entry in log.entries], "records": [], "seq": log.last_seq}
+        body = {
+            "keep": [[entry.term, entry.seq] for entry in log.entries], "short": log.shortened_records(),
+            "records": [], "seq": log.last_seq,
+        }  # fmt: skip
         for host in self.catalog.hosts.live_ids():
             self.catalog.tell(host, "journal", body)

@@ -96,16 +96,21 @@ def whole_order(pages: list[bytes], order: Mapping[str, Any]) -> dict[str, Any] 
 def journal_after(journal: list[bytes], order: Mapping[str, Any]) -> list[bytes]:
     """Return a journal as it is once a whole order has been obeyed."""
     if "keep" in order:
-        before = kept_records(journal, order["keep"])
+        before = kept_records(journal, order["keep"], order["short"])
     else:
         before = [] if order["reset"] else journal
     return [*before, *order["records"]]
 
 
-def kept_records(records: Iterable[bytes], places: Iterable[Any]) -> list[bytes]:
-    """Return those records of a journal, in their order, whose (term, seq) is among `places`."""
+def kept_records(records: Iterable[bytes], places: Iterable[Any], short: Iterable[bytes]) -> list[bytes]:
+    """Return those records of a journal, in their order, whose (term, seq) is among `places`.
+
+    Records of `short` take the place of those that are called the same.
+    """
     wanted: Collection[tuple[int, int]] = {(int(term), int(seq)) for term, seq in places}
-    return [record for record in records if place_of_record(record) in wanted]
+    shorter = {place_of_record(record): record for record in short}
+    found = ((place_of_record(record), record) for record in records)
+    return [shorter.get(place, record) for place, record in found if place in wanted]
 
 
 def paged(records: Iterable[bytes]) -> list[list[bytes]]:

@@ -60,7 +60,7 @@ class FactKeeper:
             dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
             if self.journal.dropped_nbytes > dropped_nbytes:
                 raise IntegrityError(f"journal {self.journal.path} was damaged: it lacks facts that are to be kept")
-            self.journal.rewrite(kept_records(records, body["keep"]))
+            self.journal.rewrite(kept_records(records, body["keep"], body["short"]))
         elif body["reset"]:
             self.journal.rewrite(body["records"])
         else:
