@@ -129,6 +129,7 @@ def test_a_host_that_stays_after_all_is_one_like_the_others(is_cancelled: bool) 
     world.run(3.0)
     if is_cancelled:
         ask(world, ranks[0], "drain", host="h1", within_s=None)
+        world.run(1.0)  # the word spreads
     else:
         world.run(10.0 + OVERDUE_S)
     assert row(world, ranks[0], "h1")["drains_s"] is None

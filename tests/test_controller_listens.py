@@ -11,6 +11,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.events import Action, Event, Report, Tick
 from memstore.core.records import journal_after
+from memstore.core.wire import Kind, pack_frame
 from memstore.shell.channel import Channel
 from memstore.shell.controller import TICK_S, Controller
 from memstore.shell.holder_session import Session
@@ -51,8 +52,9 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
         controller.catalog.handle = watched  # type: ignore[method-assign]
         controller.events.put((session, {"k": "something long"}))
         assert begun.wait(WAIT_S)
-        state.last_heard_s -= 100.0  # the last beat was long ago
-        controller.events.put((session, {"k": "beat", "stats": {}}))
+        state.heard_at_s -= 100.0  # the last beat was long ago
+        far.sendall(pack_frame(Kind.EVENT, {"k": "beat", "stats": {}}))
+        wait_for(lambda: len(controller._beats) > 0, "the beat to be read")
         due_s = time.monotonic() + 2 * TICK_S
         wait_for(lambda: time.monotonic() > due_s, "a tick to be due")
         seen.clear()

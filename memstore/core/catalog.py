@@ -1,8 +1,8 @@
 """The catalog: one pure state machine that decides for all jobs of a store. `handle(now, event) -> actions`.
 
-It composes host_table (who is alive), lease (whether it may decide), cluster_view (who holds what), fact_log and
-journals (what has spread), takeover (the past), attempts and rewinds (connect, fencing), mesh_orders (who is which
-rank), room (reservations), steps (commit rule), retention, pins, forks, rounds and staging (get), repair,
+It composes host_table (who is alive), lease (whether it may decide), placing and cluster_view (who holds what),
+fact_log and journals (what has spread), takeover (the past), attempts and rewinds (connect, fencing), mesh_orders (who
+is which rank), room (reservations), steps (commit rule), retention, pins, forks, rounds and staging (get), repair,
 durable_orders and queries; each decides one thing, and observer says what came of it. The controller actor and the
 simulator are two shells around it (R16, R17).
 """
@@ -51,6 +51,7 @@ from memstore.core.lease import Lease
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.observer import Observer
 from memstore.core.pins import Pins
+from memstore.core.placing import Placing
 from memstore.core.queries import Queries
 from memstore.core.repair import Repair
 from memstore.core.retention import Retention
@@ -60,6 +61,7 @@ from memstore.core.rounds import Rounds
 from memstore.core.staging import Staging
 from memstore.core.steps import Steps
 from memstore.core.takeover import Takeover
+from memstore.core.told import Told
 from memstore.errors import ConfigError
 from placement.groups import Placement
 from recovery.inventory import StepId
@@ -102,6 +104,8 @@ class Catalog:
         self.takeover = Takeover(self)
         self.drains = Drains(self)
         self.view = ClusterView(self)
+        self.told = Told()
+        self.placing = Placing(self)
         self.attempts = Attempts(self)
         self.mesh_orders = MeshOrders(self)
         self.rewinds = Rewinds(self)
@@ -148,7 +152,8 @@ class Catalog:
     def _dispatch(self, event: Event) -> None:
         now = self.now
         if isinstance(event, Tick):
-            self.changed(self.hosts.tick(now))
+            self._heard(event.heard)
+            self.placing.tick(self.hosts.tick(now))
             self.takeover.tick()
             self.lease.tick()
             self._flush_waiting()
@@ -161,13 +166,13 @@ class Catalog:
                 self.steps.evaluate_all(job)  # whatever changed without a seal
                 self.durable.consider(now, job)
         elif isinstance(event, Heard):
-            self.changed(self.hosts.heard(now, event))
-            self.observer.heard(event.host_id, event.stats)
+            self._heard((event,))
         elif isinstance(event, HostUp):
             self.takeover.host_up(event)
             self.drains.returned(event.info.host_id, has_memory=bool(event.copies or event.journal))
         elif isinstance(event, HostLost):
-            self.changed(self.hosts.lost(now, event.host_id, event.why, is_certain=self.lease.may_record()))
+            is_certain = self.lease.may_record()
+            self.placing.changed(self.hosts.lost(now, event.host_id, event.why, is_certain=is_certain))
         elif isinstance(event, RankCall):
             self._rank_call(event)
         elif isinstance(event, RankGone):
@@ -183,31 +188,12 @@ class Catalog:
 
     # -- hosts --------------------------------------------------------------------------------
 
-    def changed(self, changes: list[Change]) -> None:
-        """Hosts changed their status: what they held no longer counts, or counts again (R28)."""
-        for change in changes:
-            level = "info" if change.status == "live" else "warning"
-            self.note(f"host {change.host_id} is {change.status}: {change.why}", level)
-            self.observer.host_changed(change)
-            if change.status == "dead":
-                self.log.forget(change.host_id)
-                self.repair.host_died(change.host_id)
-                for job in self.jobs.values():
-                    self.durable.host_died(job, change.host_id)
-                    job.drop_host(change.host_id)
-                self.rounds.source_died(self.now, change.host_id)
-                self.queries.host_died(change.host_id)
-        if not changes:
-            return
-        moved = [change for change in changes if change.is_move]
-        self.view.news.update(change.host_id for change in moved)
-        if self.jobs or any(change.status == "dead" for change in moved):
-            self.view.send_news()  # before anybody is told to send something there
-        for job in self.room.in_turn():
-            if moved:
-                self.view.membership_changed(job)
-            elif any(change.status == "live" for change in changes):
-                self.view.answers_again(job)
+    def _heard(self, beats: Iterable[Heard]) -> None:
+        changes: list[Change] = []
+        for beat in beats:
+            changes += self.hosts.heard(self.now, beat)
+            self.observer.heard(beat.host_id, beat.stats)
+        self.placing.changed(changes)
 
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go."""

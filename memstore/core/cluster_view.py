@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
+class GuestLookup:
+    """`ClusterView.guests` for many ranks in a row, while nothing changes: once for all ranks of a host."""
+
+    def __init__(self, view: ClusterView, job: Job, attempt: Attempt) -> None:
+        self._view, self._job, self._attempt = view, job, attempt
+        self._found: dict[str, list[str]] = {}  # by the rank's own host
+
+    def guests(self, rank: int) -> list[str]:
+        """As `ClusterView.guests`."""
+        attempt, catalog = self._attempt, self._view.catalog
+        seat = attempt.seats.get(rank)
+        if seat is None or attempt.copiers or not catalog.hosts.is_live(seat.host_id):
+            return self._view.guests(self._job, attempt, rank)  # it depends on the rank, not on its host alone
+        if seat.host_id not in self._found:
+            self._found[seat.host_id] = self._view.guests(self._job, attempt, rank)
+        return self._found[seat.host_id]
+
+
 class ClusterView:
     """Placement and addresses, for the catalog."""
 
@@ -130,8 +148,8 @@ class ClusterView:
             job.heirs[leaving] = near[0]
         return job.heirs[leaving]
 
-    def send_targets(self, job: Job, only: Collection[str] | None = None) -> None:
-        """Tell hosts (all of the job, or only some) where to push the shards of their ranks (R13)."""
+    def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
+        """Tell hosts (all of the job, only some, or those to which it is news) where to push what is put (R13)."""
         placement, attempt = self.placement(job), job.newest
         if placement is None or attempt is None or attempt.phase == "fencing":
             return
@@ -146,7 +164,9 @@ class ClusterView:
                 body = {
                     "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
                 }  # fmt: skip
-                self.catalog.tell(host, "targets", body)
+                if not (is_news_only and self.catalog.told.is_known(host, "targets", body)):
+                    self.catalog.told.note(host, "targets", body)
+                    self.catalog.tell(host, "targets", body)
 
     def greet(self, hosts: Iterable[str]) -> None:
         """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
@@ -185,26 +205,6 @@ class ClusterView:
 
     def _jobs(self) -> list[str]:
         return [*self.catalog.jobs, *self.catalog.forks.pending]
-
-    def membership_changed(self, job: Job) -> None:
-        """Place anew with the fewest moves, claim room there, then see what commits."""
-        catalog = self.catalog
-        before = job.placement
-        job.placement = None
-        placement = self.placement(job)
-        attempt = job.newest
-        if placement is not None and attempt is not None and placement != before:
-            if attempt.needs or job.copies:
-                catalog.room.order(job, attempt)
-            self.send_targets(job)
-        catalog.repair.look_again(job)
-        catalog.repair.consider(catalog.now, job)
-        catalog.steps.evaluate_all(job)
-
-    def answers_again(self, job: Job) -> None:
-        """A host that was suspected was heard of: placement is what it was, what waited for it may go on (R18, R28)."""
-        self.catalog.repair.look_again(job)
-        self.catalog.steps.evaluate_all(job)
 
     def silent_hosts(self, job: Job) -> set[str]:
         """Hosts that facts of the job name, neither answering nor known to be gone for long (R24).

@@ -100,7 +100,7 @@ class Drains:
             self.catalog.note(f"host {host} is not to go any more")
         for job in list(self.catalog.jobs.values()):
             job.heirs.pop(host, None)
-            self.catalog.view.membership_changed(job)
+            self.catalog.placing.place_anew(job)
 
     # -- for status ---------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class HostState:
     info: HostInfo
     last_heard_s: float  # when its last beat arrived: of suspicion
     was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
+    heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
     status: Status = "live"
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
@@ -53,8 +54,11 @@ class HostTable:
         self.suspect_after_s = suspect_after_s
         self.repair_after_s = repair_after_s
         self.failure_domains = tuple(failure_domains)
+        self.listened_s = 0.0  # how long anybody could have been heard, up to the last tick: see `tick`
+        self._ticked_s: float | None = None
         self.states: dict[str, HostState] = {}
         self._places: dict[str, Host] = {}
+        self.changes_count = 0  # of hosts and their status
         self._live_domains: dict[str, dict[str, str]] = {}  # by level; made again when a host comes or goes
         self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
 
@@ -62,15 +66,16 @@ class HostTable:
         """A session began, asked for at `asked_s`; an older incarnation than the one known is ignored (R3)."""
         state = self.states.get(info.host_id)
         if state is None or info.incarnation >= state.info.incarnation:
-            self._live_domains.clear()
+            self._changed()
             self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
         if state is None:
-            self.states[info.host_id] = HostState(info, now, asked_s, since_s=now)
+            self.states[info.host_id] = HostState(info, now, asked_s, self._listened_at(now), since_s=now)
             return [Change(info.host_id, "live", "joined")]
         if info.incarnation < state.info.incarnation:
             return []
         state.info, state.last_heard_s, state.is_gone = info, now, False
         state.was_with_us_s = max(state.was_with_us_s, asked_s)
+        state.heard_at_s = self._listened_at(now)
         return self._enter(now, state, "live", "joined again", is_new=True)
 
     def heard(self, now: float, beat: Heard) -> list[Change]:
@@ -78,7 +83,7 @@ class HostTable:
         state = self.states.get(beat.host_id)
         if state is None or state.status == "dead":
             return []
-        state.last_heard_s, state.stats = now, beat.stats
+        state.last_heard_s, state.heard_at_s, state.stats = now, self._listened_at(now), beat.stats
         if state.was_with_us_s < beat.clock_s <= now:
             state.was_with_us_s = beat.clock_s
         return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
@@ -97,23 +102,41 @@ class HostTable:
         return self._enter(now, state, "dead", why)
 
     def tick(self, now: float) -> list[Change]:
-        """Silence turns live into suspect and suspect into dead."""
+        """Silence turns live into suspect and suspect into dead.
+
+        It counts while this side listened: of the time between two ticks no more than a third of `suspect_after_s`.
+        Ticks come late when there is much else to do, or the process stopped, and then beats lie unread.
+        """
+        self.listened_s, self._ticked_s = self._listened_at(now), now
         changes: list[Change] = []
         for state in self.states.values():
-            silent_s = now - state.last_heard_s
+            silent_s = self.listened_s - state.heard_at_s
             if state.status == "live" and silent_s > self.suspect_after_s:
                 changes += self._enter(now, state, "suspect", f"no heartbeat for {silent_s:.1f} s")
             elif state.status == "suspect" and silent_s > self.repair_after_s:
                 changes += self._enter(now, state, "dead", f"no heartbeat for {silent_s:.1f} s")
         return changes
 
+    def _listened_at(self, moment_s: float) -> float:
+        """Return the clock of silence at a moment since the last tick."""
+        since_s = moment_s - self._ticked_s if self._ticked_s is not None else 0.0
+        return self.listened_s + min(max(0.0, since_s), self.suspect_after_s / 3)
+
+    def dead_since(self, moment_s: float) -> set[str]:
+        """Hosts that died after that moment and are not back."""
+        return {host for host, state in self.states.items() if state.status == "dead" and state.since_s > moment_s}
+
     def _enter(self, now: float, state: HostState, status: Status, why: str, *, is_new: bool = False) -> list[Change]:
         if status == "dead":
             state.deaths_s = [*state.deaths_s[-9:], now]
-        self._live_domains.clear()
+        self._changed()
         is_flap = status == "suspect" or (status == "live" and state.status == "suspect" and not is_new)
         state.status, state.why, state.since_s = status, why, now
         return [Change(state.info.host_id, status, why, is_move=not is_flap)]
+
+    def _changed(self) -> None:
+        self.changes_count += 1
+        self._live_domains.clear()
 
     def is_live(self, host_id: str) -> bool:
         """True unless the host is unknown or dead; a suspect host is still counted live."""

@@ -142,7 +142,8 @@ class Job:
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
     heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
-    changes: dict[StepId, int] = field(default_factory=dict)  # how often the copies of a step have changed
+    changes: dict[StepId, int] = field(default_factory=dict)  # `changes_count` when the copies of a step last changed
+    changes_count: int = 0  # of copies, over all steps
     settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
     hurt: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
     short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
@@ -234,14 +235,18 @@ class Job:
         step = StepId(copy.shard.attempt, copy.shard.step)
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
         self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
-        self.changes[step] = self.changes.get(step, 0) + 1
+        self._changed(step)
         if copy.missing:
             self.hurt.add(step)
+
+    def _changed(self, step: StepId) -> None:
+        self.changes_count += 1
+        self.changes[step] = self.changes_count
 
     def drop_copy(self, shard: ShardId, host_id: str) -> None:
         """Forget one copy."""
         step = StepId(shard.attempt, shard.step)
-        self.changes[step] = self.changes.get(step, 0) + 1
+        self._changed(step)
         hosts = self.copies.get(step, {}).get(shard.rank, {})
         if hosts.pop(host_id, None) is not None:
             ranks = self.on_host[host_id][step]

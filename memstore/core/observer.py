@@ -295,7 +295,7 @@ class Observer:
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
-        held = sum(change.host_id in hosts for job in self.catalog.jobs.values() for hosts in newest_hosts(job))
+        held = sum(newest_held(job, change.host_id) for job in self.catalog.jobs.values())
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @aside
@@ -324,10 +324,10 @@ class Observer:
         self.add(kind, job=job, attempt=step.attempt, step=step.step, seconds={"write": took_s}, **reason)
 
 
-def newest_hosts(job: Job) -> list[list[str]]:
-    """Hosts of each shard of the newest committed step that has copies."""
+def newest_held(job: Job, host: str) -> int:
+    """Shards of the newest committed step that has copies of which the host has one."""
     step = max((s for s in job.commits if s in job.copies), default=None)
-    return [] if step is None else [list(hosts) for hosts in job.copies[step].values()]
+    return 0 if step is None else len(job.on_host.get(host, {}).get(step, ()))
 
 
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:

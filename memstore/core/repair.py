@@ -107,12 +107,8 @@ class Repair:
         A killed holder is replaced within seconds and adopts its arena: copying everything away at
         once would be work for nothing, in the moment when a restore needs the network.
         """
-        wait_s = self.catalog.rules.repair_after_s
-        for seat in attempt.seats.values():
-            state = self.catalog.hosts.states.get(seat.host_id)
-            if state is not None and state.status == "dead" and now - state.since_s < wait_s:
-                return True
-        return False
+        late = self.catalog.hosts.dead_since(now - self.catalog.rules.repair_after_s)
+        return bool(late) and any(seat.host_id in late for seat in attempt.seats.values())
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
         if self.catalog.view.placement(job) is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from memstore.core.cluster_view import GuestLookup
 from memstore.core.events import Body
 from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
@@ -161,23 +162,25 @@ class Room:
             self.order(job, attempt, kind="grow")
 
     def order(
-        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve"
-    ) -> set[str]:
-        """Tell every live host of the job (or some of them) what to claim; return the hosts told."""
+        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve",
+        is_news_only: bool = False,
+    ) -> set[str]:  # fmt: skip
+        """Tell every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
         if self.catalog.view.placement(job) is None:
             return set()
         keep = self.versions(job, attempt)
         local: dict[str, dict[int, int]] = {}
         guests: dict[str, int] = {}
-        beside = self._pinned_slots(job)
+        beside, lookup = self._pinned_slots(job), GuestLookup(self.catalog.view, job, attempt)
         for rank, slots in self._outgrown_slots(job, attempt).items():
             beside[rank] = beside.get(rank, 0) + slots
         for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
             slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
-            if rank < attempt.world_size:
+            if rank in attempt.seats:
                 local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
-            for target in self.catalog.view.guests(job, attempt, rank):
+            for target in lookup.guests(rank):
                 guests[target] = guests.get(target, 0) + slots
+        told = self.catalog.told
         hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
@@ -191,6 +194,10 @@ class Room:
                 "world_size": attempt.world_size,
                 "versions": keep,
             }
+            if is_news_only and told.is_known(host, kind, {**body, "call": 0}):
+                hosts.discard(host)
+                continue
+            told.note(host, kind, {**body, "call": 0})
             self.catalog.tell(host, kind, body)
         return hosts
 
@@ -244,6 +251,8 @@ class Room:
 
     def reserved(self, host_id: str, body: Body) -> None:
         """A host claimed the room, or says with numbers why it cannot."""
+        if not body["ok"]:
+            self.catalog.told.refused(host_id, "reserve", str(body["job"]))
         claim = self.claims.get(int(body.get("call", 0)))
         if claim is not None:
             claim.waits.discard(host_id)

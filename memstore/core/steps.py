@@ -192,6 +192,8 @@ class Steps:
         Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
         each of its ranks. To mend a degraded commit only a whole one will do.
         """
+        if self.catalog.placing.is_stale:
+            return None  # asked again when it is known who is to have copies: with the next tick
         newest, commit, placement = job.newest, job.commits.get(step), self.catalog.view.placement(job)
         if newest is None or placement is None:
             return None

@@ -49,12 +49,15 @@ class Takeover:
                 self.ranks[host] = event.ranks
         elif isinstance(event, Heard):
             hosts.heard(catalog.now, event)
+        elif isinstance(event, Tick):
+            for beat in event.heard:
+                hosts.heard(catalog.now, beat)
         elif isinstance(event, HostLost):
             hosts.lost(catalog.now, event.host_id, event.why, is_certain=catalog.lease.may_record())
             self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
         elif isinstance(event, LeaseRenewed):
             catalog.lease.renew(event.until_s)
-        elif not isinstance(event, Tick):
+        else:
             self.early.append(event)
         is_all_up = catalog.expected_hosts <= set(hosts.live_ids())
         is_late = catalog.now - catalog.started_s >= catalog.rules.settle_s
@@ -133,9 +136,10 @@ class Takeover:
         for job in self.catalog.room.in_turn():
             if job.newest is not None:
                 self.catalog.attempts.send_fences(hosts, job.name, job.newest)
-                self.catalog.view.send_targets(job, only=set(hosts))
-                if job.newest.needs or job.copies:
-                    self.catalog.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
+                if not self.catalog.placing.is_stale:  # else the next tick tells them
+                    self.catalog.view.send_targets(job, only=set(hosts))
+                    if job.newest.needs or job.copies:
+                        self.catalog.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
                 for host in hosts:
                     self.catalog.steps.greet(job, host)
 
@@ -145,11 +149,12 @@ class Takeover:
         known = catalog.hosts.states.get(host)
         if known is not None and known.info.incarnation < event.info.incarnation:
             # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
-            catalog.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
+            catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
         changes = catalog.hosts.up(catalog.now, event.info, event.asked_s)
         if not changes:
             return  # an older life of the holder (R3)
         catalog.log.forget(host)
+        catalog.told.forget_host(host)
         journal = catalog.log.read(event.journal)
         is_news = self._merge(journal)
         for job in catalog.jobs.values():
@@ -162,7 +167,7 @@ class Takeover:
         self.greet([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             catalog.steps.sealed(catalog.now, copy)
-        catalog.changed(changes)
+        catalog.placing.changed(changes)
 
     def _merge(self, journal: list[Entry]) -> bool:
         """Take facts that only this host had kept, and give them to all (R16); True if there were some."""

@@ -11,8 +11,10 @@ import gc
 import logging
 import math
 import queue
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -52,14 +54,18 @@ CONNECT_S = 3.0
 TICK_S = 0.1
 LATE_S = 0.5  # a tick as late as this comes after a time in which nobody listened
 COLLECT_EVERY = (50_000, 20, 20)
+SWITCH_S = 0.05
 
 
 def collect_rarely() -> None:
     """For a process that is a controller: its records make no cycles, and looking for some is a third of a large step.
 
     What does make cycles, an exception here and there, waits for the collector until a million objects were made.
+    Threads change rarely too: every reader that has a heartbeat waits for the interpreter, and wakes this often to ask
+    for it. At the usual 5 ms thousands of them do nothing else.
     """
     gc.set_threshold(*COLLECT_EVERY)
+    sys.setswitchinterval(SWITCH_S)
 
 
 class Controller:
@@ -86,6 +92,8 @@ class Controller:
         self._stale_term = 0  # a term some holder obeys that is above ours
         self._is_stale = threading.Event()
         self._has_tick = False  # one waits among the events
+        # Heartbeats wait for no event: every tick takes all that were read by then.
+        self._beats: deque[tuple[Session, dict[str, Any]]] = deque()
         self.event_log = EventLog()
         self._new_catalog(membership.claim_term(0), membership.hosts())
         self._threads = [
@@ -184,7 +192,10 @@ class Controller:
                 self.dialling.discard(host)
 
     def _heard(self, session: Session, body: dict[str, Any]) -> None:
-        self.events.put((session, body))
+        if body.get("k") == "beat":
+            self._beats.append((session, body))
+        else:
+            self.events.put((session, body))
 
     # -- the catalog's thread -------------------------------------------------------------------
 
@@ -215,7 +226,7 @@ class Controller:
         if session is None:
             if body["k"] == "tick":
                 self._has_tick = False
-                self._handle(Tick())
+                self._handle(Tick(self._beats_taken()))
             elif body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
             elif body["k"] == "status":
@@ -245,6 +256,16 @@ class Controller:
                 self._handle(event)
         except (KeyError, TypeError, ValueError):
             log.exception("host %s sent a message that is not understood: %r", host, str(body)[:500])
+
+    def _beats_taken(self) -> tuple[Heard, ...]:
+        """Return the last heartbeat of every session that has one."""
+        found: dict[str, dict[str, Any]] = {}
+        with self.lock:
+            for _ in range(len(self._beats)):
+                session, body = self._beats.popleft()
+                if self.sessions.get(session.host_id) is session:
+                    found[session.host_id] = body
+        return tuple(beat for host, body in found.items() if (beat := heard_from_body(host, body)) is not None)
 
     def _handle(self, event: Event) -> None:
         try:
@@ -339,6 +360,15 @@ class Controller:
         self.on_exit(why)
 
 
+def heard_from_body(host: str, body: dict[str, Any]) -> Heard | None:
+    """Return the event of a heartbeat; None, and a line in the log, if it is malformed."""
+    try:
+        return Heard(host, dict(body["stats"]), float(body.get("clock_s", -math.inf)))
+    except (KeyError, TypeError, ValueError):
+        log.exception("host %s sent a heartbeat that is not understood: %r", host, str(body)[:500])
+        return None
+
+
 def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | None:
     """Return the catalog event of a holder's message; KeyError, TypeError or ValueError if it is malformed.
 
@@ -346,8 +376,6 @@ def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | 
         asked_s: When this controller asked for the session that it came in.
     """
     kind = body.pop("k")
-    if kind == "beat":
-        return Heard(host, dict(body["stats"]), float(body.get("clock_s", -math.inf)))
     if kind == "ack":
         return FactAck(host, int(body["seq"]))
     if kind == "call":

@@ -14,6 +14,7 @@ from memstore.config import Config
 from memstore.core.catalog import Catalog, Rules
 from memstore.core.events import (
     Answer,
+    Body,
     Event,
     FactAck,
     Heard,
@@ -45,6 +46,7 @@ class CatalogFleet:
         self.now = 0.0
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
+        self.rooms: dict[str, Body] = {}  # what each host was told last to claim
         self.committed: set[int] = set()  # steps of which every host was told
         self.answers: list[Answer] = []
         self._told: dict[int, int] = {}
@@ -101,6 +103,7 @@ class CatalogFleet:
         if order.kind == "fence":
             return [Report(host, "fenced", {"job": JOB, "attempt": body["attempt"], "copies": []})]
         if order.kind == "reserve":
+            self.rooms[host] = body
             reply = {"job": JOB, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
             return [Report(host, "reserved", reply)]
         if order.kind == "targets":
