@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
 
 from benchmarks import targets
@@ -29,12 +30,13 @@ def run(options: Options) -> list[Record]:
 
 def measure(worlds: tuple[int, ...], options: Options) -> Record:
     """Return one record for fleets of these many ranks, which take turns."""
-    before = gc.get_threshold()
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     collect_rarely()  # as a controller's process does
     try:
         return _measure(worlds, options)
     finally:
         gc.set_threshold(*before)
+        sys.setswitchinterval(switch_s)
 
 
 def _measure(worlds: tuple[int, ...], options: Options) -> Record:

@@ -1,16 +1,18 @@
 """What does the controller send, and what does that cost it, where everybody must be told?
 
 A real controller (`controller_rig.py`) with 2,048 hosts of 8 ranks, 2 copies: all hosts join, all ranks connect and
-ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, all
-ranks connect again (a fence and an inventory of every host), and a successor starts from what the hosts have. Counted
-from the event that brings it about until every answer was taken and every byte was read at the far end; processor
-time is of all the controller's threads.
+ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, so is
+a rack host by host, all ranks connect again (a fence and an inventory of every host), and a successor starts from what
+the hosts have. Counted from the event that brings it about until every answer was taken and every byte was read at the
+far end; processor time is of all the controller's threads.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,6 +24,8 @@ from memstore.config import Config
 from memstore.shell.controller import collect_rarely
 
 HOSTS = 2048
+RACK = 32
+APART_S = 0.05  # between two hosts of a rack
 
 
 def run(options: Options) -> list[Record]:
@@ -31,12 +35,13 @@ def run(options: Options) -> list[Record]:
 
 def measure(hosts_count: int) -> Record:
     """Return the record for this many hosts."""
-    before = gc.get_threshold()
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     collect_rarely()  # as a controller's process does
     try:
         costs = episodes(hosts_count)
     finally:
         gc.set_threshold(*before)
+        sys.setswitchinterval(switch_s)
     return record(hosts_count, costs)
 
 
@@ -67,6 +72,9 @@ def episodes(hosts_count: int) -> dict[str, Cost]:
         costs["a host is suspected"] = rig.cost(lambda: suspect(rig, fleet.names[1]))
         costs["a host is lost"] = rig.cost(lambda: lose(rig, fleet.names[1]))
         costs["it comes back"] = rig.cost(lambda: come_back(rig, fleet.names[1]))
+        rack = fleet.names[hosts_count // 2 :][: min(RACK, hosts_count // 4)]
+        costs["a rack is lost host by host"] = rig.cost(lambda: in_turn(lose, rig, rack))
+        costs["and comes back host by host"] = rig.cost(lambda: in_turn(come_back, rig, rack))
         costs["all ranks connect again"] = rig.cost(lambda: connect(rig))
     with Rig(fleet, term=2) as rig:
         costs["a successor starts"] = rig.cost(rig.start)
@@ -110,7 +118,7 @@ def connect(rig: Rig) -> None:
 def suspect(rig: Rig, name: str) -> None:
     """A host is silent for so long that it is suspected, then it beats again."""
     state = rig.controller.catalog.hosts.states[name]
-    state.last_heard_s -= SILENCE_S + 1
+    state.heard_at_s -= SILENCE_S + 1
     while state.status != "suspect":
         rig.settle()
     rig.tell([(name, {"k": "beat", "stats": {}})])
@@ -119,6 +127,13 @@ def suspect(rig: Rig, name: str) -> None:
 def lose(rig: Rig, name: str) -> None:
     """A host's connection ends."""
     rig.controller.events.put((rig.sessions[name], {"k": "ended", "why": "reset by peer"}))
+
+
+def in_turn(what: Callable[[Rig, str], None], rig: Rig, names: list[str]) -> None:
+    """Something happens to one host after the other."""
+    for name in names:
+        what(rig, name)
+        time.sleep(APART_S)
 
 
 def come_back(rig: Rig, name: str) -> None:

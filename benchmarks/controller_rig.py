@@ -24,8 +24,9 @@ import xxhash
 
 from memstore.config import Config
 from memstore.core import wire
-from memstore.core.events import Action, Answer, Tell
+from memstore.core.events import Action, Answer, Note, Tell
 from memstore.core.records import journal_after, whole_order
+from memstore.core.wire import Kind, pack_frame
 from memstore.shell.channel import Channel
 from memstore.shell.controller import Controller
 from memstore.shell.holder_session import Session
@@ -33,10 +34,12 @@ from memstore.shell.holder_session import Session
 JOB = "train"
 RANKS_PER_HOST = 8
 CHUNK_BYTES, CHUNKS = 4 << 20, 64  # of every shard
-SILENCE_S = 300.0  # nobody beats here: time is not what is measured
+SILENCE_S = 300.0  # where nobody beats: time is not what is measured
 QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the controller is done
 DEADLINE_S = 80.0
 READ_BYTES = 1 << 20
+BEATS_EVERY_S = 0.01  # a part of all hosts beats, then the next
+STATS = dict.fromkeys(("used_bytes", "reserved_bytes", "limit_bytes", "received_bytes", "sent_bytes"), 1 << 30)
 _COUNT = struct.Struct("<Q")
 
 
@@ -158,17 +161,21 @@ class _Listening(Controller):
 class Rig:
     """One controller of a fleet; a context manager."""
 
-    def __init__(self, fleet: Fleet, *, term: int) -> None:
+    def __init__(self, fleet: Fleet, *, term: int, is_beating: bool = False) -> None:
+        """With `is_beating` all hosts beat, lost ones too, as often as Config says, and silence counts as it says."""
         self.fleet = fleet
         self.orders_count = self.heard_bytes = 0
         self.ours_s = 0.0  # processor time of the rig itself
         self.answers: list[Answer] = []
+        self.doubted: list[str] = []  # what was said of hosts that were silent, or seemed to be
         self._orders: list[Tell] = []
         self._lock = threading.Lock()
         pairs = [socket.socketpair() for _ in fleet.hosts]
         self._count = mmap.mmap(-1, mmap.PAGESIZE)
-        self._reader = _start_reader(pairs, self._count)
         config = Config(suspect_after_s=SILENCE_S, repair_after_s=2 * SILENCE_S, heartbeat_s=1.0)
+        if is_beating:
+            config = Config()
+        self._reader = _start_reader(pairs, self._count, config.heartbeat_s if is_beating else 0.0)
         members: Any = Members(fleet.hosts, term)
         _Listening.seen = self._see  # the catalog's thread starts at once
         self.controller = _Listening(config, members, secret=b"", settle_s=SILENCE_S)
@@ -195,6 +202,8 @@ class Rig:
                 self._orders.append(action)
             elif isinstance(action, Answer):
                 self.answers.append(action)
+            elif isinstance(action, Note) and "no heartbeat" in action.text:
+                self.doubted.append(action.text)
             self.ours_s += time.thread_time() - begun_s
 
     def hear(self, host: str, data: bytes) -> None:
@@ -283,8 +292,11 @@ class Rig:
             raise TimeoutError(f"the catalog was not done within {DEADLINE_S:g} s")
 
 
-def _start_reader(pairs: list[tuple[socket.socket, socket.socket]], count: mmap.mmap) -> int:
-    """Fork a process that reads all the far ends and counts, until the near ones are closed; return its pid."""
+def _start_reader(pairs: list[tuple[socket.socket, socket.socket]], count: mmap.mmap, beat_s: float) -> int:
+    """Fork a process that reads all the far ends and counts, until the near ones are closed; return its pid.
+
+    Unless `beat_s` is 0 every far end also sends a heartbeat that often, not all at once.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -294,8 +306,9 @@ def _start_reader(pairs: list[tuple[socket.socket, socket.socket]], count: mmap.
         for near, far in pairs:
             near.close()
             poll.register(far, select.EPOLLIN)
+        beats = _Beats([far for _, far in pairs], beat_s)
         while by_fd:
-            for fd, _ in poll.poll():
+            for fd, _ in poll.poll(beats.send_due()):
                 got = 0
                 with contextlib.suppress(OSError):
                     got = by_fd[fd].recv_into(buffer)
@@ -306,3 +319,23 @@ def _start_reader(pairs: list[tuple[socket.socket, socket.socket]], count: mmap.
                 _COUNT.pack_into(count, 0, total)
     finally:
         os._exit(0)
+
+
+class _Beats:
+    """Heartbeats of all hosts, spread over the time between two of one host."""
+
+    def __init__(self, ends: list[socket.socket], every_s: float) -> None:
+        self.ends, self.every_s = ends, every_s
+        self.frame = pack_frame(Kind.EVENT, {"k": "beat", "stats": STATS})
+        self.begun_s, self.sent_count = time.monotonic(), 0
+
+    def send_due(self) -> float | None:
+        """Send what is due by now; return for how many seconds nothing more is, None for ever."""
+        if not self.every_s:
+            return None
+        due_count = int((time.monotonic() - self.begun_s) / self.every_s * len(self.ends))
+        while self.sent_count < due_count:
+            with contextlib.suppress(OSError):  # its session has ended
+                self.ends[self.sent_count % len(self.ends)].send(self.frame, socket.MSG_DONTWAIT)
+            self.sent_count += 1
+        return BEATS_EVERY_S
