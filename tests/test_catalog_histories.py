@@ -91,6 +91,22 @@ def test_storage_that_cannot_be_read_keeps_nobody_from_what_ram_knows() -> None:
     assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "local")}
 
 
+@pytest.mark.parametrize("damaged", [{1, 2}, {2}])
+def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> None:
+    """All empty after a power cut: nobody starts from nothing. One: an older step, and status says why (R23)."""
+    world = CatalogWorld(2, durable="/durable", durable_every=1)
+    train(world, 1, 2)
+    forget_ram(world, "h0", "h1")
+    world.durable.damaged = {(1, step) for step in damaged}
+    ranks = world.launch(2)
+    if damaged == {1, 2}:
+        assert ranks[0].error("join").startswith("RecoveryError")
+        assert "marker of step 2 is torn" in ranks[0].error("join")
+        return
+    assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "durable")}
+    assert world.served.durable.state("train").problem == "marker of step 2 is torn"
+
+
 def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -> None:
     """The launch gathers again: who takes its place opens the attempt."""
     world = CatalogWorld(2, durable="/durable", durable_every=1)

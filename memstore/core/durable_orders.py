@@ -295,16 +295,23 @@ class DurableOrders:
         )  # fmt: skip
 
     def markers_listed(self, body: Body) -> str:
-        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or ""."""
+        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
+
+        Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
+        """
         name = str(body["job"])
         if not body["ok"]:
             self.state(name).problem = str(body["why"])
             return str(body["why"])
+        damaged = str(body["why"])  # of markers that are there and say nothing
+        if damaged:
+            self.state(name).problem = damaged
+            self.catalog.note(f"job {name!r}: durable storage: {damaged}", "warning")
         if body["markers"]:
             self.catalog.jobs.setdefault(name, Job(name))
         job = self.catalog.jobs.get(name)
         if job is None:
-            return ""
+            return damaged
         job.markers.clear()
         others = set[int]()
         for attempt, number, specs, *rest in body["markers"]:
@@ -326,7 +333,7 @@ class DurableOrders:
                 "name: they are left alone and are not restored",
                 "warning",
             )
-        return ""
+        return "" if body["markers"] else damaged
 
     def forget(self, name: str) -> None:
         """The job was removed: another one of its name begins anew."""

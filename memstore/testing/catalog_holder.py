@@ -78,6 +78,7 @@ class Durable:
 
     slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
+    damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
     discarded: list[tuple[str, int, int]] = field(default_factory=list)  # what abandoned writes left was removed
     problem: str = ""
 
@@ -370,7 +371,10 @@ class FakeHolder:
             if job == body["job"]
         ]
         why = self.durable.problem
-        self.report("markers", {"job": body["job"], "call": body["call"], "ok": not why, "why": why, "markers": rows})
+        damaged = [row for row in rows if (row[0], row[1]) in self.durable.damaged]
+        rows = [row for row in rows if row not in damaged]
+        said = why or "; ".join(f"marker of step {row[1]} is torn" for row in damaged)
+        self.report("markers", {"job": body["job"], "call": body["call"], "ok": not why, "why": said, "markers": rows})
 
     def _on_ask(self, body: Body) -> None:
         self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
