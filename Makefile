@@ -22,7 +22,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 types: $(STAMP)
 	$(BIN)/mypy
-# As ranks should run: a copy of 1 MiB or more then goes around the caches (README, "Tuning").
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.report
