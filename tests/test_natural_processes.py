@@ -129,6 +129,8 @@ def test_a_step_of_four_ranks_is_restored_on_three(cluster: ProcessCluster, twin
     for reply in together(ranks, "get_own", into=True):
         assert (reply["step"], reply["own"], reply["steps_lost"]) == (7, None, 0)
         assert reply["digest"] == state_digest(0, 7, kib=KIB)
+    assert not events(cluster, "resized", "restore_failed")
+    assert [event["step"] for event in events(cluster, "resized", "restore") if "step" in event] == [7]
     put(ranks, 8)
     check(together(ranks, "get_own", step=8), 8)
     together(ranks, "close")

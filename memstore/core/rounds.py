@@ -216,6 +216,7 @@ class Rounds:
                 f"job {job.name!r}: step {step.step} was put by {result.world_size} ranks, this attempt has "
                 f"{attempt.world_size}. Start {result.world_size} ranks, or load what was saved through DCP: "
                 "dcp.load(state, storage_reader=store.dcp_reader()); get(step, rank=r) reads single shards",
+                is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return
         if active.is_adopting and self._is_crash_looping(job, attempt, step):
@@ -285,10 +286,11 @@ class Rounds:
 
     # -- ends ---------------------------------------------------------------------------------
 
-    def fail(self, active: Round, name: str, message: str) -> None:
-        """End a round with the same error on all ranks."""
+    def fail(self, active: Round, name: str, message: str, *, is_end: bool = True) -> None:
+        """End a round with the same error on all ranks; their get is not over where that is no `is_end`."""
         self.active.pop(active.job, None)
-        self.catalog.observer.restore_failed(active, name, message)
+        if is_end:
+            self.catalog.observer.restore_failed(active, name, message)
         for call in active.calls.values():
             self.catalog.refuse(call, name, message)
 
@@ -379,3 +381,8 @@ class Rounds:
 def _way_back(job: Job) -> str:
     """How a step that is retired, and not torn, is had after all (R25)."""
     return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
+
+
+def _share(attempt: Attempt, other: Attempt | None) -> bool:
+    """Whether the ranks of both name the same shards: then those of one get what those of the other shared (R34)."""
+    return other is not None and bool(attempt.shard_of) and set(attempt.shard_of) == set(other.shard_of)
