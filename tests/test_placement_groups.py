@@ -205,36 +205,32 @@ def test_nonsense_is_refused_by_name(keywords: dict[str, object], message: str) 
         place(Topology.of([]), replicas=1)
 
 
-def _seconds_to_place(racks: int) -> tuple[Placement, float, float]:
-    """Return the placement, and this thread's seconds for it and for listing the hosts before.
+def _seconds_to_place(racks: int) -> tuple[Placement, float]:
+    """Return the placement and this thread's seconds for it.
 
     What the process holds besides is kept from the collector: it would look at all of it again and again.
     """
+    topology = _racks(*[40] * racks)
     gc.collect()
     gc.freeze()
     try:
-        began_s = time.thread_time()
-        topology = _racks(*[40] * racks)
-        listed_s = time.thread_time()
+        started_s = time.thread_time()
         placement = place(topology, replicas=3)
-        placed_s = time.thread_time()
+        took_s = time.thread_time() - started_s
     finally:
         gc.unfreeze()
     assert placement.unmet == ()
     assert _separated(placement, topology)
-    return placement, placed_s - listed_s, listed_s - began_s
+    return placement, took_s
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_hosts_are_placed_in_two_seconds() -> None:
-    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in linear time, under 2 s of one usual core.
-
-    How fast this one is shows in how long it takes to list the hosts: a sixth of a second where 2 s are allowed.
-    """
+    """2,500 racks of 40 at m=3, with a remainder: separated, balanced, in linear time and under 2 s of one core."""
     quarter_s = min(_seconds_to_place(625)[1] for _ in range(3))
     runs = [_seconds_to_place(2500) for _ in range(3)]  # best with best: a shared machine only ever adds
-    placement, whole_s, listed_s = runs[0][0], min(run[1] for run in runs), min(run[2] for run in runs)
+    placement, whole_s = runs[0][0], min(took_s for _, took_s in runs)
     print(f"placed 100,000 hosts in {whole_s:.2f} s, a quarter of them in {quarter_s:.2f} s")  # noqa: T201
     assert set(_guests(placement).values()) == {2}
     assert whole_s < 10 * quarter_s  # quadratic would be 16 times
-    assert whole_s < 12 * listed_s
+    assert whole_s < 2.0
