@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memstore.core import compaction
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
@@ -84,6 +85,50 @@ def test_a_pinned_step_survives_controllers_and_a_restart_of_everything() -> Non
     answers = world.get(again, step=2)
     world.check_restored(answers)
     assert answers[0]["step"] == 2
+
+
+@pytest.mark.parametrize("is_unpinned", [False, True])
+@pytest.mark.parametrize("known", [-1, 0, 1])
+def test_a_pin_that_only_a_late_host_knows_is_known_again(known: int, is_unpinned: bool) -> None:
+    """All that its successor reads is of before the pin: of no attempt, of an older step, or of the step (R16)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    before = [0]
+    for step in (1, 2):
+        assert world.put_all(ranks, step)
+        before.append(len(world.served.log.entries))
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    if is_unpinned:
+        assert ask(world, ranks[0], "unpin", name="best") == ""
+    world.run(1.0)
+    for host in ("h0", "h1"):
+        del world.holders[host].journal[before[known + 1] :]
+    world.kill_host("h2", keep_memory=True)
+    world.crash_controller()
+    world.run(8.0)
+    assert world.job().newest_ordinal == 1
+    assert world.job().pins == {}
+    world.return_host("h2")
+    world.run(3.0)
+    assert StepId(1, 2) in world.job().commits
+    assert list(world.job().pins) == ([] if is_unpinned else ["best"])
+
+
+def test_the_pin_of_a_late_host_whose_end_is_forgotten_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken back while the host was away, and journals were shortened since: training is far beyond it."""
+    world, ranks = trained(4, 3, last=2)
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    world.run(0.5)
+    world.kill_host("h3", keep_memory=True)
+    assert ask(world, ranks[0], "unpin", name="best") == ""
+    monkeypatch.setattr(compaction, "JOURNAL_NBYTES_MIN", 0)
+    put_from(world, ranks, 3, 12)
+    world.crash_controller()
+    world.run(8.0)
+    world.return_host("h3")
+    world.run(3.0)
+    assert world.job().pins == {}
 
 
 def test_a_fresh_start_keeps_pins_and_can_go_back_to_them() -> None:

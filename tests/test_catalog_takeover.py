@@ -197,6 +197,27 @@ def test_a_holder_that_is_replaced_before_its_end_is_heard_of_has_died() -> None
     assert world.served.hosts.is_answering("h1")
 
 
+def test_what_the_end_of_a_replaced_holder_decides_is_in_its_journal_once() -> None:
+    """The step that waited for its copy commits without it, in the very event that begins the next session (R16)."""
+    world, ranks = trained(2, last=1)
+    world.random.seed(0)
+    for rank in ranks:
+        world.put(rank, 2)
+
+    def lacks_one_copy() -> bool:
+        rows = world.job().copies.get(StepId(1, 2), {})
+        return [sorted(rows.get(rank, ())) for rank in (0, 1)] == [["h0"], ["h0", "h1"]]
+
+    assert world.run_until(lacks_one_copy, 2.0)
+    world.holders["h1"].restart(keep_memory=True)
+    del world._sessions["h1"]
+    world._dial(world.holders["h1"])
+    world.run(3.0)
+    assert world.job().commits[StepId(1, 2)]
+    for holder in world.holders.values():
+        assert holder.journal == [entry.record for entry in world.served.log.entries]
+
+
 def test_without_a_lease_nothing_is_decided() -> None:
     """A controller that neither renewed its term nor hears from all holders records nothing until it does (R17)."""
     world = CatalogWorld(3)

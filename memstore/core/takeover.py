@@ -150,6 +150,7 @@ class Takeover:
         if known is not None and known.info.incarnation < event.info.incarnation:
             # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
             catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
+        catalog.journals.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
         changes = catalog.hosts.up(catalog.now, event.info, event.asked_s)
         if not changes:
             return  # an older life of the holder (R3)
@@ -208,11 +209,27 @@ class Takeover:
         if isinstance(fact, f.StepCommitted):
             return not job.is_abandoned(StepId(fact.attempt, fact.step))
         if isinstance(fact, f.StepPinned):
-            return fact.name not in job.pins and StepId(fact.attempt, fact.step) in job.commits
+            return fact.name not in job.pins and self._is_pin_there(job, fact)
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
         # The rest speaks of the course of an attempt: ours is decided here; of any other one it is the past.
         return job.newest is None or fact.attempt != job.newest.ordinal
+
+    def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:
+        """True if the step is committed and the late host knows of no end of the pin.
+
+        Its commit may come with the pin if it is beyond all that are known: of others the pin's end may be forgotten.
+        """
+        facts = [entry.fact for entry in self.catalog.log.entries]
+        at = next(number for number, other in enumerate(facts) if other is fact)
+        if any(isinstance(x, f.StepUnpinned) and (x.job, x.name) == (fact.job, fact.name) for x in facts[at:]):
+            return False
+        step, newest = StepId(fact.attempt, fact.step), job.newest
+        if step in job.commits or job.is_abandoned(step):
+            return step in job.commits
+        committed = (x for x in facts[:at] if isinstance(x, f.StepCommitted | f.JobForked))
+        is_committed = any((x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step) for x in committed)
+        return is_committed and (newest is None or step > StepId(newest.ordinal, job.newest_commit(newest.ordinal)))
 
     def _is_last_word(self, fact: f.StepRetired) -> bool:
         """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""
