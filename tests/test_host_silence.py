@@ -33,6 +33,14 @@ def test_silence_makes_suspect_then_dead_as_seconds_pass() -> None:
     assert at == {("a", "suspect"): 1.6, ("a", "dead"): 5.1}
 
 
+def test_silence_shorter_than_some_ticks_is_found_in_its_time_too() -> None:
+    """Whoever sets `suspect_after_s` to a tick's time has silent hosts found within a tick or two of that (R28)."""
+    table = HostTable(suspect_after_s=0.1, repair_after_s=0.3, failure_domains=("rack",))
+    table.up(0.0, HostInfo("a", 1, "10.0.0.1", 7000, machine="m-a"))
+    at = {change.status: tenth / 10 for tenth in range(8) for change in table.tick(tenth / 10)}
+    assert at == {"suspect": 0.2, "dead": 0.4}
+
+
 @pytest.mark.parametrize("late_s", [1.0, 10.0, 1000.0])
 def test_a_tick_that_comes_late_makes_nobody_silent(late_s: float) -> None:
     """What lay unread meanwhile, or was not sent because all was stopped, is heard before the next ticks."""

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from memstore.core.events import Heard, HostInfo
 from placement.topology import Host, Topology, domains_of_hosts
 
+LISTENED_S_MIN = 0.2  # of the time between two ticks: two of the controller's, however short silence may be
+
 Status = Literal["live", "suspect", "dead"]
 
 
@@ -26,7 +28,7 @@ class HostState:
     """One host as the controller sees it."""
 
     info: HostInfo
-    last_heard_s: float  # when its last beat arrived: of suspicion
+    last_heard_s: float  # when its last beat arrived
     was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
     heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
     status: Status = "live"
@@ -104,7 +106,8 @@ class HostTable:
     def tick(self, now: float) -> list[Change]:
         """Silence turns live into suspect and suspect into dead.
 
-        It counts while this side listened: of the time between two ticks no more than a third of `suspect_after_s`.
+        It counts while this side listened: of the time between two ticks no more than a third of `suspect_after_s`, or
+        LISTENED_S_MIN where that is more.
         Ticks come late when there is much else to do, or the process stopped, and then beats lie unread.
         """
         self.listened_s, self._ticked_s = self._listened_at(now), now
@@ -120,7 +123,7 @@ class HostTable:
     def _listened_at(self, moment_s: float) -> float:
         """Return the clock of silence at a moment since the last tick."""
         since_s = moment_s - self._ticked_s if self._ticked_s is not None else 0.0
-        return self.listened_s + min(max(0.0, since_s), self.suspect_after_s / 3)
+        return self.listened_s + min(max(0.0, since_s), max(self.suspect_after_s / 3, LISTENED_S_MIN))
 
     def dead_since(self, moment_s: float) -> set[str]:
         """Hosts that died after that moment and are not back."""
