@@ -162,6 +162,52 @@ def test_of_an_attempt_that_only_a_late_host_knows_its_course_is_known_too(is_cl
     assert {answer["step"] for answer in answers} == {1}
 
 
+@pytest.mark.parametrize("has_put", [False, True])
+def test_a_launch_that_only_a_late_host_knows_is_another_one(has_put: bool) -> None:
+    """It went on without the hosts of now, which go on without it: its steps are not theirs (R16, R20, R22)."""
+    world, _ = trained(2, last=3)
+    world.kill_host("h0", keep_memory=True)
+    world.run(7.0)
+    ranks = world.launch(2, takeover=True)
+    world.get(ranks)
+    assert all(world.put_all(ranks, step) for step in range(4, 8))
+    world.run(1.0)
+    world.crash_controller(restart_after_s=None)
+    world.kill_host("h1", keep_memory=True)
+    world.return_host("h0")
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 20.0)
+    ranks = world.launch(2, takeover=True)
+    assert world.get(ranks)[0]["step"] == 3
+    if has_put:
+        assert world.put_all(ranks, 4)
+    world.return_host("h1")
+    world.run(3.0)
+    assert {rank.attempt for rank in ranks}.isdisjoint({1, 2})
+    assert 2 in world.job().attempts
+    assert world.job().newest_ordinal == ranks[0].attempt
+    for step in range(5, 9):
+        assert world.put_all(ranks, step)
+    answers = world.get(world.launch(2, takeover=True))
+    world.check_restored(answers)
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(ranks[0].attempt, 8)}
+
+
+def test_numbers_are_left_free_once_and_only_for_hosts_that_had_the_newest_steps() -> None:
+    """A host that came and died, or that never had the job, knows of no launch that this controller does not (R20)."""
+    world, _ = trained(3, 2, last=2)
+    world.kill_host("h2")
+    world.crash_controller()
+    world.run(8.0)
+    assert {rank.attempt for rank in world.launch(2, takeover=True)} == {2}
+    world.kill_host("h1", keep_memory=True)
+    assert {rank.attempt for rank in world.launch(2, takeover=True)} == {3}
+    world.crash_controller()
+    world.run(8.0)
+    numbers = [world.launch(2, takeover=True)[0].attempt for _ in range(3)]
+    assert numbers == [1004, 1005, 1006]
+
+
 def test_a_removal_that_only_a_late_host_knew_of_stays_undone() -> None:
     """Nobody heard of it and training went on: the next controller does not carry it out either (R16)."""
     world = CatalogWorld(3)

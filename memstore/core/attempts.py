@@ -14,6 +14,7 @@ from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.job import Attempt, Call, Job, Seat
 from memstore.core.listing import listed
+from memstore.core.ordinals import Ordinals
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Attempts:
         self.gatherings: dict[str, Gathering] = {}
         self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
+        self.ordinals = Ordinals(catalog)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
 
     # -- join ---------------------------------------------------------------------------------
@@ -214,9 +216,7 @@ class Attempts:
         before = job.newest.level_asked if job is not None and job.newest is not None else None
         level = self.catalog.view.asked_level(hosts, int(first["config"]["replicas"]), before)
         parent = job.parent_for_next() if job is not None and not first.get("fresh") else None
-        undone = [x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
-        known = job.newest_ordinal if job is not None else 0
-        ordinal = max([known, self.catalog.removed.get(name, 0), *undone]) + 1
+        ordinal = self.ordinals.next(name)
         self.opening.setdefault(name, []).extend(joins)
         opened = self.catalog.view.twins.chosen(
             AttemptOpened(
