@@ -74,9 +74,8 @@ def train(config: Config, job: str = "llama3-8b", hosts: tuple[str, ...] = ("h1"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """A store of three hosts with one job of two ranks; for tests that change nothing."""
-    patient = {"suspect_after_s": 30.0, "repair_after_s": 60.0}  # else a moment's hiccup is a host that is not ok
-    with ProcessCluster(tmp_path_factory.mktemp("store"), HOSTS, **patient) as cluster:
+    """A patient store of three hosts with one job of two ranks; for tests that change nothing."""
+    with ProcessCluster(tmp_path_factory.mktemp("store"), HOSTS, suspect_after_s=30.0, repair_after_s=60.0) as cluster:
         ranks = train(cluster.config)
         yield cluster
         for rank in ranks:
