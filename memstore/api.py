@@ -27,7 +27,7 @@ from memstore.store import Store
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
 RETRY_S = 0.1
-_STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of this process
+_STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may be threads that connect all at once
 
 
 def holder_folder(config: Config) -> Path:
@@ -131,12 +131,15 @@ def connect(
 def end_former(store: Store) -> None:
     """Fence and close what this process opened for a former launch: holders speak to its newest link alone (D133)."""
     link = store.puts.link
-    for former in list(_STORES):
-        old = former.puts.link
-        if (old.folder, old.nonce) == (link.folder, link.nonce) and former.attempt < store.attempt:
-            old.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+    for known in list(_STORES.values()):  # in one step, as no walk through a WeakSet is
+        former = known()
+        if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
+            continue
+        if former.attempt < store.attempt:
+            former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
             former.close()
-    _STORES.add(store)
+    number = id(store)
+    _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
 
 
 def check_shard(shard: int | None, shards: int | None) -> None:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from memstore.core.slots import SlotState
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell import checked_stream, stager
 from memstore.shell.arena_mapping import ArenaMapping
+from memstore.shell.copy_pass import copying
 from memstore.shell.peer_client import Peer
 from memstore.shell.stager import Reading, Stager
 from memstore.shell.tool import Tool
@@ -415,3 +417,24 @@ def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make
         former = stores
     leases = site.vault.table.leases
     wait_for(lambda: sum(bool(slots) for slots in list(leases.values())) <= 1, "the old Stores' slots to come back")
+
+
+def test_ranks_that_are_threads_connect_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has opened is looked through by some while others are added, and some are gone (D133)."""
+    monkeypatch.setattr(memstore.api, "_STORES", type(memstore.api._STORES)())
+
+    class Opened:
+        attempt = 1
+
+        def __init__(self, nonce: str) -> None:
+            self.puts = SimpleNamespace(link=SimpleNamespace(folder=Path(), nonce=nonce))
+
+    def connect(rank: int) -> list[Opened]:
+        stores = [Opened(f"{rank}-{number}") for number in range(100)]
+        for store in stores:
+            memstore.api.end_former(cast(Any, store))
+        return stores[::2]
+
+    with copying():
+        kept = together(*[lambda rank=rank: connect(rank) for rank in range(8)])
+    assert len(memstore.api._STORES) == sum(len(stores) for stores in kept) == 400
