@@ -24,9 +24,12 @@ from typing import Any
 import numpy as np
 
 from memstore.config import Config
+from memstore.core.facts import HostsJoined
 from memstore.core.manifest import decode_manifest
+from memstore.core.records import entry_from_record
 from memstore.errors import MemstoreError
 from memstore.shell.arena_folder import arena_folder
+from memstore.shell.journal import read_records
 from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.shell.tool import Tool, store_root
 from memstore.testing.fault_proxy import FaultProxy
@@ -246,13 +249,21 @@ class ProcessCluster:
             "slots": sorted(zip(used["state"].tolist(), used["nbytes"].tolist(), used["digest"].tolist(), strict=True)),
         }
 
+    def joined(self, host: str) -> set[str]:
+        """The hosts that a host's journal knows to have joined."""
+        facts = (entry_from_record(record).fact for record in read_records(self.arena(host) / "journal"))
+        return {joined for fact in facts if isinstance(fact, HostsJoined) for joined in fact.labels}
+
     def settled_inventory(self, manifests_count: int) -> dict[str, Any]:
         """The inventory of every host that runs, once each has this many manifests and no slot but theirs.
 
-        Older steps are dropped by then, and what half-received shards held is given back.
+        Older steps are dropped by then, what half-received shards held is given back, and that the hosts joined, which
+        the controller records once a tick, is in every journal.
         """
 
         def settled() -> dict[str, Any]:
+            if not all(set(self.holders) <= self.joined(host) for host in self.holders):
+                return {}
             found = {host: self.inventory(host) for host in self.holders}
             is_settled = all(
                 len(one["manifests"]) == manifests_count and not any(n.startswith(".") for n in one["manifests"])
