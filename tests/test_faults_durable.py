@@ -161,6 +161,8 @@ def test_the_cap_on_what_a_host_writes_is_kept(tmp_path: Path, nursery: RankNurs
         fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000, durable_bytes_per_s=1 << 20, kib=2048)
         ranks, _ = fleet.resume(["h0", "h1"])
         together(ranks, "put", step=0)
+        together(ranks, "wait", step=0)
+        assert cluster.job("train")["durable_step"] is None
         ranks[0].call("wait", step=0, level="durable")
         events = cluster.ask("events", {"job": "train", "since": 0})["events"]
         at_s = {event["event"]: event["wall_s"] for event in events if event.get("step") == 0}
