@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memstore.distribution import installed_version
+
 GIB = 1 << 30
 MIB = 1 << 20
 AT_MOST, AT_LEAST = "at most", "at least"
@@ -149,7 +151,10 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory_bytes / GIB, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("memstore", "torch", "ray", "numpy", "xxhash")},
+        "versions": {
+            "memstore": installed_version(),
+            **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
+        },
         "commit": _commit(),
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
         "load_before": round(os.getloadavg()[0], 2),

@@ -7,13 +7,13 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
+from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena import Arena
@@ -184,7 +184,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
         config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
-        version(__package__ or "memstore"),
+        installed_version(),
     )  # fmt: skip
 
 

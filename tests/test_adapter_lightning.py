@@ -15,7 +15,7 @@ from memstore.testing.processes import ProcessCluster
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's imports warn about themselves
-    pl = pytest.importorskip("lightning.pytorch", reason="pip install memstore[frameworks]")
+    pl = pytest.importorskip("lightning.pytorch", reason="pip install -e '.[frameworks]'")
     from memstore.adapters.lightning import MemstoreCallback
 
 EPOCH = 4  # batches

@@ -17,8 +17,8 @@ from memstore.testing.processes import ProcessCluster
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it imports warns about itself
-    hf = pytest.importorskip("transformers", reason="pip install memstore[frameworks]")
-    pytest.importorskip("accelerate", reason="pip install memstore[frameworks]")
+    hf = pytest.importorskip("transformers", reason="pip install -e '.[frameworks]'")
+    pytest.importorskip("accelerate", reason="pip install -e '.[frameworks]'")
     from memstore.adapters.transformers import MemstoreCallback
 
 STEPS = 8

@@ -230,7 +230,7 @@ def test_a_missing_part_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "memstore.demo.cli", None)
     result = run(None, "demo")
     assert result.exit_code == 1
-    assert "memstore[train]" in result.stderr
+    assert "pip install 'ray[train]' matplotlib" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -27,15 +26,8 @@ from memstore.cli.plan import plan
 from memstore.cli.status import status
 from memstore.cli.timeline import ls
 from memstore.cli.verify import verify
+from memstore.distribution import installed_version
 from memstore.errors import MemstoreError
-
-
-def memstore_version() -> str:
-    """Return the installed version, "unknown" in a bare source tree."""
-    try:
-        return version("memstore")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class Verbs(click.Group):
@@ -68,7 +60,7 @@ class Verbs(click.Group):
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(memstore_version(), prog_name="memstore")
+@click.version_option(installed_version(), prog_name="memstore")
 def main() -> None:
     """Checkpoints of every step, in the memory of the training hosts, replicated to peers.
 
@@ -106,7 +98,7 @@ for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, 
 main.add_command(
     _passed_on(
         "demo", "memstore.demo.cli", "Train a small model on four hosts of this machine, kill one, compare every loss.",
-        "Ray Train and matplotlib: pip install 'memstore[train]'",
+        "Ray Train and matplotlib: pip install 'ray[train]' matplotlib",
     )
 )  # fmt: skip
 main.add_command(

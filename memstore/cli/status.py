@@ -56,11 +56,11 @@ def status(ctx: click.Context, config: Config, address: str | None, watch: bool,
 
 def status_body(where: Where) -> dict[str, Any]:
     """Return what --json prints: the controller's answer, with the version and the Ray cluster it runs on."""
-    from memstore.cli import memstore_version
+    from memstore.distribution import installed_version
 
     answer = where.status()
     return {
-        "version": memstore_version(), "store": where.config.store, "ray": ray_address(where.config), **answer,
+        "version": installed_version(), "store": where.config.store, "ray": ray_address(where.config), **answer,
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def _prepare() -> None:
             importlib.import_module(module)
         except ImportError as exc:
             raise ConfigError(
-                f"the demo needs Ray Train and matplotlib ({exc}): pip install 'memstore[train]'"
+                f"the demo needs Ray Train and matplotlib ({exc}): pip install 'ray[train]' matplotlib"
             ) from exc
 
 

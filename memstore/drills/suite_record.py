@@ -11,13 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from memstore.distribution import DISTRIBUTION
 from memstore.drills.faults import memory_available
 from memstore.drills.report import BROKEN, ERROR, PASS
 from memstore.drills.suite import SuiteResult
 
 FORMAT = 1
 GIT_S = 10.0
-PACKAGES = ("memstore", "ray", "torch", "numpy", "msgpack", "xxhash")
+PACKAGES = (DISTRIBUTION, "ray", "torch", "numpy", "msgpack", "xxhash")
 
 
 def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[str, Any]:

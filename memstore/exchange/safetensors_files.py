@@ -22,7 +22,7 @@ def stock_safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ConfigError(f"{error}: pip install 'memstore[safetensors]'", field="format") from error
+        raise ConfigError(f"{error}: pip install safetensors", field="format") from error
     return safetensors.torch
 
 

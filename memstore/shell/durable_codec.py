@@ -136,7 +136,7 @@ def _derived(key: bytes, salt: bytes, info: bytes) -> bytes:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as exc:
         raise ConfigError(
-            "durable_key_file needs the package cryptography on every host: pip install 'memstore[encryption]'"
+            "durable_key_file needs the package cryptography on every host: pip install cryptography"
         ) from exc
     return bytes(HKDF(SHA256(), KEY_BYTES, salt, info).derive(key))
 
@@ -150,7 +150,7 @@ def _zstd() -> Any:
         import zstandard
     except ImportError as exc:
         raise ConfigError(
-            "compressed durable steps need the package zstandard on every host: pip install 'memstore[compression]'"
+            "compressed durable steps need the package zstandard on every host: pip install zstandard"
         ) from exc
     return zstandard
 

@@ -249,9 +249,7 @@ def _store(url: str) -> ObjectStore:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as exc:
-        raise ConfigError(
-            f"durable={url!r} needs the package obstore on every host: pip install 'memstore[objects]'"
-        ) from exc
+        raise ConfigError(f"durable={url!r} needs the package obstore on every host: pip install obstore") from exc
     retry: Any = {
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=_RETRY_S),
