@@ -118,7 +118,36 @@ def test_too_few_hosts_that_stay_are_made_up_with_those_that_go() -> None:
     ask(world, ranks[0], "drain", host="h1", within_s=60.0)
     assert world.put_all(ranks, 2)
     assert all(len(world.holders_of(StepId(1, 2), rank)) == 2 for rank in range(2))
-    assert row(world, ranks[0], "h1")["drain_left"] == 0, "one host stays: one copy there is all that can be had"
+    world.run(1.0)
+    found = row(world, ranks[0], "h1")
+    assert [(r["copies"], r["replicas"]) for r in found["drain_short"]] == [(1, 2)]
+    assert not found["drain_may_come"], "one host stays: one copy there is all that can be had"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hosts_that_all_go_are_never_said_to_be_dispensable(replicas: int) -> None:
+    """One after another to the last: a kept step that is nowhere else is counted."""
+    world, ranks = trained(3, 3, replicas=replicas)
+    for host in sorted(world.holders):
+        ask(world, ranks[0], "drain", host=host, within_s=300.0)
+        world.run(5.0)
+    rows = [row(world, ranks[0], host) for host in sorted(world.holders)]
+    assert all(found["drain_left"] > 0 and not found["drain_may_come"] for found in rows)
+    assert {r["copies"] for found in rows for r in found["drain_short"]} == {0}
+    told = [dict(e) for e in ask(world, ranks[0], "events")["events"] if e["event"] == "drained"]
+    assert {e["host"] for e in told if e["short"]} == set(world.holders)
+    assert len(told) <= 6, "one line when it can go or cannot, one more when that changes"
+
+
+def test_a_copy_on_a_silent_host_is_not_elsewhere() -> None:
+    """A suspect host may be dead: a host with notice must not go on its word."""
+    world, ranks = trained(3, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=300.0)
+    world.run(5.0)
+    assert row(world, ranks[0], "h1")["drain_left"] == 0
+    world.silence("h2")
+    world.run_until(lambda: not world.served.hosts.is_answering("h2"), 10.0)
+    assert row(world, ranks[0], "h1")["drain_left"] > 0
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])

@@ -47,6 +47,46 @@ def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nur
         assert got["step"] == 4
 
 
+def test_hosts_drained_one_after_another_never_end_with_no_copy_and_exit_code_0(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Two hosts, two copies: the first is told of one copy of two at once, the last of none (exit 4, both)."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        first, _ = run(cluster, "drain", "h0", "--within", "600", code=4)
+        [row] = first["short"]
+        assert (row["job"], row["step"], row["copies"], row["replicas"]) == ("train", 2, 1, 2)
+        for rank in ranks:
+            rank.kill()
+        words = CliRunner().invoke(main, ["drain", "h1", "--within", "600", "--store", cluster.config.store])
+        assert words.exit_code == 4, words.output
+        assert "host h1 must not go: train step 2: 0 of 2 copies elsewhere" in words.stderr
+        status = cluster.status()
+        assert all("0 of 2 copies elsewhere !" in state_text(row) for row in status["hosts"])
+        assert [row["severity"] for row in status["problems"] if "0 of 2 copies elsewhere" in row["cause"]] == [
+            "degraded", "degraded",
+        ]  # fmt: skip
+        cluster.lose_host("h0")
+        wait_for(lambda: cluster.host_status()["h0"] == "dead", "the death of h0")
+        assert run(cluster, "drain", "h1", "--within", "600", code=4)[0]["short"][0]["copies"] == 0
+
+
+def test_a_lone_host_can_go_once_its_step_is_durable(tmp_path: Path, nursery: RankNursery) -> None:
+    """Exit 4 before durable storage has the step, 0 after, with the step named."""
+    gate = tmp_path / "gate"
+    storage = tmp_path / "durable"
+    storage.mkdir()
+    hosts: dict[str, dict[str, str]] = {"h0": {}}
+    with ProcessCluster(tmp_path, hosts, durable_gate=gate, durable=str(storage), durable_every=1) as cluster:
+        fleet = Fleet(cluster, nursery)
+        fleet.begin(["h0"], last_step=2)
+        assert run(cluster, "drain", "h0", "--within", "1", code=4)[0]["short"][0]["copies"] == 0
+        gate.touch()
+        body, _ = run(cluster, "drain", "h0", "--within", "60")
+        assert (body["left"], [row["step"] for row in body["durable"]]) == (0, [2])
+
+
 def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_path: Path) -> None:
     """--cancel ends it; a notice without time, and one to an unknown host, are refused in words."""
     with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
@@ -58,7 +98,12 @@ def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_pa
 
 def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> None:
     """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
-    host = {"status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent"}
+    host = {
+        "status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent",
+        "drain_may_come": True, "drain_durable": [],
+        "drain_short": [{"job": "train", "step": 9, "copies": 1, "replicas": 2}],
+    }  # fmt: skip
     assert state_text(host) == "draining: 3 shards to copy"
+    assert state_text({**host, "drain_may_come": False}) == "draining: train step 9: 1 of 2 copies elsewhere !"
     assert state_text({**host, "status": "dead"}).endswith(": silent !")
     assert state_text({**host, "drains_s": None, "pushes": 0}) == "ok"

@@ -156,6 +156,9 @@ def host_body(name: str, **changes: Any) -> dict[str, Any]:
         "pushes": 0,
         "drains_s": None,
         "drain_left": 0,
+        "drain_may_come": False,
+        "drain_short": [],
+        "drain_durable": [],
         **changes,
     }
 

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from memstore.cli.options import Where, address_option, check_host, store_options
-from memstore.cli.output import ExitCode, plural, print_json, say
+from memstore.cli.output import ExitCode, print_json, say
 from memstore.config import Config
+from memstore.core.problems import drain_text
 
 POLL_S = 0.2
 
@@ -26,8 +27,9 @@ def drain(
 ) -> None:
     """Copy what HOST holds to hosts that stay, and wait for it; for preemption notices and maintenance.
 
-    Nothing is stopped: its ranks go on putting. Exit code 0 once every kept step has all its copies elsewhere, 4 if
-    the time ran out first. Nodes that Ray drains are noticed without this command.
+    Nothing is stopped: its ranks go on putting. Exit code 0 once every kept step has all its copies on hosts that
+    stay, or is durable; 4 if the time ran out first, or at once if too few hosts stay for that. Nodes that Ray drains
+    are noticed without this command.
     """
     where = Where(config, address)
     host = check_host(where.status(), host)
@@ -39,23 +41,26 @@ def drain(
     if row["status"] == "dead":
         say(f"host {host} died before all that it held was known to be elsewhere: `memstore status` says what is left")
         ctx.exit(ExitCode.DEGRADED)
-    body: dict[str, Any] = {"host": host, "drains_s": row["drains_s"], "left": row["drain_left"]}
+    keys = ("left", "short", "durable")
+    body: dict[str, Any] = {"host": host, "drains_s": row["drains_s"], **{key: row[f"drain_{key}"] for key in keys}}
     if as_json:
         print_json(body)
     elif cancel:
         say(f"host {host} stays")
-    elif row["drain_left"]:
-        say(f"{plural(row['drain_left'], 'shard')} of host {host} are not on enough others after {within_s:g} s")
+    elif row["drain_may_come"]:
+        say(f"host {host} must not go yet, after {within_s:g} s: {drain_text(row)}")
+    elif row["drain_short"]:
+        say(f"host {host} must not go: {drain_text(row)}; add a host, or give the job durable=")
     else:
-        say(f"all that host {host} holds is on enough others: it can go")
-    ctx.exit(ExitCode.DEGRADED if row["drain_left"] else ExitCode.FINE)
+        say(f"host {host} can go: {drain_text(row)}")
+    ctx.exit(ExitCode.DEGRADED if row["drain_short"] else ExitCode.FINE)
 
 
 def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> dict[str, Any]:
-    """Return the host's row of status once the word has spread and nothing is left to copy, or at the last moment."""
+    """Return the host's row of status once the word has spread and no more copies can come, or when time is over."""
     while True:
         row = next(row for row in where.status()["hosts"] if row["host"] == host)
         is_known = (row["drains_s"] is not None) == is_draining
-        if row["status"] == "dead" or (is_known and not row["drain_left"]) or time.monotonic() > until_s:
+        if row["status"] == "dead" or (is_known and not row["drain_may_come"]) or time.monotonic() > until_s:
             return dict(row)
         time.sleep(POLL_S)

@@ -11,6 +11,7 @@ import click
 from memstore.cli.options import Where, address_option, check_job, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.problems import drain_text
 from memstore.errors import MemstoreError
 
 POLL_S = 0.5
@@ -186,6 +187,10 @@ LINES: dict[str, Callable[[Event], str]] = {
     "host_suspect": _host("suspect"),
     "host_dead": _host("DEAD"),
     "drain": lambda e: f"is to go in {e['due_s']:.0f} s: its copies are made elsewhere",
+    "drained": lambda e: (
+        ("must NOT go yet: " if e["short"] else "can go: ")
+        + drain_text({"drain_short": e["short"], "drain_durable": e["durable"]})
+    ),
     "drain_over": lambda e: "is not to go any more, or has gone",
     "repair": lambda e: f"repair began: {plural(e['missing'], 'copy')} missing",
     "repaired": _repaired,

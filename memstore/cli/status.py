@@ -25,7 +25,7 @@ from memstore.cli.output import (
 )
 from memstore.config import Config
 from memstore.core.listing import listed
-from memstore.core.problems import DEGRADED, UNRECOVERABLE, worst
+from memstore.core.problems import DEGRADED, UNRECOVERABLE, drain_text, worst
 from memstore.errors import MemstoreError
 
 WATCH_S = 1.0
@@ -223,7 +223,9 @@ def state_text(host: dict[str, Any]) -> str:
     if host["status"] != "live":
         return f"{host['status']} {age_text(host['status_s'])}: {host['why']} !"
     if host["drains_s"] is not None:
-        return f"draining: {plural(host['drain_left'], 'shard')} to copy" if host["drain_left"] else "draining: can go"
+        if host["drain_may_come"]:
+            return f"draining: {plural(host['drain_left'], 'shard')} to copy"
+        return f"draining: {drain_text(host)} !" if host["drain_left"] else "draining: can go"
     return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else "ok"
 
 

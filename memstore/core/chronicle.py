@@ -18,7 +18,7 @@ KINDS = ROUTINE | {
     "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "members", "closed",
     "removed", "forked", "pinned", "unpinned", "retired", "lifted", "host_joined", "host_live", "host_suspect",
     "host_dead", "twins_differ", "twins_agree", "unchanged",
-    "drain", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "spill",
+    "drain", "drained", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "spill",
     "term",
 }  # fmt: skip
 

@@ -10,8 +10,10 @@ an heir and the heir's targets, which makes `replicas` copies that outlive it, b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memstore.core.events import Body
 from memstore.core.facts import HostDraining
 from memstore.core.job import Call, Job
 from recovery.inventory import StepId
@@ -22,6 +24,26 @@ if TYPE_CHECKING:
 OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
 SAME_S = 1.0  # moments nearer than this are one
 WITHIN_MAX_S = 30 * 86_400.0
+
+
+@dataclass(slots=True)
+class Remains:
+    """What a host that is to go has of kept steps, and too few copies elsewhere have."""
+
+    short: list[Body] = field(
+        default_factory=list
+    )  # by step: shards below `replicas` elsewhere, and in no tier besides
+    durable: list[Body] = field(default_factory=list)  # steps as short of copies that durable storage has
+
+    @property
+    def shards_count(self) -> int:
+        """Shards that the host must not take along."""
+        return sum(int(row["shards"]) for row in self.short)
+
+    @property
+    def may_come(self) -> bool:
+        """True while copies elsewhere, or a durable one, may still be made."""
+        return any(row["may_come"] for row in self.short)
 
 
 class Drains:
@@ -108,30 +130,38 @@ class Drains:
         """Seconds until it is to go, negative past its moment; None without notice."""
         return self.until_s[host] - self.catalog.wall_s if host in self.until_s else None
 
-    def left(self, host: str) -> int:
-        """Shards here of kept steps with fewer than `replicas` whole copies on hosts that stay; 0 without notice."""
-        if not self.is_draining(host):
-            return 0
-        return sum(self._left(job, host) for job in self.catalog.jobs.values())
+    def remains(self, host: str) -> Remains:
+        """What would be short of copies if the host went now; all empty without notice.
 
-    def _left(self, job: Job, host: str) -> int:
-        attempt = job.newest
+        Elsewhere is another live host that answers and has no notice, or durable storage, which holds the whole step.
+        """
+        found = Remains()
+        for job in self.catalog.jobs.values() if self.is_draining(host) else ():
+            self._look(job, host, found)
+        return found
+
+    def _look(self, job: Job, host: str, found: Remains) -> None:
+        attempt, hosts = job.newest, self.catalog.hosts
         if attempt is None:
-            return 0
-        hosts, count = self.catalog.hosts, 0
-        staying = [h for h in hosts.live_ids() if not self.is_draining(h)]
-        enough = min(attempt.replicas, len(hosts.domains(staying)))
-        for step in self.catalog.retention.held(job, attempt):
-            count += sum(
-                host in copies and not self._is_elsewhere(job, step, rank, enough)
-                for rank, copies in job.copies.get(step, {}).items()
-            )
-        return count
+            return
+        staying = [h for h in hosts.live_ids() if hosts.is_answering(h) and not self.is_draining(h)]
+        reachable = min(attempt.replicas, len(hosts.domains(staying)))
+        for step in sorted(self.catalog.retention.held(job, attempt), reverse=True):
+            ranks = [rank for rank, copies in job.copies.get(step, {}).items() if host in copies]
+            counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
+            few = [count for count in counts if count < attempt.replicas]
+            if few and step in job.markers:
+                found.durable.append({"job": job.name, "step": step.step, "copies": min(few)})
+            elif few:
+                may_come = min(few) < reachable or attempt.config.get("durable") is not None
+                found.short.append(
+                    {
+                        "job": job.name, "step": step.step, "shards": len(few), "copies": min(few),
+                        "replicas": attempt.replicas, "may_come": may_come,
+                    }
+                )  # fmt: skip
 
-    def _is_elsewhere(self, job: Job, step: StepId, rank: int, enough: int) -> bool:
-        digest = job.commits[step].digests[rank]
-        whole = [
-            h for h, c in job.copies[step][rank].items()
-            if self.catalog.hosts.is_live(h) and not self.is_draining(h) and not c.missing and c.spec.digest == digest
-        ]  # fmt: skip
-        return len(self.catalog.hosts.domains(whole)) >= enough
+    def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: list[str]) -> int:
+        digest, copies = job.commits[step].digests[rank], job.copies[step][rank]
+        whole = [h for h in staying if h in copies and not copies[h].missing and copies[h].spec.digest == digest]
+        return len(self.catalog.hosts.domains(whole))

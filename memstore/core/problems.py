@@ -50,10 +50,11 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
         )
         yield _row(DEGRADED if is_needed else NOTE, name, f"{status}: {host['why']}", host["status_s"], remedy)
     if host["drains_s"] is not None and status != "dead":
-        left = host["drain_left"]
-        rest = f"{left} shards are not yet on enough others" if left else "all it holds is on enough others"
-        cause = f"is to go in {host['drains_s']:.0f} s: {rest}"
-        yield _row(DEGRADED if left else NOTE, name, cause, None, f"`memstore drain {name} --cancel` if it stays")
+        cause = f"is to go in {host['drains_s']:.0f} s: {drain_text(host)}"
+        remedy = f"`memstore drain {name} --cancel` if it stays"
+        if host["drain_short"] and not host["drain_may_come"]:
+            remedy = f"add a host, or durable=, before it goes; {remedy}"
+        yield _row(DEGRADED if host["drain_short"] else NOTE, name, cause, None, remedy)
     short = host["stats"].get("short_of_room")
     if short:
         yield _row(
@@ -73,6 +74,23 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             NOTE, name, f"{damaged} damaged chunks found since its holder started, taken out and replaced from a copy",
             host["up_s"], f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
         )  # fmt: skip
+
+
+def drain_text(host: Body) -> str:
+    """Return what a host that is to go would take along: "train step 9: 1 of 2 copies elsewhere", or that it can go."""
+    short, durable = host["drain_short"], host["drain_durable"]
+    if short:
+        parts = [
+            f"{row['job']} step {row['step']}: {row['copies']} of {row['replicas']} copies elsewhere" for row in short
+        ]
+        return _few(parts)
+    parts = [f"step {row['step']} of {row['job']} is durable" for row in durable]
+    return f"all it holds is on enough others{f', or in durable storage: {_few(parts)}' if parts else ''}"
+
+
+def _few(parts: list[str]) -> str:
+    """Return at most three of them, and how many more there are."""
+    return ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:

@@ -48,14 +48,15 @@ class StatusReport:
         hosts, holds = [], self._holds()
         pushes = Counter(source for source, _ in self.catalog.repair.pushes.values())
         for host, state in sorted(self.catalog.hosts.states.items()):
-            info = state.info
+            info, remains = state.info, self.catalog.drains.remains(host)
             hosts.append(
                 {
                     "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
                     "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
                     "is_explicit": info.is_explicit, "holds": holds.get(host, []),
-                    "drains_s": self.catalog.drains.due_s(host), "drain_left": self.catalog.drains.left(host),
+                    "drains_s": self.catalog.drains.due_s(host), "drain_left": remains.shards_count,
+                    "drain_may_come": remains.may_come, "drain_short": remains.short, "drain_durable": remains.durable,
                     "is_on_probation": self.catalog.hosts.is_on_probation(now, host),
                     "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),  # it is its start (R3)
                     "pushes": pushes[host],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memstore.core.events import Body
 from memstore.core.job import Job
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from memstore.core.observer import Observer
 
 LOOK_S = 1.0  # how often jobs are counted through
+ROWS_MAX = 32  # steps named in one happening
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Watch:
         self.catalog, self.observer = catalog, observer
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.mending: dict[str, Mending] = {}
+        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
@@ -55,10 +58,29 @@ class Watch:
                 del self.short_s[name]
             for job in self.catalog.jobs.values():
                 self._look(job)
+            self._look_at_drains()
 
     def short_for_s(self, job: str) -> float:
         """Seconds since the job's newest commit has had too few or too near copies; 0 while it has enough."""
         return self.catalog.now - self.short_s[job] if job in self.short_s else 0.0
+
+    # -- hosts that are to go -------------------------------------------------------------------
+
+    def _look_at_drains(self) -> None:
+        """Tell once of every host with notice whether it can go, and again when that has changed."""
+        drains = self.catalog.drains
+        self.drained = {host: rows for host, rows in self.drained.items() if drains.is_draining(host)}
+        for host in drains.until_s:
+            remains = drains.remains(host)
+            was_ready = host in self.drained and not self.drained[host]
+            if not self.catalog.hosts.is_live(host) or remains.may_come or (was_ready and not remains.short):
+                continue
+            rows = [{**row, "step": 0} for row in remains.short]  # the step changes with every commit
+            if host not in self.drained or rows != self.drained[host]:
+                self.drained[host] = rows
+                self.observer.add(
+                    "drained", host=host, short=remains.short[:ROWS_MAX], durable=remains.durable[:ROWS_MAX]
+                )
 
     # -- repair ---------------------------------------------------------------------------------
 
