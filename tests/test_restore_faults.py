@@ -140,6 +140,41 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], mo
     assert checked == [shelved]
 
 
+@pytest.mark.parametrize("kind", ["abandon", "drop"])
+def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], kind: str) -> None:
+    """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    assert a.stager._stage(order(shelved, 1), SHARD) == {}
+    free = len(a.vault.table.free)
+    bodies = {
+        "abandon": {"attempt": 1, "step": 2, "level": "skipped", "reason": "given up", "resume": 3},
+        "drop": {"shards": [shard_to_wire(SHARD)]},
+    }
+    a.orders.obey({"k": kind, "job": "train", **bodies[kind]})
+    a.orders.workers.shutdown(wait=True)
+    assert len(a.vault.table.free) == free + len(shelved.slots)
+    assert not a.vault.shelf.shards
+    assert not a.vault.shelf.staged
+
+
+def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
+    """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    verify = a.vault.verify
+
+    def dropped_meanwhile(*given: Any) -> list[int]:
+        a.vault.drop(SHARD)
+        return verify(*given)
+
+    a.vault.verify = dropped_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match="was dropped while it was staged"):
+        a.stager._stage(order(shelved, 1), SHARD)
+    assert not a.vault.shelf.shards
+    assert len(a.vault.table.free) == len(a.vault.table.slots)
+
+
 def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """An order to check what is not staged any more ends the get with an error instead of its deadline."""
     a, _ = pair

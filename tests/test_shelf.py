@@ -69,6 +69,7 @@ class Shelves(RuleBasedStateMachine):
             assert not shelved.pins
             self.shelf.free(shelved)
         assert all(s.is_doomed for (held, _), s in self.shelf.shards.items() if held == shard)
+        assert all(s.shard != shard for s, _ in self.shelf.staged.values())
 
     @precondition(lambda self: self.shelf.shards)
     @rule(data=st.data(), deadline_s=st.floats(0, 10))
@@ -77,6 +78,17 @@ class Shelves(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.shelf.shards)))
         shelved = self.shelf.shards[key]
         self.pins.append((shelved, self.shelf.pin(shelved, deadline_s)))
+
+    @precondition(lambda self: self.pins)
+    @rule(number=st.integers(-1, 1), rank=st.integers(0, 1))
+    def keep_staged(self, number: int, rank: int) -> None:
+        """A restore keeps what it pinned, until a later round or a drop; what was dropped meanwhile is let go."""
+        shelved, pin = self.pins.pop()
+        is_doomed = shelved.is_doomed
+        for gone in self.shelf.keep_staged(("job", number, rank), shelved, pin):
+            self.shelf.free(gone)
+        assert (("job", number, rank) in self.shelf.staged) is not is_doomed
+        assert is_doomed is False or pin not in shelved.pins
 
     @precondition(lambda self: self.pins)
     @rule()

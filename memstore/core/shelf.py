@@ -18,6 +18,7 @@ from recovery.inventory import Copy, ShardId, ShardSpec
 GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
 OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for who sends, and no host is called so
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
+StagedKey = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class Shelf:
         self.shards: dict[Key, Shelved] = {}
         self.drafts: dict[Key | tuple[ShardId, str, str], Draft] = {}
         self.shares: dict[str, Share] = {}
+        self.staged: dict[StagedKey, tuple[Shelved, int]] = {}  # what restores brought, each with its pin
         self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
         self.pins_count = 0
 
@@ -192,11 +194,14 @@ class Shelf:
         return next((s for (held, _), s in self.shards.items() if held == shard), None)
 
     def drop(self, shard: ShardId) -> list[Shelved]:
-        """Remove every replica of a shard; pinned ones are doomed instead. Return what may go now, still whole.
+        """Remove every replica of a shard; those being read are doomed instead. Return what may go now, still whole.
 
         The caller unlinks the manifests first and then calls `free` (R7: out is manifest, then slots).
         """
         gone = []
+        for staged in [key for key, (shelved, _) in self.staged.items() if shelved.shard == shard]:
+            shelved, pin = self.staged.pop(staged)
+            shelved.pins.pop(pin, None)
         for key in [k for k in self.shards if k[0] == shard]:
             if self.shards[key].pins:
                 self.shards[key].is_doomed = True
@@ -235,6 +240,20 @@ class Shelf:
         self.pins_count += 1
         shelved.pins[self.pins_count] = deadline_s
         return self.pins_count
+
+    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> list[Shelved]:
+        """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
+
+        A read takes the place of reads only. Return replicas that may go.
+        """
+        job, number, rank = key
+        old = [k for k in self.staged if (k[0], k[2]) == (job, rank) and (k[1] < 0) == (number < 0)]
+        freed = [self.staged.pop(k) for k in old]
+        if shelved.is_doomed:
+            freed.append((shelved, pin))
+        else:
+            self.staged[key] = (shelved, pin)
+        return [gone for each in freed if (gone := self.unpin(*each)) is not None]
 
     def unpin(self, shelved: Shelved, pin: int) -> Shelved | None:
         """Release a pin; return the replica if it was doomed and nothing pins it any more."""

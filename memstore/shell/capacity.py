@@ -267,3 +267,8 @@ def _stat_value(folder: Path, name: str) -> int:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB" if abs(nbytes) >= 100 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def gib(nbytes: int) -> str:
+    """Return a size for people."""
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

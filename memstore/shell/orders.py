@@ -139,16 +139,13 @@ class Orders:
 
     def _drop(self, body: dict[str, Any]) -> None:
         shards = [shard_from_wire(item) for item in body["shards"]]
-        jobs = {shard.job for shard in shards}
-        for job in jobs:
-            self.holder.stager.release(job)
         removed = body.get("removed")
         self.vault.drop_all(shards, removed)
         if removed is not None:
             self.holder.twins.forget(str(removed[0]), int(removed[1]))
             if not body.get("is_refused_fork"):
                 self.holder.ranks.removed(str(removed[0]), int(removed[1]))
-        for job in jobs:
+        for job in {shard.job for shard in shards}:
             self.holder.ranks.grant_job(job)
 
     def _fork(self, body: dict[str, Any]) -> None:

@@ -144,9 +144,6 @@ class Pusher:
             pinned = self.holder.vault.pin(shard, digest)
             if pinned is None:
                 return "", True
-            if pinned[0].is_doomed:
-                self.holder.vault.unpin(*pinned)
-                return "", True
             shelved, pin = pinned
             is_final = False
             try:

@@ -41,8 +41,6 @@ LOOK_S = 0.5  # between two looks at how far that one has come
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
 DURABLE = "durable"  # names durable storage among sources, in reports
 
-Key = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
-
 
 @dataclass(eq=False, slots=True)
 class Reading:
@@ -67,7 +65,6 @@ class Stager:
         self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.lock = threading.Lock()
-        self.staged: dict[Key, tuple[Shelved, int]] = {}  # pinned replicas
         self.reading: dict[tuple[ShardId, str], Reading] = {}
         self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
         self.excerpts = Excerpts(self)
@@ -148,7 +145,7 @@ class Stager:
             is_read = key[1] < 0
             lacking = sorted(pinned[0].missing) if is_read else self.vault.verify(pinned[0], self.digesters.map)
             if not lacking:
-                self._keep(key, pinned)
+                self.vault.keep_staged(key, *pinned)
                 return {}
             planned = {
                 i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)
@@ -184,30 +181,12 @@ class Stager:
         pinned = self.vault.pin(shard, spec.digest)
         if pinned is None:
             raise IntegrityError(f"{shard_to_wire(shard)} was dropped while it was staged")
-        self._keep(key, pinned)
+        self.vault.keep_staged(key, *pinned)
         return {}
-
-    def _keep(self, key: Key, pinned: tuple[Shelved, int]) -> None:
-        """Pin the staged replica until a later round of the job replaces it; reads replace reads only (R7)."""
-        job, number, rank = key
-        with self.lock:
-            old = [k for k in self.staged if (k[0], k[2]) == (job, rank) and (k[1] < 0) == (number < 0)]
-            freed = [self.staged.pop(k) for k in old]
-            self.staged[key] = pinned
-        for each in freed:
-            self.vault.unpin(*each)
-
-    def release(self, job: str) -> None:
-        """The job has put again: nothing of its restores is needed any more."""
-        with self.lock:
-            freed = [self.staged.pop(k) for k in [k for k in self.staged if k[0] == job]]
-        for each in freed:
-            self.vault.unpin(*each)
 
     def check(self, body: dict[str, Any]) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
-        with self.lock:
-            found = self.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
+        found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
         if found is not None:
             self.holder.ranks.check(body, found[0])
             return

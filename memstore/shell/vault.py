@@ -25,12 +25,13 @@ from memstore.core.manifest import (
     shard_digest,
     spec_of,
 )
-from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved
+from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved, StagedKey
 from memstore.core.slots import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError, IntegrityError
 from memstore.shell.adoption import adopt
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import is_alive
+from memstore.shell.capacity import gib
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.slot_headers import SlotHeader
 from memstore.shell.slot_headers import SlotState as HeaderState
@@ -297,17 +298,25 @@ class Vault:
         return self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
 
     def pin(self, shard: ShardId, digest: str | None = None) -> tuple[Shelved, int] | None:
-        """Pin a replica for reading; None if it is not here (R7)."""
+        """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
         with self.lock:
             shelved = self.shelf.find(shard, digest)
-            return (shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S)) if shelved is not None else None
+            if shelved is None or shelved.is_doomed:
+                return None
+            return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S)
+
+    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> None:
+        """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
+        with self.lock:
+            self._discard(self.shelf.keep_staged(key, shelved, pin))
+            if key not in self.shelf.staged:
+                raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
 
     def unpin(self, shelved: Shelved, pin: int) -> None:
         """Release a pin."""
         with self.lock:
             doomed = self.shelf.unpin(shelved, pin)
-            if doomed is not None:
-                self._discard(doomed)
+            self._discard([doomed] if doomed is not None else [])
 
     def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
@@ -350,13 +359,10 @@ class Vault:
 
     # -- dropping -----------------------------------------------------------------------------
 
-    def drop(self, shard: ShardId) -> bool:
-        """Remove every replica of a shard: the manifest first, then the slots (R7). True if any was here."""
+    def drop(self, shard: ShardId) -> None:
+        """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
         with self.lock:
-            gone = self.shelf.drop(shard)
-            for shelved in gone:
-                self._discard(shelved)
-        return bool(gone)
+            self._discard(self.shelf.drop(shard))
 
     def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
         """Remove shards, and the room of a removed job: [job, attempt] (R10)."""
@@ -369,14 +375,14 @@ class Vault:
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
         with self.lock:
-            for shelved in self.shelf.expire_pins(self.clock.monotonic()):
-                self._discard(shelved)
+            self._discard(self.shelf.expire_pins(self.clock.monotonic()))
 
-    def _discard(self, shelved: Shelved) -> None:
-        """Unlink, then free (R7); the caller holds the lock since it took the replica off the shelf."""
-        self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
-        self.shelf.free(shelved)
-        self.flush()
+    def _discard(self, gone: Sequence[Shelved]) -> None:
+        """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
+        for shelved in gone:
+            self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+            self.shelf.free(shelved)
+            self.flush()
 
     def stats(self) -> dict[str, int]:
         """Bytes used, reserved, claimed and allowed, for status."""
@@ -391,8 +397,3 @@ class Vault:
                 "shards": len(self.shelf.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }
-
-
-def gib(nbytes: int) -> str:
-    """Return a size for people."""
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -378,8 +378,6 @@ class SimHolder:
 
     def _on_drop(self, body: Body) -> None:
         shards = [shard_from_wire(item) for item in body["shards"]]
-        for job in sorted({shard.job for shard in shards}):
-            self.stager.release(job)
         removed = body.get("removed")
         self.vault.drop_all(shards, removed)
         if removed:

@@ -94,10 +94,11 @@ def index_keeps_freed_slots() -> Any:
 def free_before_unlink() -> Any:
     """A dropped replica's slots are freed before its manifest is unlinked."""
 
-    def discard(self: Vault, shelved: Shelved) -> None:
-        self.shelf.free(shelved)
-        self.flush()
-        self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+    def discard(self: Vault, gone: list[Shelved]) -> None:
+        for shelved in gone:
+            self.shelf.free(shelved)
+            self.flush()
+            self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
 
     return patch.object(Vault, "_discard", discard)
 
@@ -191,6 +192,20 @@ def pin_ignored() -> Any:
         return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
 
     return patch.object(Shelf, "drop", drop)
+
+
+@planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"))
+def drop_leaves_staged() -> Any:
+    """A drop leaves the pin of what a restore staged: its slots are gone until the pin's deadline."""
+    drop = Shelf.drop
+
+    def forgetful(self: Shelf, shard: Any) -> list[Shelved]:
+        staged, self.staged = self.staged, {}
+        gone = drop(self, shard)
+        self.staged = staged
+        return gone
+
+    return patch.object(Shelf, "drop", forgetful)
 
 
 @planted("guests-refused", "R10", "I16")

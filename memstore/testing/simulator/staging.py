@@ -31,18 +31,12 @@ class Stager:
 
     def __init__(self, holder: SimHolder) -> None:
         self.holder = holder
-        self.staged: dict[tuple[str, int, int], tuple[Shelved, int]] = {}
         self.reading: set[tuple[ShardId, str]] = set()  # some read fetches it
         self.staged_s: dict[tuple[str, int, int], float] = {}  # since when its bytes have been verified
 
     def has_staged(self, body: Body) -> bool:
         """Say whether this round's shard of this rank is here."""
-        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.staged
-
-    def release(self, job: str) -> None:
-        """Nothing of the job's restores is needed any more."""
-        for key in [k for k in self.staged if k[0] == job]:
-            self.holder.vault.unpin(*self.staged.pop(key))
+        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.vault.shelf.staged
 
     def run(self, body: Body) -> Generator[Wait, None, None]:
         """Stage one shard and report."""
@@ -92,15 +86,12 @@ class Stager:
 
     def manifest_of(self, body: Body) -> Manifest:
         """What this round staged for this rank."""
-        shelved, _ = self.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
+        shelved, _ = self.holder.vault.shelf.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
         return decode_manifest(self.holder.vault.manifest(shelved))
 
     def _keep(self, body: Body, pinned: tuple[Shelved, int], verified_s: float) -> None:
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
-        same = [k for k in self.staged if (k[0], k[2]) == (key[0], key[2]) and (k[1] < 0) == (key[1] < 0)]
-        for old in same:  # reads replace reads only
-            self.holder.vault.unpin(*self.staged.pop(old))
-        self.staged[key] = pinned
+        self.holder.vault.keep_staged(key, *pinned)
         self.staged_s[key] = verified_s
 
     def _stage(self, body: Body, shard: ShardId) -> Generator[Wait, None, dict[str, list[int]]]:

@@ -223,9 +223,7 @@ class Pusher:
         holder, world, pinned = self.holder, self.holder.world, None
         if fresh is None:
             pinned = holder.vault.pin(shard, digest)
-            if pinned is None or pinned[0].is_doomed:
-                if pinned is not None:
-                    holder.vault.unpin(*pinned)
+            if pinned is None:
                 return False
         source: Fresh | Shelved = fresh if fresh is not None else pinned[0]  # type: ignore[index]
         wire, sender = shard_to_wire(shard), holder.host_id
