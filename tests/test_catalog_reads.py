@@ -71,3 +71,15 @@ def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     assert world.holders_of(StepId(1, 1), 1) == ["h1", "h2", "h3", "h4"]
     world.run(30.0)
     assert world.holders_of(StepId(1, 1), 1) == ["h3", "h4"]
+
+
+def test_a_plan_of_another_world_size_counts_the_bytes_of_the_step() -> None:
+    """A launch of two ranks after a step of three: the plan names both sizes and says where the step's bytes are."""
+    world, _ = trained(4, 3)
+    ranks = [world.join(r, 2, "k", host=f"h{r}", launcher="launcher") for r in range(2)]
+    world.run(2.0)
+    world.call(ranks[0], "plan", lose=[])
+    assert world.run_until(lambda: bool(ranks[0].answers.get("plan")), 5.0)
+    [plan] = ranks[0].answers["plan"]
+    assert (plan["step"], plan["step_world_size"], plan["world_size"]) == (1, 3, 2)
+    assert sum(plan["bytes"].values()) > 0

@@ -148,7 +148,6 @@ def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_p
         (["status", "--frobnicate"], "--frobnicate"),
         (["status", "--store", "a/b"], "store name 'a/b'"),
         (["rm"], "JOB"),
-        (["plan"], "--lose"),
         (["drain"], "HOST"),
         (["down", "--force"], "--force goes with --discard"),
         (["down", "--host", "h1"], "--host goes with --leftovers"),
@@ -297,8 +296,8 @@ def test_plan_says_what_losing_hosts_costs(
     body = run_json(store, "plan", "llama3-8b", *lose, code=code)
     (plan,) = body["plans"]
     assert (body["lost_hosts"], plan["outcome"]) == (hosts, outcome)
-    assert plan["odds"][0] == [1, 1.0]
-    assert plan["odds"][1] == [2, pytest.approx(2 / 3)]
+    assert plan["odds"][0] == [1, 1.0, True]
+    assert plan["odds"][1] == [2, pytest.approx(2 / 3), True]
     assert plan["step"] == (STEPS - 1 if outcome == "whole" else None)
 
 
@@ -311,6 +310,16 @@ def test_plan_in_words(store: ProcessCluster) -> None:
     result = run(store, "plan", "--lose", "h1", "h2")
     assert result.stdout.startswith("llama3-8b: losing h1, h2 now loses the run: ")
     assert not store.host_events("host_dead")
+
+
+def test_plan_without_hosts_says_what_get_would_do_now(store: ProcessCluster) -> None:
+    """Without --lose the question is what a restart would get: the newest step, from this host, nothing lost."""
+    result = run(store, "plan", "llama3-8b")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"llama3-8b: get() now restores step {STEPS - 1} (")
+    assert "0 committed steps lost" in result.stdout
+    body = run_json(store, "plan", "llama3-8b")
+    assert (body["lost_hosts"], [plan["outcome"] for plan in body["plans"]]) == ([], ["whole"])
 
 
 @pytest.mark.parametrize(

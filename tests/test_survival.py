@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import comb
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
-from memstore.core.survival import counted_odds, held_for, survival
+from memstore.core.survival import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
 from placement.topology import Host, Topology
 from recovery.candidates import is_whole
 from recovery.inventory import Copy, ShardId, ShardSpec
@@ -108,17 +109,47 @@ def test_survival_agrees_with_losing_every_set_of_domains(
 
 
 def test_odds_are_counted_over_the_hosts_that_are_there() -> None:
-    """Of three pairs of hosts only the one that holds everything is fatal; too many sets are not counted."""
+    """Of three pairs of hosts only the one that holds everything is fatal; more hosts than there are have no odds."""
     shards = [["a", "b"], ["b", "a"]]
-    assert counted_odds(shards, ["a", "b", "c"], 1) == 1.0
-    assert counted_odds(shards, ["a", "b", "c"], 2) == pytest.approx(2 / 3)
-    assert counted_odds(shards, ["a", "b", "c"], 4) is None
-    assert counted_odds(shards, [f"h{i}" for i in range(1000)] + ["a", "b"], 3) is None
+    assert survival_odds(shards, ["a", "b", "c"], 1) == Odds(1.0, True)
+    assert survival_odds(shards, ["a", "b", "c"], 2) == Odds(pytest.approx(2 / 3), True)
+    assert survival_odds(shards, ["a", "b", "c"], 4) is None
 
 
 def test_a_shard_that_is_nowhere_has_no_chance() -> None:
-    """A shard without a whole copy is lost whatever happens."""
-    assert counted_odds([["a"], []], ["a", "b"], 1) == 0.0
+    """A shard without a whole copy is lost, however many hosts there are and however few are lost."""
+    assert survival_odds([["a"], []], ["a", "b"], 1) == Odds(0.0, True)
+    many = [f"h{i}" for i in range(1000)]
+    odds = survival_odds([["h0"], []], many, 3)
+    assert odds is not None
+    assert odds.chance == 0.0
+
+
+@given(
+    st.lists(st.sets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), min_size=1, max_size=8),
+    st.integers(min_value=1, max_value=5),
+)
+def test_the_bound_of_a_large_cluster_never_promises_too_much(shards: list[set[str]], lost_count: int) -> None:
+    """Where the sets are too many to count the answer is at most the counted one, and equal where it says so."""
+    counted = survival_odds(shards, "abcdefgh", lost_count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memstore.core.survival.COUNTED_SETS_MAX", 0)
+        bounded = survival_odds(shards, "abcdefgh", lost_count)
+    assert counted is not None
+    assert bounded is not None
+    assert bounded.chance <= counted.chance + 1e-12
+    if bounded.is_exact:
+        assert bounded.chance == pytest.approx(counted.chance)
+
+
+def test_a_large_cluster_has_its_rows() -> None:
+    """With 1,000 hosts in pairs, two lost at once are counted exactly and three are bounded, close to what they are."""
+    hosts = [f"h{i}" for i in range(1000)]
+    shards = [[f"h{i}", f"h{i ^ 1}"] for i in range(1000)]
+    assert comb(1000, 2) > COUNTED_SETS_MAX
+    assert survival_odds(shards, hosts, 1) == Odds(1.0, True)
+    assert survival_odds(shards, hosts, 2) == Odds(pytest.approx(1 - 500 / comb(1000, 2)), True)
+    assert survival_odds(shards, hosts, 3) == Odds(pytest.approx(1 - 500 * 998 / comb(1000, 3)), False)
 
 
 def test_a_host_holds_its_own_first() -> None:

@@ -1,4 +1,4 @@
-"""`memstore plan`: a dry run of losing hosts, by the same planner that a restore uses. Moves nothing."""
+"""`memstore plan`: a dry run of a restore, now or after losing hosts, by the planner of restores. Moves nothing."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class LoseManyCommand(click.Command):
         return super().parse_args(ctx, spread)
 
 
-@click.command(cls=LoseManyCommand, short_help="Dry run: what would come back, from where, if hosts died now.")
+@click.command(cls=LoseManyCommand, short_help="Dry run: what get() would return now, or if hosts died now.")
 @click.argument("job", required=False)
 @click.option(
-    "--lose", multiple=True, required=True, metavar="HOST...",
-    help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.",
+    "--lose", multiple=True, metavar="HOST...",
+    help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.  [default: none]",
 )  # fmt: skip
 @address_option
 @store_options
@@ -43,7 +43,7 @@ class LoseManyCommand(click.Command):
 def plan(
     ctx: click.Context, config: Config, address: str | None, job: str | None, lose: tuple[str, ...], as_json: bool
 ) -> None:
-    """Say what would be recovered, from where, and what would be lost, if hosts died now.
+    """Say what `get()` would return now, from where, and what would be lost; with --lose, if those hosts died now.
 
     Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does.
     """
@@ -110,18 +110,20 @@ def exit_code(row: dict[str, Any]) -> ExitCode:
 def verdict_line(row: dict[str, Any]) -> str:
     """Return the one line that answers the question."""
     lost, step, committed = ", ".join(row["lost_hosts"]), row["step"], row["committed_step"]
-    head = f"{row['job']}: losing {lost} now"
+    head = f"{row['job']}: losing {lost} now" if lost else f"{row['job']}: get() now"
     kind = outcome(row)
     if kind == "lost":
-        return f"{head} loses the run: {row['why']}"
+        return f"{head} loses the run: {row['why']}" if lost else f"{head} raises RecoveryError: {row['why']}"
     if kind == "nothing":
-        return f"{head} loses everything: no step is committed yet"
+        loss = "loses everything" if lost else "returns None"
+        return f"{head} {loss}: no step is committed yet"
     if kind == "wait":
         return f"{head}: not known yet: {row['why']}"
-    words = f"{head} restores step {step:,} ({row['verdict']})"
-    return (
-        f"{words}, {committed - step:,} committed steps lost" if kind == "older" else f"{words}, 0 committed steps lost"
-    )
+    steps_lost = committed - step if kind == "older" else 0
+    words = f"{head} restores step {step:,} ({row['verdict']}), {plural(steps_lost, 'committed step')} lost"
+    ranks, asked = row["step_world_size"], row["world_size"]
+    other = f"; it is of {plural(ranks, 'rank')}: a get() of the newest launch's {asked} raises WorldSizeError"
+    return words + (other if ranks != asked else "")
 
 
 def moved_text(row: dict[str, Any]) -> str:
@@ -130,13 +132,24 @@ def moved_text(row: dict[str, Any]) -> str:
     return f"{ranks} moved, {size_text(row['moved_bytes'])} for them" if row["ranks_moved"] else f"{ranks} moved"
 
 
+def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
+    """Return "any 1 host at once: sure to keep", or "3 random hosts at once: at least 99.30% chance to keep"."""
+    if chance == 1:
+        return f"any {plural(lost_count, 'host')} at once: sure to keep"
+    if chance == 0 and is_exact:
+        return f"any {plural(lost_count, 'host')} at once: no chance to keep"
+    bound = "" if is_exact else "at least "
+    return f"{plural(lost_count, 'random host')} at once: {bound}{chance:.2%} chance to keep"
+
+
 def _show(row: dict[str, Any]) -> None:
     console = data_console()
     console.print(verdict_line(row))
     if row["step"] is not None:
         sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items())
         console.print(f"  {sizes} · {moved_text(row)}")
-    for attempt, step, reason in row["rejected"][:3]:
+    is_said = outcome(row) == "lost"  # the newest one is the answer's reason already
+    for attempt, step, reason in row["rejected"][int(is_said) : 3]:
         console.print(f"  not used: step {step:,} of attempt {attempt}: {reason}")
     routes: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
     for rank, tier, source, target, nbytes in row["transfers"]:
@@ -151,7 +164,5 @@ def _show(row: dict[str, Any]) -> None:
             )
             table.add_row(f"  {name}", target, size_text(nbytes), shown)
         console.print(table)
-    for lost_count, chance in row["odds"]:
-        words = f"any {plural(lost_count, 'host')}" if chance in (0, 1) else f"{lost_count} random hosts"
-        keeps = {0: "no chance to keep", 1: "sure to keep"}.get(chance, f"{chance:.2%} chance to keep")
-        console.print(f"  now, losing {words} at once: {keeps} every shard in RAM")
+    for lost_count, chance, is_exact in row["odds"]:
+        console.print(f"  now, losing {odds_text(lost_count, chance, is_exact=is_exact)} every shard in RAM")

@@ -110,7 +110,7 @@ class Queries:
     # -- dry runs and single shards -------------------------------------------------------------
 
     def _plan(self, call: Call) -> None:
-        """What would be recovered, from where, if the named hosts were lost now (memstore plan --lose)."""
+        """Say what a get would recover now, from where, if the named hosts, or none, were lost before it."""
         job = self._job(call)
         attempt = self._attempt(call, job)
         if job is None or attempt is None:
@@ -121,13 +121,9 @@ class Queries:
             known = ", ".join(sorted(self.catalog.hosts.states))
             self.catalog.refuse(call, "ConfigError", f"no host {', '.join(unknown)} in the store: it has {known}")
             return
-        result = what_if(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=()),
-            job.spans(attempt.ordinal),
-            lost,
-            world_size=attempt.world_size,
-            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
-        )
+        result = self._what_if(job, attempt, lost, attempt.world_size)
+        if result.step is not None and result.world_size not in (None, attempt.world_size):
+            result = self._what_if(job, attempt, lost, result.world_size)
         committed = max((s.step for s in job.commits), default=None)
         self.catalog.answer(
             call,
@@ -136,6 +132,7 @@ class Queries:
                 "step": result.step.step if result.step is not None else None,
                 "attempt": result.step.attempt if result.step is not None else None,
                 "committed_step": committed, "ranks_moved": list(result.ranks_moved),
+                "world_size": attempt.world_size, "step_world_size": result.world_size,
                 "moved_bytes": result.moved_bytes,
                 "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
                 "transfers": [
@@ -144,6 +141,16 @@ class Queries:
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
                 "odds": self.report.odds_table(job, attempt.replicas),
             },
+        )  # fmt: skip
+
+    def _what_if(self, job: Job, attempt: Attempt, lost: list[str], world_size: int) -> RecoveryPlan:
+        """Plan a get after the loss for so many ranks; ranks that the attempt lacks are on its hosts in turn."""
+        seats = {rank: seat.host_id for rank, seat in attempt.seats.items()}
+        hosts = sorted(set(seats.values()))
+        return what_if(
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans(attempt.ordinal), lost,
+            world_size=world_size,
+            rank_hosts={rank: seats.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )  # fmt: skip
 
     def _read(self, call: Call) -> None:

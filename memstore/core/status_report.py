@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import Body
 from memstore.core.job import Attempt, Job
-from memstore.core.survival import counted_odds, held_for, survival
+from memstore.core.survival import held_for, survival, survival_odds
 from memstore.core.timeline import fewest_copies, timeline
 from placement.domains import is_finer
-from placement.odds import survival_odds
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
 
@@ -149,7 +148,6 @@ class StatusReport:
             targets={h: list(t) for h, t in placement.targets.items()} if placement is not None else {},
             warnings=list(placement.warnings) if placement is not None else [],
             unmet=[f"{u.owner} -> {u.target}: {u.why}" for u in placement.unmet] if placement is not None else [],
-            odds_one_more=self._odds(placement, attempt.replicas),
             durable=attempt.config.get("durable"),
             durable_step=max((s.step for s in job.markers if in_lineage(spans, s)), default=None),
             durable_problem=durable.problem,
@@ -167,17 +165,8 @@ class StatusReport:
         found = {host: why for (_, host), why in job.refusals.items()}
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
-    def _odds(self, placement: Any, lost_count: int) -> float | None:
-        """Chance that losing `lost_count` hosts at once leaves every shard a copy."""
-        if placement is None or len(placement.targets) < lost_count:
-            return None
-        try:
-            return float(survival_odds(placement, lost_count))
-        except ValueError:
-            return None
-
-    def odds_table(self, job: Job, replicas: int) -> list[list[float]]:
-        """Rows [hosts lost at once, chance that every shard of the newest committed step keeps a copy]."""
+    def odds_table(self, job: Job, replicas: int) -> list[list[Any]]:
+        """Rows of the newest committed step: hosts lost at once, chance that every shard keeps a copy, is it exact."""
         step, hosts = job.newest_committed, self.catalog.hosts.live_ids()
         if step is None:
             return []
@@ -186,5 +175,5 @@ class StatusReport:
             [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
             for rank in range(job.commits[step].world_size)
         ]
-        table = [(lost, counted_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
-        return [[lost, chance] for lost, chance in table if chance is not None]
+        found = [(lost, survival_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
+        return [[lost, odds.chance, odds.is_exact] for lost, odds in found if odds is not None]

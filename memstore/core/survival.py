@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations
 from math import comb
 
@@ -25,6 +26,14 @@ class LevelSurvival:
     level: str
     tolerated_count: int  # any that many domains may be lost at once; -1: some chunk is nowhere even now
     fatal: tuple[str, ...] = ()  # domains, in words, each of which alone has the only copy of something
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """The chance that every shard keeps a copy; `is_exact` is False where it is at least that."""
+
+    chance: float
+    is_exact: bool
 
 
 def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[LevelSurvival, ...]:
@@ -54,8 +63,12 @@ def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[Le
     return tuple(found)
 
 
-def counted_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> float | None:
+def survival_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> Odds | None:
     """Return the chance that `lost_count` of the hosts, lost at once at random, leave every shard a copy.
+
+    Every set of hosts is looked at if there are at most COUNTED_SETS_MAX. With more the chance is bounded from below:
+    the sets that hold all copies of one shard are added up over the shards, as if no set held those of two. The bound
+    is the chance itself where every shard lies on exactly `lost_count` hosts or on more.
 
     Args:
         shards: For every shard, the hosts that hold a whole copy.
@@ -63,14 +76,24 @@ def counted_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_c
         lost_count: How many are lost.
 
     Returns:
-        None if there are fewer hosts, or more than COUNTED_SETS_MAX sets to look at.
+        None if there are fewer hosts.
+
+    Complexity: linear in the shards, or (sets of hosts) x (different sets of holders) where they are counted.
+    Source: the union bound, as in Gemini's corollary (SOSP 2023), over the copies that are there.
     """
-    if lost_count > len(hosts) or comb(len(hosts), lost_count) > COUNTED_SETS_MAX:
+    if lost_count > len(hosts):
         return None
-    bit = {host: 1 << at for at, host in enumerate(sorted(hosts))}
-    fatal = {sum(bit[host] for host in holders) for holders in map(set, shards)}
-    lost_sets = [sum(lost) for lost in combinations(bit.values(), lost_count)]
-    return sum(not any(mask & lost == mask for mask in fatal) for lost in lost_sets) / len(lost_sets)
+    fatal = {frozenset(holders) for holders in shards}
+    sets_count = comb(len(hosts), lost_count)
+    if sets_count <= COUNTED_SETS_MAX:
+        bit = {host: 1 << at for at, host in enumerate(sorted(hosts))}
+        masks = {sum(bit[host] for host in holders) for holders in fatal}
+        lost_sets = [sum(lost) for lost in combinations(bit.values(), lost_count)]
+        return Odds(sum(not any(mask & lost == mask for mask in masks) for lost in lost_sets) / sets_count, True)
+    reachable = [holders for holders in fatal if len(holders) <= lost_count]
+    harmful = sum(comb(len(hosts) - len(holders), lost_count - len(holders)) for holders in reachable)
+    is_exact = all(len(holders) == lost_count for holders in reachable)
+    return Odds(float(max(Fraction(0), 1 - Fraction(harmful, sets_count))), is_exact)
 
 
 def held_for(
