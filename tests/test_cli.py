@@ -8,98 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from cli_store import HOSTS, STEPS, cells, open_store, run, run_json, train
+from click.testing import CliRunner
 
-import memstore.api
 from memstore.cli import main
 from memstore.cli.options import Where
-from memstore.config import Config
 from memstore.errors import PeerTimeout
-from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
-
-HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1", "memstore": "replica"}}
-STEPS = 3
-_where = threading.local()  # the host a rank of this process runs on: two ranks, two hosts, one process
-
-
-def on_every_rank(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work(rank)` on all ranks at once, as collective calls need; return what they returned."""
-    results: list[Any] = [None] * ranks
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    if errors:
-        raise errors[0]
-    return results
-
-
-def train(config: Config, job: str = "llama3-8b", hosts: tuple[str, ...] = ("h1", "h2")) -> list[Store]:
-    """Connect one rank per host and commit STEPS steps; return the open stores."""
-    quick = config.with_fields({"connect_timeout_s": 10.0})
-
-    def begin(rank: int) -> Store:
-        _where.host = hosts[rank]
-        store = memstore.api.connect(job, rank=rank, world_size=len(hosts), config=quick)
-        assert store.get() is None
-        for step in range(STEPS):
-            state = {"w": np.random.default_rng((rank, step)).standard_normal((64, 1024)), "step": step}
-            store.put(step, state).wait("committed", 10)
-        return store
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memstore.api, "rank_host", lambda env, root, labels: _where.host)
-        return on_every_rank(len(hosts), begin)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """A patient store of three hosts with one job of two ranks; for tests that change nothing."""
-    with ProcessCluster(tmp_path_factory.mktemp("store"), HOSTS, suspect_after_s=30.0, repair_after_s=60.0) as cluster:
-        ranks = train(cluster.config)
+    """A store with a trained job; no test changes it."""
+    with open_store(tmp_path_factory.mktemp("store")) as cluster:
         yield cluster
-        for rank in ranks:
-            rank.close()
-
-
-def run(cluster: ProcessCluster | None, *arguments: str) -> Result:
-    """Run a verb on the cluster's store in this process."""
-    where = ["--store", cluster.config.store] if cluster is not None else []
-    return CliRunner().invoke(main, [*arguments, *where])
-
-
-def run_json(cluster: ProcessCluster, *arguments: str, code: int = 0) -> dict[str, Any]:
-    """Run a verb with --json; stdout must be one JSON document and the exit code `code`."""
-    result = run(cluster, *arguments, "--json")
-    assert result.exit_code == code, result.output
-    body: dict[str, Any] = json.loads(result.stdout)
-    return body
-
-
-def cells(screen: str, first: str) -> list[str]:
-    """Return the cells of the row that begins with `first`; columns are two spaces apart."""
-    line = next(line for line in screen.splitlines() if line.startswith(first))
-    return [cell.strip() for cell in line.split("  ") if cell.strip()]
 
 
 # -- without a store --------------------------------------------------------------------------
@@ -275,51 +204,6 @@ def test_ls_draws_the_timeline(store: ProcessCluster) -> None:
     (job,) = run_json(store, "ls")["jobs"]
     assert [step["step"] for step in job["steps"] if step["committed"]] == [STEPS - 1]
     assert [(row["attempt"], row["parent"], row["in_lineage"]) for row in job["attempts"]] == [(1, None, True)]
-
-
-@pytest.mark.parametrize(
-    ("lose", "code", "outcome", "hosts"),
-    [
-        (["--lose", "h1"], 0, "whole", ["h1"]),
-        (["--lose", "rack=r1"], 0, "whole", ["h1", "h3"]),
-        (["--lose", "h1", "h2"], 3, "lost", ["h1", "h2"]),
-        (["--lose", "h1,h2"], 3, "lost", ["h1", "h2"]),
-        (["--lose", "h1", "--lose", "h2"], 3, "lost", ["h1", "h2"]),
-        (["--lose=h2", "h3"], 0, "whole", ["h2", "h3"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_plan_says_what_losing_hosts_costs(
-    store: ProcessCluster, lose: list[str], code: int, outcome: str, hosts: list[str]
-) -> None:
-    """One host or a whole rack costs nothing; both holders of a shard lose the run, exit code 3."""
-    body = run_json(store, "plan", "llama3-8b", *lose, code=code)
-    (plan,) = body["plans"]
-    assert (body["lost_hosts"], plan["outcome"]) == (hosts, outcome)
-    assert plan["odds"][0] == [1, 1.0, True]
-    assert plan["odds"][1] == [2, pytest.approx(2 / 3), True]
-    assert plan["step"] == (STEPS - 1 if outcome == "whole" else None)
-
-
-def test_plan_in_words(store: ProcessCluster) -> None:
-    """The first line is the answer; nothing is lost by asking."""
-    result = run(store, "plan", "--lose", "h1")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"llama3-8b: losing h1 now restores step {STEPS - 1} (")
-    assert "0 committed steps lost" in result.stdout
-    result = run(store, "plan", "--lose", "h1", "h2")
-    assert result.stdout.startswith("llama3-8b: losing h1, h2 now loses the run: ")
-    assert not store.host_events("host_dead")
-
-
-def test_plan_without_hosts_says_what_get_would_do_now(store: ProcessCluster) -> None:
-    """Without --lose the question is what a restart would get: the newest step, from this host, nothing lost."""
-    result = run(store, "plan", "llama3-8b")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"llama3-8b: get() now restores step {STEPS - 1} (")
-    assert "0 committed steps lost" in result.stdout
-    body = run_json(store, "plan", "llama3-8b")
-    assert (body["lost_hosts"], [plan["outcome"] for plan in body["plans"]]) == ([], ["whole"])
 
 
 @pytest.mark.parametrize(
