@@ -201,7 +201,7 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     assert heard(pages) == {"k": "journal", "records": records[2:4]}
     assert heard(pages)["journal"] == records[4:]
     given: queue.Queue[dict[str, Any]] = queue.Queue()
-    session = Session("a", holder.incarnation, dial(7), lambda _, body: given.put(body))
+    session = Session("a", holder.info.incarnation, dial(7), lambda _, body: given.put(body))
     session.start()
     up = given.get(timeout=WAIT_S)
     session.close()

@@ -65,7 +65,8 @@ class CadenceRounds:
         opened = [a.opened_s for a in job.attempts.values() if a.opened_s is not None]
         newest = job.newest_ordinal
         failures = sum(a.phase != "closed" for a in job.attempts.values() if a.ordinal != newest)
-        return mean_time_between_failures_s(self.catalog.wall_s - min(opened, default=self.catalog.wall_s), failures)
+        observed_s = self.catalog.age_s(min(opened, default=self.catalog.wall_s))
+        return mean_time_between_failures_s(observed_s, failures)
 
     def apply(self, fact: CadenceSet) -> None:
         """The word has spread, so that a successor says the same: answer all."""

@@ -348,6 +348,10 @@ class Catalog:
         """Wall-clock seconds, for facts that outlive this controller."""
         return self.now + self.wall_offset_s
 
+    def age_s(self, moment_s: float) -> float:
+        """How long ago a moment of a wall clock was; 0 if it is yet to come, for a clock was set back since."""
+        return max(0.0, self.wall_s - moment_s)
+
     def steps_in_use(self, job: Job) -> set[StepId]:
         """Steps in use by a restore, a durable write or a fork: not dropped now."""
         active, write = self.rounds.active.get(job.name), self.durable.state(job.name).active

@@ -32,6 +32,7 @@ Orders to a holder (`Tell.kind`):
     persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
                                                 or remove it, and say so if it is torn (R31)
     markers        job, durable, call           list durable markers
+    outdated       above                        a later life of this host was here: take a higher incarnation (R3)
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
 checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`: {stall_s, age_s}, and
@@ -75,6 +76,7 @@ class HostUp:
     journal: tuple[bytes, ...] = ()
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
+    up_s: float = 0.0  # how long its holder had been up then, by its own clock
 
 
 @dataclass(frozen=True, slots=True)

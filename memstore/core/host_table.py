@@ -30,6 +30,7 @@ class HostState:
     info: HostInfo
     last_heard_s: float  # when its last beat arrived
     was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
+    began_s: float = 0.0  # when its holder started
     heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
     status: Status = "live"
     why: str = ""
@@ -64,18 +65,20 @@ class HostTable:
         self._live_domains: dict[str, dict[str, str]] = {}  # by level; made again when a host comes or goes
         self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
 
-    def up(self, now: float, info: HostInfo, asked_s: float = -math.inf) -> list[Change]:
-        """A session began, asked for at `asked_s`; an older incarnation than the one known is ignored (R3)."""
+    def later_life(self, info: HostInfo) -> HostInfo | None:
+        """Return the later life of the host that is known; None if this one may come (R3)."""
         state = self.states.get(info.host_id)
-        if state is None or info.incarnation >= state.info.incarnation:
-            self._changed()
-            self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
+        return state.info if state is not None and info.incarnation < state.info.incarnation else None
+
+    def up(self, now: float, info: HostInfo, asked_s: float = -math.inf, up_s: float = 0.0) -> list[Change]:
+        """A session began, asked for at `asked_s`, with a holder that had been up for `up_s`, no older life (R3)."""
+        state = self.states.get(info.host_id)
+        self._changed()
+        self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
         if state is None:
-            self.states[info.host_id] = HostState(info, now, asked_s, self._listened_at(now), since_s=now)
+            self.states[info.host_id] = HostState(info, now, asked_s, now - up_s, self._listened_at(now), since_s=now)
             return [Change(info.host_id, "live", "joined")]
-        if info.incarnation < state.info.incarnation:
-            return []
-        state.info, state.last_heard_s, state.is_gone = info, now, False
+        state.info, state.last_heard_s, state.began_s, state.is_gone = info, now, now - up_s, False
         state.was_with_us_s = max(state.was_with_us_s, asked_s)
         state.heard_at_s = self._listened_at(now)
         return self._enter(now, state, "live", "joined again", is_new=True)

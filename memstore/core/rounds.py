@@ -255,7 +255,7 @@ class Rounds:
         window_s = float(attempt.config["crash_window_s"])
         recent = [
             r for r in job.restores
-            if r.step == step and self.catalog.wall_s - r.wall_s <= window_s
+            if r.step == step and abs(self.catalog.wall_s - r.wall_s) <= window_s  # clocks may have been set back
             # An attempt that was closed by all its ranks did not die of what it restored.
             and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
         ]  # fmt: skip

@@ -57,7 +57,7 @@ class StatusReport:
                     "drains_s": self.catalog.drains.due_s(host), "drain_left": remains.shards_count,
                     "drain_may_come": remains.may_come, "drain_short": remains.short, "drain_durable": remains.durable,
                     "is_on_probation": self.catalog.hosts.is_on_probation(now, host),
-                    "up_s": max(0.0, self.catalog.wall_s - info.incarnation / 1e9),  # it is its start (R3)
+                    "up_s": now - state.began_s,
                     "pushes": pushes[host],
                 }
             )  # fmt: skip
@@ -127,7 +127,7 @@ class StatusReport:
             training_step=max((seat.step for seat in attempt.seats.values()), default=-1),
             committed_step=newest.step if newest is not None else None,
             committed_attempt=newest.attempt if newest is not None else None,
-            committed_s=self.catalog.wall_s - job.commits[newest].wall_s if newest is not None else None,
+            committed_s=self.catalog.age_s(job.commits[newest].wall_s) if newest is not None else None,
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
             retired=job.retired.get(newest, "") if newest is not None else "",
             is_torn=newest in job.torn,

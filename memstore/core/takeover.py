@@ -41,7 +41,9 @@ class Takeover:
         catalog, hosts = self.catalog, self.catalog.hosts
         if isinstance(event, HostUp):
             host = event.info.host_id
-            hosts.up(catalog.now, event.info, event.asked_s)
+            if self._is_outdated(event):
+                return []
+            hosts.up(catalog.now, event.info, event.asked_s, event.up_s)
             self.alone_since_s = min(self.alone_since_s, catalog.now)
             self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
             self.copies[host] = event.copies
@@ -146,14 +148,14 @@ class Takeover:
     def host_up(self, event: HostUp) -> None:
         """A holder's session began while serving: a newcomer, a late host or one that came back."""
         catalog, host = self.catalog, event.info.host_id
+        if self._is_outdated(event):
+            return
         known = catalog.hosts.states.get(host)
         if known is not None and known.info.incarnation < event.info.incarnation:
             # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
             catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
         catalog.journals.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
-        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s)
-        if not changes:
-            return  # an older life of the holder (R3)
+        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s, event.up_s)
         catalog.log.forget(host)
         catalog.told.forget_host(host)
         journal = catalog.log.read(event.journal)
@@ -169,6 +171,20 @@ class Takeover:
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             catalog.steps.sealed(catalog.now, copy)
         catalog.placing.changed(changes)
+
+    def _is_outdated(self, event: HostUp) -> bool:
+        """Refuse a holder whose number is below one that was here: it lost its folder, and takes the next (R3)."""
+        catalog, info = self.catalog, event.info
+        later = catalog.hosts.later_life(info)
+        if later is None:
+            return False
+        catalog.note(
+            f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
+            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is told to take a higher one",
+            "warning",
+        )
+        catalog.tell(info.host_id, "outdated", {"above": later.incarnation})
+        return True
 
     def _merge(self, journal: list[Entry]) -> bool:
         """Take facts that only this host had kept, and give them to all (R16); True if there were some."""

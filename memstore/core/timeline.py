@@ -52,7 +52,7 @@ def _attempt_row(catalog: Catalog, job: Job, attempt: Attempt) -> Body:
         "phase": attempt.phase, "world_size": attempt.world_size, "is_fresh": attempt.is_fresh,
         "is_fork": job.origin is not None and job.origin.attempt == attempt.ordinal,
         "abandoned": sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
-        "age_s": catalog.wall_s - attempt.opened_s if attempt.opened_s is not None else None,
+        "age_s": catalog.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
     }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def step_rows(catalog: Catalog, job: Job) -> list[Body]:
                 "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
                 "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
                 "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
-                "age_s": catalog.wall_s - commit.wall_s if commit is not None else None,
+                "age_s": catalog.age_s(commit.wall_s) if commit is not None else None,
             }
         )  # fmt: skip
     return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from typing import Any
@@ -223,7 +224,7 @@ class ControllerActor:
             actor = (
                 ray.remote(HolderActor)
                 .options(
-                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{time.time_ns()}", namespace=NAMESPACE,
+                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}", namespace=NAMESPACE,
                     lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                 )

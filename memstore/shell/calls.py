@@ -5,6 +5,7 @@ asked --relayed, again after every new session or link--> answered, or nobody wa
 
 from __future__ import annotations
 
+import secrets
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class Calls:
         self._holder = holder
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
-        self._count = holder.incarnation  # a former life's questions may still be answered: no number comes twice
+        self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
 
     def ask(self, call: Call) -> None:
         """Send a question; a link that came back asks again: it is the same one, and its first answer ends it."""

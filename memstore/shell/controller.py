@@ -166,7 +166,7 @@ class Controller:
             for host, record in announced.items():
                 with self.lock:
                     session = self.sessions.get(host)
-                    if host in self.dialling or (session is not None and session.incarnation == record["incarnation"]):
+                    if host in self.dialling or (session is not None and session.announced == record["incarnation"]):
                         continue
                     self.dialling.add(host)
                 threading.Thread(target=self._dial, args=(host, record), daemon=True).start()
@@ -250,7 +250,8 @@ class Controller:
                     self.catalog.lease.is_outranked = True
                     self._is_stale.set()  # the lease thread asks the membership: that may block
                 return
-            session.is_up = session.is_up or body.get("k") == "up"
+            if body.get("k") == "up":
+                session.is_up, session.incarnation = True, int(body["incarnation"])
             event = event_from_body(host, body, session.asked_s)
             if event is not None:
                 self._handle(event)
@@ -390,5 +391,6 @@ def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | 
             bool(body["is_explicit"]), dict(body["labels"]), int(body["limit_bytes"]),
         )  # fmt: skip
         copies = tuple(copy_from_wire(item, host) for item in body["copies"])
-        return HostUp(info, copies, tuple(body["journal"]), tuple(str(nonce) for nonce in body["ranks"]), asked_s)
+        ranks, up_s = tuple(str(nonce) for nonce in body["ranks"]), float(body["up_s"])
+        return HostUp(info, copies, tuple(body["journal"]), ranks, asked_s, up_s)
     return Report(host, str(kind), body)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from memstore.shell.channel import Channel
 from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
 from memstore.shell.fact_keeper import FactKeeper
 from memstore.shell.host_id import HostIdentity
+from memstore.shell.incarnation import next_incarnation
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
 from memstore.shell.lane import Lane
@@ -97,7 +99,8 @@ class Holder:
         self.stager = Stager(self)
         self.pusher = Pusher(self)
         self.persister = Persister(self)
-        self.incarnation = time.time_ns()  # grows with every life of the holder (R3)
+        incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
+        self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
         self.ranks = RankServer(self)
         self.scrubber = Scrubber(self)
         self.peer_server = PeerServer(
@@ -107,11 +110,10 @@ class Holder:
         )  # fmt: skip
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
-            identity={"role": "holder", "host": identity.host_id, "incarnation": self.incarnation},
-            on_channel=self._accept, tls=self.tls,
+            identity=self._identity, on_channel=self._accept, tls=self.tls,
         )  # fmt: skip
         self.info = HostInfo(
-            identity.host_id, self.incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
+            identity.host_id, incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
             identity.machine, identity.is_explicit, dict(identity.labels), arena_limit_bytes,
         )  # fmt: skip
         self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
@@ -206,8 +208,8 @@ class Holder:
                 if host not in self.peers:
                     self.peers[host] = Peer(
                         host, address, port, secret=self.secret, store=self.config.store,
-                        identity={"role": "holder", "host": self.info.host_id, "incarnation": self.incarnation},
-                        streams=self.config.streams, damage=self.peer_server.damage, lane=self.lane, tls=self.tls,
+                        identity=dict(self._identity), streams=self.config.streams,
+                        damage=self.peer_server.damage, lane=self.lane, tls=self.tls,
                     )  # fmt: skip
             self.peer_server.keep_senders(set(self.peers))
 
@@ -254,8 +256,25 @@ class Holder:
             "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
             "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
             "journal": journal,
-            "notes": self.vault.adoption_notes, "ranks": sorted(self.ranks.owners),
+            "up_s": time.monotonic() - self._began_s, "notes": self.vault.adoption_notes,
+            "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
+
+    def begin_again(self, above: int) -> None:
+        """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
+        before, number = self.info.incarnation, next_incarnation(self.folder, above)
+        log.warning(
+            "host %s: the controller refused incarnation %d, it has seen %d: going on as %d",
+            self.info.host_id, before, above, number,
+        )  # fmt: skip
+        self.info = replace(self.info, incarnation=number)
+        self._identity["incarnation"] = number
+        with self._peers_lock:  # they are told of this life; the next session brings their addresses again
+            while self.peers:
+                self.peers.popitem()[1].close()
+        session = self.session
+        if session is not None:
+            session.close()
 
     def report(self, kind: str, body: dict[str, Any]) -> None:
         """Queue a report to the controller; without a session it is dropped: inventories replace it."""

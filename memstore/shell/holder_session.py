@@ -24,7 +24,8 @@ class Session:
         self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None], *,
         asked_s: float = -math.inf,
     ) -> None:  # fmt: skip
-        self.host_id, self.incarnation, self.channel = host_id, incarnation, channel
+        self.host_id, self.channel = host_id, channel
+        self.announced = self.incarnation = incarnation  # the holder's own word, once it comes, is the newer one
         self.asked_s = asked_s  # when it was asked for, monotonic (R17)
         self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
         self._on_event = on_event

@@ -206,6 +206,9 @@ class FakeHolder:
     def _on_view(self, body: Body) -> None:
         pass
 
+    def _on_outdated(self, body: Body) -> None:
+        self.info = replace(self.info, incarnation=int(body["above"]) + 1)
+
     def _on_fence(self, body: Body) -> None:
         job, attempt = body["job"], int(body["attempt"])
         self.fences[job] = max(self.fences.get(job, 0), attempt)

@@ -83,10 +83,11 @@ class ProcessCluster:
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
-        self.started_s: dict[str, float] = {}  # by host: when its newest holder was started (wall clock)
+        self.started_s: dict[str, float] = {}  # by host: when its newest holder was started
         self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
         self.controller: subprocess.Popen[bytes] | None = None
         self.settle_s = 5.0
+        self.environ: dict[str, dict[str, str]] = {}  # by host, "" for the controller: of what is started from now on
         self.controller_way: Path | None = None  # another way to the folder, for the controllers started from now on
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -129,6 +130,7 @@ class ProcessCluster:
             process = subprocess.Popen(
                 [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.process_main"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, **self.environ.get(on_host if role == "holder" else "", {})},
             )  # fmt: skip
         if process.stdin is not None:
             with process.stdin as stdin:  # not an argument: everybody on the machine could read the secret there
@@ -152,7 +154,7 @@ class ProcessCluster:
     def start_holder(self, host: str) -> None:
         """Start a holder on a host; it adopts the arena that is there."""
         proxy = self.proxies.get(host)
-        self.started_s[host] = time.time()
+        self.started_s[host] = time.monotonic()
         self.holders[host] = self._spawn(
             "holder",
             host,
@@ -325,7 +327,7 @@ class ProcessCluster:
 
         def are_live() -> bool:
             live = {row["host"]: row["up_s"] for row in self.host_rows() if row["status"] == "live"}
-            return all(host in live and live[host] <= time.time() - self.started_s[host] for host in hosts)
+            return all(host in live and live[host] <= time.monotonic() - self.started_s[host] for host in hosts)
 
         wait_for(are_live, f"live hosts {hosts}")
 

@@ -103,7 +103,12 @@ class Controller:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell):
+        if isinstance(action, Tell) and action.kind == "outdated":
+            holder.info = replace(
+                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
+            )
+            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
+        elif isinstance(action, Tell):
             holder.obey(action.kind, plain(action.body))
         else:
             holder.answer(action.call_id, plain(action.body), action.error)

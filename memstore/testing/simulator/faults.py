@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memstore.testing.simulator.rank import SimRank
     from memstore.testing.simulator.world import Simulation
 
+STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: nobody gives a host up for this
 Inject = Callable[["Simulation", Fault], None]
 INJECT: dict[str, Inject] = {}
@@ -278,6 +279,26 @@ def _durable_torn(world: Simulation, each: Fault) -> None:
 def _add_host(world: Simulation, each: Fault) -> None:
     if len(world.holders) < 6:
         world.add_host(f"h{len(world.holders)}", {})
+
+
+@fault("step-clock")
+def _step_clock(world: Simulation, each: Fault) -> None:
+    """Wall clocks step, back or ahead, by up to a day; those of the controller's machine when its process ends."""
+    step_s = (1 if each.count % 2 else -1) * STEPS_S[each.rank % len(STEPS_S)]
+    for name in _names(world, each):
+        world.memories[name].clock_ahead_s += step_s
+        world.kill_holder(name)
+    if each.for_s > 1.0:
+        world.clock_ahead_s += step_s
+        world.crash_controller(restart_after_s=1.0)
+
+
+@fault("lose-number")
+def _lose_number(world: Simulation, each: Fault) -> None:
+    """A holder dies and the number of its life is lost: the next one begins below it (R3)."""
+    name = _names(world, each)[0]
+    world.kill_holder(name)
+    world.memories[name].incarnation = 0
 
 
 def _ask_people(world: Simulation, each: Fault) -> None:

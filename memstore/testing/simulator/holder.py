@@ -33,7 +33,7 @@ from memstore.shell.vault import Vault
 from memstore.testing.catalog_holder import LEVELS
 from memstore.testing.simulator.durable import Persister
 from memstore.testing.simulator.history import fork
-from memstore.testing.simulator.memory import Memory, MemoryArena, MemoryManifests
+from memstore.testing.simulator.memory import MachineClock, Memory, MemoryArena, MemoryManifests
 from memstore.testing.simulator.rank import SimRank
 from memstore.testing.simulator.staging import Stager
 from memstore.testing.simulator.transfer import Fresh, Pusher
@@ -70,7 +70,7 @@ class SimHolder:
         memory.is_cut, memory.crash_in = False, None
         self.vault = Vault(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
-            chunk_bytes=memory.chunk_bytes, clock=world, is_alive=world.is_alive,
+            chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
         self.vault.on_hurt = self.sealed
         self._read_journal()

@@ -6,7 +6,7 @@ operation: what was written stays, what was to come never happens, not even clea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Memory:
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
         self.crash_in: int | None = None
+        self.clock_ahead_s = 0.0  # the machine's wall clock, by which faults step it
+        self.incarnation = 0  # the last life's number, as its folder has it (R3)
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 
     def wipe(self) -> None:
@@ -72,6 +74,17 @@ class Memory:
         """Write what an order says of the journal, in one operation."""
         if self.write():
             self.journal = journal_after(self.journal, body)
+
+
+class MachineClock:
+    """The clocks of a machine: faults step the wall clock, nothing does the other one."""
+
+    def __init__(self, memory: Memory, now: Callable[[], float]) -> None:
+        self._memory, self.monotonic = memory, now
+
+    def time(self) -> float:
+        """Time of day, seconds."""
+        return 1e9 + self.monotonic() + self._memory.clock_ahead_s
 
 
 class MemoryHeaders:

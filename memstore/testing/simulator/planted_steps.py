@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from memstore.testing.simulator.control import Controller
 from memstore.testing.simulator.holder import SimHolder
 from memstore.testing.simulator.planted import planted
 from memstore.testing.simulator.scenario import Fault
+from memstore.testing.simulator.world import Simulation
 
+SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # an hour
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 
 
@@ -108,3 +112,21 @@ def fence_answered_early() -> Any:
         self.unfinished = kept
 
     return patch.object(SimHolder, "_fence", early)
+
+
+@planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)
+@contextmanager
+def incarnation_by_the_clock() -> Iterator[None]:
+    """A holder's incarnation is the time of its start, and one that is too low is ignored without a word."""
+
+    def by_the_clock(self: Simulation, name: str, above: int = 0) -> int:
+        return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
+
+    arrive = Controller._arrive
+
+    def unheard(self: Controller, session: Any, action: Any) -> None:
+        if getattr(action, "kind", "") != "outdated":
+            arrive(self, session, action)
+
+    with patch.object(Simulation, "take_incarnation", by_the_clock), patch.object(Controller, "_arrive", unheard):
+        yield

@@ -85,6 +85,7 @@ WEIGHTS = {
     "durable-broken": 2, "durable-slow": 1, "durable-torn": 1, "add-host": 1,
 }  # fmt: skip
 
+CLOCK_SEEDS = (0, 1, 4)  # modulo 20
 TWIN_SEEDS = (3, 9, 18)  # modulo 20
 
 
@@ -105,7 +106,7 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
-        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed)])),
+        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed)])),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
 
@@ -141,6 +142,15 @@ def _history(seed: int) -> list[Fault]:
         ["pin-step", "fork-step", "unpin-step", "remove-fork"], weights=[4, 3, 1, 1], k=rng.randrange(2, 8)
     )
     return [replace(_fault(rng), kind=kind, for_s=0.0) for kind in kinds]
+
+
+def _clocks(seed: int) -> list[Fault]:
+    """Clocks that step, and lost numbers of lives, in seeds that no seed of the corpus is like (0, 1, 4 of 20)."""
+    rng = random.Random(f"clocks {seed}")
+    if seed % 20 not in CLOCK_SEEDS:
+        return []
+    kinds = rng.choices(["step-clock", "lose-number"], weights=[3, 1], k=rng.randrange(1, 5))
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 
 def _fault(rng: random.Random) -> Fault:

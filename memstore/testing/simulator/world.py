@@ -72,6 +72,7 @@ class Simulation:
         self.rng = random.Random(f"world {scenario.seed}")
         self.durable = Durable()
         self.has_kv = True
+        self.clock_ahead_s = 0.0  # the wall clock of the machine where controllers start, by which faults step it
         self.drains: dict[str, float] = {}  # what Ray says of its nodes: host -> the moment of its end
         self.is_over = False
         self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
@@ -108,14 +109,6 @@ class Simulation:
         self._every(1.0, self.checker.look_at_redundancy)
 
     # -- time ---------------------------------------------------------------------------------
-
-    def time(self) -> float:
-        """Time of day, seconds."""
-        return 1e9 + self.now
-
-    def monotonic(self) -> float:
-        """Seconds since the start."""
-        return self.now
 
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
         """Do something later."""
@@ -215,11 +208,19 @@ class Simulation:
 
     def _start_holder(self, info: HostInfo) -> None:
         fields = {key: getattr(info, key) for key in ("host_id", "address", "port", "machine", "labels")}
-        holder = SimHolder(self, HostInfo(incarnation=info.incarnation + 1, **fields), self.memories[info.host_id])
+        holder = SimHolder(
+            self, HostInfo(incarnation=self.take_incarnation(info.host_id), **fields), self.memories[info.host_id]
+        )
         self.holders[info.host_id] = holder
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:
                 self.at(0.1, lambda r=rank: self._reconnect(r))  # type: ignore[misc]
+
+    def take_incarnation(self, name: str, above: int = 0) -> int:
+        """Count a holder's life in its host's memory (R3)."""
+        memory = self.memories[name]
+        memory.incarnation = max(memory.incarnation, above) + 1
+        return memory.incarnation
 
     def _reconnect(self, rank: SimRank) -> None:
         holder = self.holders[rank.host_id]
@@ -283,7 +284,8 @@ class Simulation:
     def start_controller(self) -> None:
         """A controller with a term above every other (R17)."""
         self.term += 1
-        self.controllers.append(Controller(self, self.term, skew_s=self.rng.uniform(-100.0, 100.0)))
+        skew_s = self.rng.uniform(-100.0, 100.0) + self.clock_ahead_s
+        self.controllers.append(Controller(self, self.term, skew_s=skew_s))
 
     def crash_controller(self, *, restart_after_s: float) -> None:
         """The newest controller dies; Ray starts another."""
