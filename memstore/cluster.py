@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
+from memstore.core.problems import only_in_ram
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
@@ -219,21 +220,16 @@ def stop(
 
 
 def refuse_last_copies(config: Config) -> None:
-    """Raise CapacityError, naming job, step and pins, if freeing the RAM would lose a committed step."""
-    for job in status(config=config).jobs:
-        newest, durable, lost = job.get("committed_step"), job.get("durable_step"), []
-        if newest is not None and (durable is None or durable < newest):
-            lost.append(f"step {newest} lives only in RAM (durable: {durable})")
-        safe = {(step["attempt"], step["step"]) for step in job["steps"] if step["durable"]}
-        pins = {name: p for name, p in job["pins"].items() if (p["attempt"], p["step"]) not in safe}
-        if pins:
-            named = ", ".join(f"{name} (step {p['step']})" for name, p in pins.items())
-            lost.append(f"what is pinned as {named} lives only in RAM")
-        if lost:
-            raise CapacityError(
-                f"job {job['job']!r}: {' and '.join(lost)}. Stopping with keep_data=False would lose it: keep the "
-                "data, make it durable, or pass force=True"
-            )
+    """Raise CapacityError, naming every job with its step and pins, if freeing the RAM would lose a committed step."""
+    found = {job["job"]: only_in_ram(job) for job in status(config=config).jobs}
+    lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items() if words]
+    if lost:
+        more = f"; and {len(lost) - 10} more jobs" if len(lost) > 10 else ""
+        raise CapacityError(
+            f"{'; '.join(lost[:10])}{more}. Freeing the memory would lose it: keep the arenas (the default), make it "
+            "durable, or say that it is not needed (`memstore down --discard --yes`, stop(force=True))",
+            jobs_count=len(lost),
+        )
 
 
 def leftovers(config: Config | None = None) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = "up down status events ls pin unpin fork rm plan verify drain metrics export import demo drill"
+    order = "up down status events ls pin unpin fork rm plan verify drain metrics export import completion demo drill"
     assert " ".join(verbs) == order
 
 
@@ -59,9 +59,11 @@ NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "
 
 @pytest.mark.parametrize("arguments", NEEDS_STORE, ids=lambda a: a[0])
 def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_path: Path) -> None:
-    """No store: one clear line on stderr, nothing on stdout, exit code 1, a traceback only with --debug."""
+    """No store: one clear line on stderr, the same as JSON on stdout, exit code 1, a traceback only with --debug."""
     result = CliRunner().invoke(main, [*arguments, "--arena-dir", str(tmp_path), "--json"])
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.exit_code == 1
+    error = json.loads(result.stdout)["error"]
+    assert (error["kind"], f"memstore: {error['message']}\n") == ("PeerUnreachable", result.stderr)
     assert "memstore up" in result.stderr
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
@@ -78,7 +80,7 @@ def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_p
         (["status", "--store", "a/b"], "store name 'a/b'"),
         (["rm"], "JOB"),
         (["drain"], "HOST"),
-        (["down", "--force"], "--force goes with --discard"),
+        (["down", "--yes"], "--yes goes with --discard"),
         (["down", "--host", "h1"], "--host goes with --leftovers"),
         (["up", "--arena-bytes", "plenty"], "arena_bytes='plenty' is not a size"),
         (["up", "--chunk-bytes", "5000"], "multiple of 4096"),
@@ -93,6 +95,23 @@ def test_wrong_usage_exits_with_2_and_says_what_is_wrong(arguments: list[str], s
     assert result.exit_code == 2
     assert says in result.stderr
     assert result.stdout == ""
+
+
+def test_wrong_usage_is_json_too_where_json_is_asked_for() -> None:
+    """A script that reads --json finds the kind of the error and its words."""
+    error = json.loads(run(None, "down", "--yes", "--json").stdout)["error"]
+    assert (error["kind"], error["message"]) == ("UsageError", "--yes goes with --discard; without it nothing is lost")
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb that a person interrupts ends as shells expect it, without words."""
+
+    def interrupted(self: Where) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Where, "status", interrupted)
+    result = run(None, "status")
+    assert (result.exit_code, result.output) == (130, "")
 
 
 def test_up_refuses_a_durable_directory_it_cannot_write(tmp_path: Path) -> None:
@@ -194,6 +213,18 @@ def test_status_as_json_has_what_the_screen_says(store: ProcessCluster) -> None:
     assert [row["severity"] for row in body["problems"]] == ["note"]
 
 
+def test_metrics_prints_where_the_gauges_stand(store: ProcessCluster) -> None:
+    """The newest committed step of the job and the arena of each host, as numbers; the same as JSON."""
+    screen = run(store, "metrics").stdout
+    assert cells(screen, "ray_memstore_committed_step") == [
+        "ray_memstore_committed_step", "job_name=llama3-8b", str(STEPS - 1)
+    ]  # fmt: skip
+    rows = json.loads(run(store, "metrics", "--json").stdout)
+    used = {row["tags"]["host"]: row["value"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"}
+    assert set(used) == set(HOSTS)
+    assert used["h1"] > 0
+
+
 def test_ls_draws_the_timeline(store: ProcessCluster) -> None:
     """The kept step with its state, copies, ranks and hosts, and the attempt it is of; the same as JSON."""
     screen = run(store, "ls", "llama3-8b").stdout
@@ -241,7 +272,7 @@ def test_verify_of_sound_bytes(store: ProcessCluster) -> None:
 
 def test_rm_refuses_a_job_that_is_being_trained(store: ProcessCluster) -> None:
     """rm names the rank that lives, and --force; nothing is dropped."""
-    result = run(store, "rm", "llama3-8b")
+    result = run(store, "rm", "llama3-8b", "--yes")
     assert result.exit_code == 1
     assert "is being trained" in result.stderr
     assert "--force" in result.stderr
@@ -294,7 +325,12 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         assert "the processes only" in cells(result.stdout, "llama3-8b")
         assert cells(result.stdout, "h1")[-1].startswith("dead ")
         assert "losing h2 now loses the run" in result.stdout
-        body = run_json(cluster, "rm", "llama3-8b")
+        refused = run(cluster, "rm", "llama3-8b")
+        assert refused.exit_code == 1
+        assert f"step {STEPS - 1} lives only in RAM" in refused.stderr
+        assert "pass --yes" in refused.stderr
+        assert run_json(cluster, "status")["jobs"][0]["copies"] == 1
+        body = run_json(cluster, "rm", "llama3-8b", "--yes")
         assert (body["job"], body["shards"], body["durable"]) == ("llama3-8b", 2, None)
         assert run_json(cluster, "status")["jobs"] == []
         cluster.kill_controller()

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from memstore.cli import main
 from memstore.cli.events import LINES, line
-from memstore.core.chronicle import KINDS, ROUTINE, Chronicle
+from memstore.core.chronicle import KINDS, PROBLEMS, ROUTINE, Chronicle
 from memstore.shell.event_log import WAITING_MAX, EventLog
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
@@ -45,7 +45,7 @@ def test_the_account_of_a_job_that_lost_a_host(
         ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
         tickets = together(ranks, "ticket", step=2)
         nbytes = sum(ticket["nbytes"] for ticket in tickets)
-        rows = asked(cluster)
+        rows = asked(cluster, "--level", "routine")
         put, commit = (next(r for r in rows if r["event"] == kind and r["step"] == 2) for kind in ("put", "commit"))
         slowest = max(range(3), key=lambda rank: tickets[rank]["stall_s"])
         assert (put["job"], put["ranks"], put["nbytes"]) == ("train", 3, nbytes)
@@ -55,12 +55,18 @@ def test_the_account_of_a_job_that_lost_a_host(
         assert commit["seconds"]["committed"] >= put["seconds"]["sealed"] >= put["stall_s"]["max"] > 0
 
         last = rows[-1]["seq"]
-        for rank in ranks:
+        ranks[0].kill()
+        (death,) = wait_for(
+            lambda: [row for row in asked(cluster, "--since", str(last)) if row["event"] == "rank_dead"],
+            "a rank's death",
+        )
+        assert (death["rank"], death["host"], death["attempt"], death["step"]) == (0, "h0", 1, 2)
+        for rank in ranks[1:]:
             rank.kill()
         cluster.lose_host("h1")
         wait_for(lambda: cluster.host_status().get("h1") == "dead", "the death of h1")
         fleet.resume(["h0", "h2", "h2"])
-        news = asked(cluster, "train", "--since", str(last))
+        news = asked(cluster, "train", "--level", "routine", "--since", str(last))
         assert min(row["seq"] for row in news) > last
         dead = next(row for row in news if row["event"] == "host_dead")
         restore = next(row for row in news if row["event"] == "restore")
@@ -74,12 +80,21 @@ def test_the_account_of_a_job_that_lost_a_host(
             "the restore in the file",
         )
         assert written == [restore]
-        text = CliRunner().invoke(main, ["events", "train", "--store", cluster.config.store]).stdout
+        text = (
+            CliRunner().invoke(main, ["events", "train", "--level", "routine", "--store", cluster.config.store]).stdout
+        )
         assert "step 2 committed in " in text
         assert "DEAD: " in text
         assert "step 2 RESTORED by attempt 2: peer, " in text
+        assert "rank 0 of attempt 1 on h0 is DEAD (pid " in text
+        assert asked(cluster, "--level", "problem", "--tail", "1")[0]["event"] in PROBLEMS
+        assert not {row["event"] for row in asked(cluster)} & ROUTINE
+        assert asked(cluster, "--since", "1d") == asked(cluster)
+        assert asked(cluster, "--since", "0s") == []
         stranger = CliRunner().invoke(main, ["events", "trian", "--store", cluster.config.store])
         assert "did you mean train?" in stranger.stderr
+        cluster.ask("rm", {"job": "train", "force": True})
+        assert [row["event"] for row in asked(cluster, "train", "--tail", "1")] == ["removed"]
 
 
 def test_follow_goes_on_over_a_controller_that_dies(tmp_path: Path, nursery: RankNursery) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -23,10 +27,10 @@ def test_a_hostname_names_its_only_host() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("metrics --dashboard --alerts", "ask for one at a time"),
-        ("metrics --alerts --json", "ask for one at a time"),
+        ("metrics --dashboard --alerts", "ask for one"),
+        ("metrics --alerts --json", "ask for one"),
         ("status --watch --check", "give one of them"),
-        ("down --leftovers --force", "not for it"),
+        ("down --leftovers --yes", "not for it"),
         ("down --leftovers --address 10.0.0.1:6379", "not for it"),
     ],
 )
@@ -34,6 +38,28 @@ def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) ->
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion_script(shell: str) -> None:
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0, result.output
+    assert "_MEMSTORE_COMPLETE" in result.stdout
+
+
+def test_bash_completes_the_verbs() -> None:
+    """What the script asks for at every TAB: the words so far in, the candidates out."""
+    env = {"_MEMSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "memstore st", "COMP_CWORD": "1"}
+    code = "import sys; from memstore.cli import main; sys.argv[0] = 'memstore'; main(prog_name='memstore')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.stdout.split() == ["plain,status"]
+
+
+@pytest.mark.parametrize("verb", ["status", "demo", "drill", "metrics"])
+def test_every_verb_has_the_short_help_option(verb: str) -> None:
+    assert CliRunner().invoke(main, [verb, "-h"]).stdout.startswith("Usage: ")
 
 
 @pytest.mark.parametrize("typed", ["pin job newest best", "fork job 1.5 twig", "export job 1_0 folder --format torch"])

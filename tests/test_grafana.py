@@ -118,7 +118,7 @@ def test_the_command_prints_both_files_and_the_list() -> None:
     runner = CliRunner()
     assert json.loads(runner.invoke(main, ["metrics", "--dashboard"]).stdout) == DASHBOARD
     assert yaml.safe_load(runner.invoke(main, ["metrics", "--alerts"]).stdout)["groups"][0]["rules"] == RULES
-    listed = json.loads(runner.invoke(main, ["metrics", "--json"]).stdout)
+    listed = json.loads(runner.invoke(main, ["metrics", "--list", "--json"]).stdout)
     assert {name for row in listed for name in row["exported"]} == set(EXPORTED)
-    text = runner.invoke(main, ["metrics"]).stdout
+    text = runner.invoke(main, ["metrics", "--list"]).stdout
     assert all(f"ray_{name}" in text for name in METRICS)

@@ -243,9 +243,11 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         fleet.kill(ranks)
         wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
         code, said = run("rm", "train")
+        assert (code, "step 4 lives only in RAM" in said) == (1, True)
+        code, said = run("rm", "train", "--yes")
         assert (code, "has pins that would be lost with it: best (step 2)" in said) == (1, True)
         assert run("unpin", "train", "best") == (0, "step 2 of train is not pinned as best any more\n")
-        assert run("rm", "train")[0] == 0
+        assert run("rm", "train", "--yes")[0] == 0
         assert read(cluster, "exp-b", 2, 64)
 
 

@@ -1,7 +1,8 @@
 """The `memstore` command: `memstore.cli:main`.
 
-Every verb: data on stdout, words on stderr, `--json` for one JSON document. Exit codes are the contract of
-`output.ExitCode`. Nothing here imports torch or ray; the verbs do, when they run, so that `--help` is instant.
+Every verb: data on stdout, words on stderr, `--json` for one JSON document, of an error too. Exit codes are the
+contract of `output.ExitCode`. Nothing here imports torch or ray; the verbs do, when they run, so that `--help` is
+instant.
 Read `status.py` next.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import click
 
+from memstore.cli.completion import completion
 from memstore.cli.drain import drain
 from memstore.cli.events import events
 from memstore.cli.exchange import export, import_
@@ -20,14 +22,21 @@ from memstore.cli.history import fork, pin, unpin
 from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.metrics import metrics
-from memstore.cli.options import is_debug
-from memstore.cli.output import ExitCode, say
+from memstore.cli.options import is_debug, is_json
+from memstore.cli.output import ExitCode, print_json, say
 from memstore.cli.plan import plan
 from memstore.cli.status import status
 from memstore.cli.timeline import ls
 from memstore.cli.verify import verify
 from memstore.distribution import installed_version
 from memstore.errors import MemstoreError
+
+
+def error_body(error: Exception, message: str) -> dict[str, Any]:
+    """Return what --json prints of an error: its kind, its words, and the values that it names, such as `field`."""
+    named = {} if isinstance(error, click.ClickException) else vars(error)
+    plain = {key: value for key, value in named.items() if isinstance(value, str | int | float | None)}
+    return {"error": {**plain, "kind": type(error).__name__, "message": message}}
 
 
 class Verbs(click.Group):
@@ -44,18 +53,24 @@ class Verbs(click.Group):
             return super().invoke(ctx)
         except click.exceptions.Exit:
             raise
+        except click.ClickException as error:
+            if is_json(ctx):
+                print_json(error_body(error, error.format_message()))
+            raise
+        except (click.Abort, KeyboardInterrupt):
+            ctx.exit(ExitCode.INTERRUPTED)
         except (MemstoreError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise  # `memstore ls | head`: click ends quietly
             failure, problem = error, str(error) or type(error).__name__
-        except (click.ClickException, click.Abort, KeyboardInterrupt):
-            raise
         except Exception as error:
             failure = error
             problem = f"internal error, please report it with the output of --debug: {type(error).__name__}: {error}"
         if is_debug(ctx):
             traceback.print_exception(failure)
         say(f"memstore: {problem}")
+        if is_json(ctx):
+            print_json(error_body(failure, problem))
         ctx.exit(ExitCode.ERROR)
 
 
@@ -64,7 +79,8 @@ class Verbs(click.Group):
 def main() -> None:
     """Checkpoints of every step, in the memory of the training hosts, replicated to peers.
 
-    Exit codes: 0 fine, 1 operating error, 2 wrong usage, 3 something committed cannot be recovered, 4 degraded.
+    Exit codes: 0 fine, 1 operating error, 2 wrong usage, 3 something committed cannot be recovered, 4 degraded,
+    130 Ctrl-C.
     """
 
 
@@ -93,7 +109,24 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (up, down, status, events, ls, pin, unpin, fork, rm, plan, verify, drain, metrics, export, import_):
+for _verb in (
+    up,
+    down,
+    status,
+    events,
+    ls,
+    pin,
+    unpin,
+    fork,
+    rm,
+    plan,
+    verify,
+    drain,
+    metrics,
+    export,
+    import_,
+    completion,
+):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

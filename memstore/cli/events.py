@@ -11,6 +11,7 @@ import click
 from memstore.cli.options import Where, address_option, check_job, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.chronicle import PROBLEMS, ROUTINE
 from memstore.core.problems import drain_text
 from memstore.errors import MemstoreError
 
@@ -18,39 +19,82 @@ POLL_S = 0.5
 Event = dict[str, Any]
 
 
-@click.command(short_help="What happened: puts, commits, restores, deaths, repairs, and why.")
+LEVELS = ("routine", "notable", "problem")
+
+
+@click.command(short_help="What happened: restores, deaths, repairs, and why; with --level routine every put.")
 @click.argument("job", required=False)
 @click.option("--follow", is_flag=True, help="Go on with what happens next, until Ctrl-C.")
-@click.option("--since", default=0, metavar="SEQ", help="Only what came after this number.")
+@click.option("--since", default="0", metavar="WHEN", help='A number: only what came after it. "10m", "2h": no older.')
+@click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the newest N.  [default: all]")
+@click.option(
+    "--level", type=click.Choice(LEVELS), default="notable", show_default=True,
+    help="routine: puts, commits and durable writes as well. problem: only what needs attention.",
+)  # fmt: skip
 @address_option
 @store_options
-def events(config: Config, address: str | None, job: str | None, follow: bool, since: int, as_json: bool) -> None:
+def events(
+    config: Config, address: str | None, job: str | None, follow: bool, since: str, tail: int | None, level: str,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Print what happened to JOB, or to all jobs, oldest first; --json prints one document a line.
 
     The controller remembers the newest 2,048 puts, commits and durable writes, and as many of everything else, since it
-    started. MEMSTORE_EVENTS=FILE in its environment makes it write all of them to a file.
+    started. MEMSTORE_EVENTS=FILE in its environment makes it write all of them to a file. Events of a job that was
+    removed can be read by its name.
     """
     where = Where(config, address)
-    if job is not None:
-        check_job(where.status(), job)
-    words = ""
+    number, age_s = since_when(since)
+    is_first, words = True, ""
     while True:
         try:
-            page = where.ask("events", {"job": job, "since": since})
+            rows, caveat, number = _read(where, job, number, age_s)
         except MemstoreError as error:
             if not follow:
                 raise
             words = _say_once(words, f"memstore: {error}")
             time.sleep(POLL_S)
             continue
-        words = _say_once(words, _caveat(page))
-        for row in page["events"]:
+        if is_first and job is not None and all(row.get("job") != job for row in rows):
+            check_job(where.status(), job)
+        words = _say_once(words, caveat)
+        shown = [row for row in rows if is_shown(row, level)]
+        for row in shown[max(0, len(shown) - tail) :] if is_first and tail is not None else shown:
             print_json(row) if as_json else click.echo(line(row))
+        if not follow:
+            return
+        is_first, age_s = False, None
+        time.sleep(POLL_S)
+
+
+def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tuple[list[Event], str, int]:
+    """Return the events after a number and no older than an age, what is missing, and the number to go on from."""
+    rows: list[Event] = []
+    while True:
+        page = where.ask("events", {"job": job, "since": since})
+        rows += [row for row in page["events"] if age_s is None or row["wall_s"] >= page["wall_s"] - age_s]
         since = page["next"]
         if not page["has_more"]:
-            if not follow:
-                return
-            time.sleep(POLL_S)
+            return rows, _caveat(page), since
+
+
+def since_when(text: str) -> tuple[int, float | None]:
+    """Read --since: "1000000042" is a number, "10m" an age in seconds; ages have the units s, m, h and d."""
+    if text.isascii() and text.isdigit():
+        return int(text), None
+    count, unit = text[:-1], text[-1:]
+    if unit not in _UNITS or not (count.isascii() and count.isdigit()):
+        raise click.UsageError(f"--since {text!r} is neither an event's number nor an age such as 30s, 10m, 2h, 1d")
+    return 0, int(count) * _UNITS[unit]
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def is_shown(event: Event, level: str) -> bool:
+    """Return whether an event is of the level asked for or above it."""
+    kind = event["event"]
+    return {"routine": True, "notable": kind not in ROUTINE, "problem": kind in PROBLEMS}[level]
 
 
 def _say_once(before: str, words: str) -> str:
@@ -150,6 +194,11 @@ def _host(word: str) -> Callable[[Event], str]:
     return text
 
 
+def _rank_dead(e: Event) -> str:
+    put = f"; it had put step {e['step']}" if e["step"] >= 0 else "; it had put nothing"
+    return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} is DEAD (pid {e['pid']}){put}"
+
+
 def _unchanged(e: Event) -> str:
     who = f"rank {e['rank']}" if e["count"] == 1 else f"{plural(e['count'], 'rank')} (first {e['rank']})"
     return f"step {e['step']} UNCHANGED: {who} put the bytes of step {e['before']} again: {e['why']}"
@@ -182,7 +231,8 @@ LINES: dict[str, Callable[[Event], str]] = {
     "removed": lambda e: "removed with all its copies in RAM",
     "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
     "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
-    "host_joined": _host("joined"),
+    "rank_dead": _rank_dead,
+    "host_joined": lambda e: "joined",
     "host_live": _host("live"),
     "host_suspect": _host("suspect"),
     "host_dead": _host("DEAD"),

@@ -7,20 +7,29 @@ import click
 from memstore.cli.options import Where, address_option, check_job, store_options
 from memstore.cli.output import plural, print_json, say
 from memstore.config import Config
+from memstore.core.problems import only_in_ram
+from memstore.errors import CapacityError
 
 
 @click.command(short_help="Drop every copy of a job in RAM.")
 @click.argument("job")
+@click.option("--yes", is_flag=True, help="Even if its newest committed step, or a pinned one, lives only in RAM.")
 @click.option("--force", is_flag=True, help="Even while a rank of it is alive, and with its pins.")
 @address_option
 @store_options
-def rm(config: Config, address: str | None, job: str, force: bool, as_json: bool) -> None:
+def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as_json: bool) -> None:
     """Drop every copy of JOB in RAM, and what the store knows of it; durable steps stay where they are."""
     where = Where(config, address)
     status = where.status()
     check_job(status, job)
-    durable = next(row.get("durable") for row in status["jobs"] if row["job"] == job)
+    row = next(row for row in status["jobs"] if row["job"] == job)
+    lost = only_in_ram(row)
+    if lost and not yes:
+        raise CapacityError(
+            f"job {job!r}: {' and '.join(lost)}. Dropping it would lose that for good: pass --yes if it is not needed"
+        )
     answer = where.ask("rm", {"job": job, "force": force})
+    durable = row.get("durable")
     if as_json:
         print_json({**answer, "durable": durable})
         return

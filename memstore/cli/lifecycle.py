@@ -150,7 +150,7 @@ def joined_ray(address: str | None) -> Iterator[None]:
 @click.command(short_help="Stop the store; its arenas stay in memory unless --discard.")
 @click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
 @click.option("--discard", is_flag=True, help="Free the memory too: every step that lives only in RAM is lost.")
-@click.option("--force", is_flag=True, help="With --discard: even if a committed step lives only in RAM.")
+@click.option("--yes", is_flag=True, help="With --discard: even if a committed step lives only in RAM.")
 @click.option("--leftovers", is_flag=True, help="No Ray: list this machine's arenas; with --discard remove dead ones.")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="With --leftovers: only this host. Repeatable.")
 @store_options
@@ -158,26 +158,26 @@ def down(
     config: Config,
     address: str | None,
     discard: bool,
-    force: bool,
+    yes: bool,
     leftovers: bool,
     hosts: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Stop the store. Its arenas stay in memory for the next `memstore up`, unless --discard."""
-    if leftovers and (force or address is not None):
-        raise click.UsageError("--leftovers looks at this machine's arenas alone: --force and --address are not for it")
+    if leftovers and (yes or address is not None):
+        raise click.UsageError("--leftovers looks at this machine's arenas alone: --yes and --address are not for it")
     if leftovers:
         _leftovers(config, hosts, discard=discard, as_json=as_json)
         return
     if hosts:
         raise click.UsageError("--host goes with --leftovers; without it the whole store stops")
-    if force and not discard:
-        raise click.UsageError("--force goes with --discard; without it nothing is lost")
+    if yes and not discard:
+        raise click.UsageError("--yes goes with --discard; without it nothing is lost")
     try:
         with joined_ray(address):
             from memstore.cluster import stop
 
-            stop(config=config, keep_data=not discard, force=force)
+            stop(config=config, keep_data=not discard, force=yes)
     except PeerUnreachable as error:
         raise PeerUnreachable(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, discard=discard, as_json=as_json)

@@ -1,36 +1,71 @@
-"""`memstore metrics`: what Prometheus can read of a store, and the dashboard and rules that go with it."""
+"""`memstore metrics`: where a store's gauges stand, what Prometheus can read of it, and the dashboard and rules."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from importlib.resources import files
+from typing import Any
 
 import click
 
+from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import data_console, plain_table, print_json
-from memstore.core.metrics import METRICS, exported_names
+from memstore.config import Config
+from memstore.core.metrics import METRICS, exported_names, holder_gauges, status_gauges
 
 
-@click.command(short_help="List the metrics; print the Grafana dashboard or the alert rules.")
+@click.command(short_help="Values of the gauges now; the list of metrics; the Grafana dashboard, the alert rules.")
+@click.option("--list", "is_list", is_flag=True, help="Every metric that is exported, and what it says.")
 @click.option("--dashboard", is_flag=True, help="The Grafana dashboard, as JSON to import.")
 @click.option("--alerts", is_flag=True, help="The Prometheus alert rules, as YAML.")
-@click.option("--json", "as_json", is_flag=True, help="The list as one JSON document.")
-def metrics(dashboard: bool, alerts: bool, as_json: bool) -> None:
-    """List what controller and holders export through Ray, or print the files that go with it.
+@address_option
+@store_options
+def metrics(config: Config, address: str | None, is_list: bool, dashboard: bool, alerts: bool, as_json: bool) -> None:
+    """Print where the gauges of controller and holders stand now, or what goes with all metrics.
 
-    Prometheus finds the endpoints in the file that Ray's head node writes, prom_metrics_service_discovery.json in Ray's
-    temporary folder (file_sd_configs).
+    Counters and histograms are in Prometheus alone, which finds the endpoints in the file that Ray's head node writes:
+    prom_metrics_service_discovery.json in Ray's temporary folder (file_sd_configs).
     """
-    if dashboard + alerts + as_json > 1:
-        raise click.UsageError("--dashboard, --alerts and --json print a document each: ask for one at a time")
+    if is_list + dashboard + alerts > 1 or (as_json and (dashboard or alerts)):
+        raise click.UsageError(
+            "--list, --dashboard and --alerts print a document each, and the last two are no --json: ask for one"
+        )
     if dashboard or alerts:
         file = "dashboard.json" if dashboard else "alerts.yaml"
         click.echo((files("memstore.grafana") / file).read_text(encoding="utf-8"), nl=False)
-    elif as_json:
-        print_json([{**asdict(metric), "exported": exported_names(metric)} for metric in METRICS.values()])
+    elif is_list:
+        _print_list(as_json=as_json)
     else:
-        table = plain_table("METRIC", "KIND", "TAGS", "FROM", "WHAT IT SAYS")
-        for metric in METRICS.values():
-            tags = ", ".join(("store", *metric.tags))
-            table.add_row(f"ray_{metric.name}", metric.kind, tags, metric.source, metric.text)
-        data_console().print(table)
+        _print_values(Where(config, address), as_json=as_json)
+
+
+def _print_list(*, as_json: bool) -> None:
+    if as_json:
+        print_json([{**asdict(metric), "exported": exported_names(metric)} for metric in METRICS.values()])
+        return
+    table = plain_table("METRIC", "KIND", "TAGS", "FROM", "WHAT IT SAYS")
+    for metric in METRICS.values():
+        tags = ", ".join(("store", *metric.tags))
+        table.add_row(f"ray_{metric.name}", metric.kind, tags, metric.source, metric.text)
+    data_console().print(table)
+
+
+def _print_values(where: Where, *, as_json: bool) -> None:
+    status = where.status()
+    samples = status_gauges(status, unwritten_count=int(where.ask("events", {"since": 1 << 62})["unwritten"]))
+    for host in status["hosts"]:
+        if host["status"] != "dead" and host["stats"]:
+            samples += holder_gauges(host["host"], host["stats"])
+    rows: list[dict[str, Any]] = [
+        {"metric": f"ray_{each.name}", "tags": dict(zip(METRICS[each.name].tags, each.tags, strict=True)),
+         "value": each.value}
+        for each in samples
+    ]  # fmt: skip
+    if as_json:
+        print_json(rows)
+        return
+    table = plain_table("METRIC", "TAGS", ">VALUE")
+    for row in rows:
+        tags = ", ".join(f"{name}={value}" for name, value in row["tags"].items())
+        table.add_row(row["metric"], tags, f"{row['value']:,.10g}")
+    data_console().print(table)

@@ -18,7 +18,7 @@ from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreach
 
 ASK_S = 10.0
 REACH_S = 5.0  # Ray itself tries a wrong address for minutes
-_DEBUG = "memstore.debug"
+_DEBUG, _JSON = "memstore.debug", "memstore.json"
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,23 @@ def is_debug(ctx: click.Context) -> bool:
     return bool(ctx.find_root().meta.get(_DEBUG))
 
 
+def is_json(ctx: click.Context) -> bool:
+    """Return whether --json was given to the verb."""
+    return bool(ctx.find_root().meta.get(_JSON))
+
+
+def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    ctx.find_root().meta[_JSON] = value
+    return value
+
+
+def json_option(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --json; the verb gets `as_json`, and an error of it is a JSON document as well."""
+    return click.option(
+        "--json", "as_json", is_flag=True, is_eager=True, callback=_set_json, help="One JSON document on stdout."
+    )(verb)
+
+
 def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     ctx.find_root().meta[_DEBUG] = value
 
@@ -141,7 +158,7 @@ def store_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DIR",
         help="Memory file system that holds its arenas.",
     )
-    @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+    @json_option
     @click.option(
         "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Tracebacks of errors."
     )

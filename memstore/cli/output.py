@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNRECOVERABLE = 3
     DEGRADED = 4
+    INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
 def data_console() -> Console:

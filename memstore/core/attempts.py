@@ -322,14 +322,13 @@ class Attempts:
         rank = attempt.rank_of(int(call.body["rank"]))
         body = {
             **self.catalog.view.twins.joined(attempt, rank),
-            "attempt": attempt.ordinal,
-            "world_size": attempt.world_size,
+            "attempt": attempt.ordinal, "world_size": attempt.world_size,
             "restored_step": attempt.parent_step if attempt.has_restored else None,
             "resume_step": attempt.resume_step,
             "rank": rank,
             "order": list(attempt.order),
             "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
-        }
+        }  # fmt: skip
         self.catalog.answer(call, body)
 
     # -- the end ------------------------------------------------------------------------------
@@ -346,6 +345,7 @@ class Attempts:
         for job in self.catalog.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:
+                    self.catalog.observer.rank_died(job, seat)
                     seat.is_gone = True
                     self.catalog.rounds.rank_gone(job, seat.rank)
                     self.catalog.mesh_orders.rank_gone(job, seat.rank)

@@ -14,12 +14,16 @@ KEPT = 2048  # of the routine kinds, and as many of all others: a week of commit
 PAGE = 500  # in one answer
 TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
 ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
-KINDS = ROUTINE | {
-    "redundant", "superseded", "skip", "degraded", "whole", "restore", "restore_failed", "attempt", "members", "closed",
-    "removed", "forked", "pinned", "unpinned", "retired", "lifted", "host_joined", "host_live", "host_suspect",
-    "host_dead", "twins_differ", "twins_agree", "unchanged",
-    "drain", "drained", "drain_over", "repair", "repaired", "durable_failed", "durable_abandoned", "scrub", "spill",
-    "term",
+PROBLEMS = frozenset(
+    {
+        "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "twins_differ",
+        "unchanged", "durable_failed", "durable_abandoned", "scrub", "spill",
+    }
+)  # fmt: skip
+KINDS = ROUTINE | PROBLEMS | {
+    "redundant", "superseded", "whole", "restore", "attempt", "members", "closed", "removed", "forked", "pinned",
+    "unpinned", "lifted", "host_joined", "host_live", "twins_agree", "drain", "drained", "drain_over", "repair",
+    "repaired", "term",
 }  # fmt: skip
 
 

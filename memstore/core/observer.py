@@ -16,7 +16,7 @@ from memstore.core import facts as f
 from memstore.core.chronicle import Chronicle
 from memstore.core.events import Body
 from memstore.core.host_table import Change
-from memstore.core.job import Attempt, Job
+from memstore.core.job import Attempt, Job, Seat
 from memstore.core.watch import Watch
 from recovery.inventory import Copy, StepId
 
@@ -292,6 +292,15 @@ class Observer:
         )  # fmt: skip
 
     @aside
+    def rank_died(self, job: Job, seat: Seat) -> None:
+        """Note, once, that the process of a rank has ended without closing its store."""
+        if seat.is_gone:
+            return
+        attempt = job.newest_ordinal
+        self.add(
+            "rank_dead", job=job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id, pid=seat.pid
+        )
+
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"

@@ -34,6 +34,20 @@ def is_running(job: Body) -> bool:
     return job["attempt"] is not None and job["phase"] != "closed"
 
 
+def only_in_ram(job: Body) -> list[str]:
+    """Return what a job would lose with its copies in RAM, in words: its newest committed step, and what is pinned."""
+    newest, durable, lost = job.get("committed_step"), job.get("durable_step"), []
+    if newest is not None and (durable is None or durable < newest):
+        known = "nothing of it is durable" if durable is None else f"durable is step {durable}"
+        lost.append(f"step {newest} lives only in RAM ({known})")
+    safe = {(step["attempt"], step["step"]) for step in job["steps"] if step["durable"]}
+    pins = {name: pin for name, pin in job["pins"].items() if (pin["attempt"], pin["step"]) not in safe}
+    if pins:
+        named = ", ".join(f"{name} (step {pin['step']})" for name, pin in pins.items())
+        lost.append(f"what is pinned as {named} lives only in RAM")
+    return lost
+
+
 def _row(severity: str, about: str, cause: str, since_s: float | None, remedy: str) -> Body:
     return {"severity": severity, "about": about, "cause": cause, "since_s": since_s, "remedy": remedy}
 

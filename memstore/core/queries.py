@@ -105,7 +105,8 @@ class Queries:
     def _events(self, call: Call) -> None:
         """What happened since a number, of one job or of all; things of the store itself come with either."""
         job, since = call.body.get("job"), int(call.body.get("since") or 0)
-        self.catalog.answer(call, self.catalog.observer.chronicle.page(since, None if job is None else str(job)))
+        page = self.catalog.observer.chronicle.page(since, None if job is None else str(job))
+        self.catalog.answer(call, {**page, "wall_s": self.catalog.wall_s})
 
     # -- dry runs and single shards -------------------------------------------------------------
 

@@ -29,7 +29,7 @@ NEEDED = ("ray.train.torch", "matplotlib")
 MIN_STEPS, CONTROL_STEPS = 10, 10
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", default=80, show_default=True, type=click.IntRange(MIN_STEPS, 10_000), help="Training steps.")
 @click.option(
     "--kill-after", type=click.IntRange(0), help="Committed step that lets the kill happen (default: middle)."
