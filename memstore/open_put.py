@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 
 from memstore.shell.rank_link import RankLink
+from memstore.shell.rank_mapping import RankMapping
 from memstore.ticket import Ticket
 
 LEND_S = 30.0
@@ -27,8 +28,11 @@ class OpenPut:
     """
 
     def __init__(
-        self, link: RankLink, ticket: Ticket, slots: list[int], chunk_bytes: int, attempt: int, world_size: int
-    ) -> None:
+        self, link: RankLink, mapping: RankMapping, ticket: Ticket, slots: list[int], *, chunk_bytes: int,
+        attempt: int, world_size: int,
+    ) -> None:  # fmt: skip
+        """`mapping` is that of the slots: they are never written through a later one's."""
+        self.mapping = mapping
         self.link, self.ticket, self.slots, self.chunk_bytes = link, ticket, slots, chunk_bytes
         self.step = ticket.step
         self.attempt, self.world_size = attempt, world_size
@@ -39,7 +43,7 @@ class OpenPut:
 
     def views(self) -> list[memoryview]:
         """Return the slots' bytes, in order."""
-        return [self.link.view(slot) for slot in self.slots]
+        return [self.mapping.view(slot) for slot in self.slots]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Give back all slots but these; the stream is made of them, in this order."""
@@ -49,18 +53,20 @@ class OpenPut:
 
     def _keep(self, indices: Sequence[int]) -> None:
         kept = [self.slots[i] for i in indices]
-        self.link.put_back(sorted(set(self.slots).difference(kept)))
+        self.link.put_back(sorted(set(self.slots).difference(kept)), self.mapping)
         self.slots = kept
 
     def extend(self, count: int, budget_s: float) -> bool:
         """Take `count` slots more at the end; False if there are none within `budget_s`, or the put is over."""
         more = self.link.acquire(count, budget_s)
+        if more is None:
+            return False
         with self.lock:
-            if more is not None and self.is_over:
-                self.link.put_back(more)
+            if self.is_over or more.mapping is not self.mapping:
+                self.link.put_back(*more)
                 return False
-            self.slots = self.slots + (more or [])
-            return more is not None
+            self.slots = self.slots + more.slots
+            return True
 
     def hand_over(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
         """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
@@ -74,7 +80,7 @@ class OpenPut:
                 "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
                 "shared_chunks": shared_chunks,
             }  # fmt: skip
-            return self.link.hand_over(self.step, self.slots, body)
+            return self.link.hand_over(self.step, self.slots, self.mapping, body)
 
     def stall_s(self) -> float:
         """Return how long training was blocked: until now, unless the copy ended before."""
@@ -86,7 +92,7 @@ class OpenPut:
             if self.is_over:
                 return
             self.is_lent = True
-            offered = self.link.lend(self.step, self.slots)
+            offered = self.link.lend(self.step, self.slots, self.mapping)
         wait([offered], LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
 
     def abandon(self, *, is_patient: bool = True) -> None:
@@ -102,8 +108,8 @@ class OpenPut:
                 return
             self.is_over = True
             if self.is_lent:
-                self.link.take_back(self.step, self.slots)
+                self.link.take_back(self.step, self.slots, self.mapping)
             else:
-                self.link.put_back(self.slots)
+                self.link.put_back(self.slots, self.mapping)
         finally:
             self.lock.release()

@@ -21,6 +21,7 @@ from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
 from memstore.shell.copy_pass import copying, waiting
+from memstore.shell.leased_slots import Taken
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -160,13 +161,16 @@ class Puts:
         self.overlap.wait()
         ticket = self._new_ticket(step, nbytes, began_s)
         try:
-            slots = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s)
+            taken = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s)
         except BaseException:
             self._forget(step)
             raise
-        if slots is None:
+        if taken is None:
             return ticket, None
-        room = OpenPut(self.link, ticket, slots, self.chunk_bytes, self.link.attempt, self.world_size)
+        room = OpenPut(
+            self.link, taken.mapping, ticket, taken.slots, chunk_bytes=self.chunk_bytes, attempt=self.link.attempt,
+            world_size=self.world_size,
+        )  # fmt: skip
         self._open = [*(r for r in self._open if not r.is_over), room]
         return ticket, room
 
@@ -283,7 +287,7 @@ class Puts:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None) -> list[int] | None:
+    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None) -> Taken | None:
         """Return leased slots, or None if the step is skipped."""
         if ticket.step < self._resume_step:
             ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
@@ -293,18 +297,18 @@ class Puts:
             if ticket.is_over:
                 return None
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
-        slots = self.link.acquire(count, 0.0)
-        if slots is None:
+        taken = self.link.acquire(count, 0.0)
+        if taken is None:
             self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
-            slots = self.link.acquire(count, budget_s)
-        if slots is None and self._abandon_open():
-            slots = self.link.acquire(count, budget_s)
+            taken = self.link.acquire(count, budget_s)
+        if taken is None and self._abandon_open():
+            taken = self.link.acquire(count, budget_s)
         if self.link.fenced_by:
             raise self.link.fenced_error()
-        if slots is None:
+        if taken is None:
             self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
-        self._has_room = self._has_room or slots is not None
-        return slots
+        self._has_room = self._has_room or taken is not None
+        return taken
 
     def _abandon_open(self) -> bool:
         """Give up puts that an adapter began and never handed over, such as of a save that failed elsewhere."""
@@ -355,9 +359,9 @@ class Puts:
             self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
             with waiting():
-                slots = self.link.acquire(count, self.config.connect_timeout_s)
-            if slots is not None:
-                self.link.put_back(slots)
+                taken = self.link.acquire(count, self.config.connect_timeout_s)
+            if taken is not None:
+                self.link.put_back(*taken)
             return
         self.link.call_soon("reserve", self.body(slots=count)).add_done_callback(
             lambda f: self._grown(count, f.exception())

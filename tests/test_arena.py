@@ -162,7 +162,12 @@ def test_impossible_records_are_freed_and_named(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("at", "data", "error"),
-    [(0, b"NOTSLOTS", IntegrityError), (8, b"\x02", ConfigError), (16, b"\xff" * 8, IntegrityError)],
+    [
+        (0, b"NOTSLOTS", IntegrityError),
+        (8, b"\x01", ConfigError),
+        (8, b"\x03", ConfigError),
+        (16, b"\xff" * 8, IntegrityError),
+    ],
 )
 def test_damaged_table_is_refused(folder: Path, at: int, data: bytes, error: type[Exception]) -> None:
     """A table with a damaged header or another version is refused, by holder and ranks alike."""

@@ -51,7 +51,7 @@ for line in sys.stdin:
             link.in_copy.update(slots)
         elif line == "hand over\\n":
             body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
-            assert link.hand_over(5, slots, body)
+            assert link.hand_over(5, slots, link.mapping, body)
         elif line == "bye\\n":
             link.close()
         reply = {"slots": slots}
@@ -115,9 +115,11 @@ class Site:
 
     def stage(self, count: int = 3) -> OpenPut:
         """Fill slots, as the training process does."""
-        slots = self.link.acquire(count, WAIT_S)
-        assert slots is not None
-        room = OpenPut(self.link, Ticket(STEP), slots, CHUNK_BYTES, 1, 1)
+        taken = self.link.acquire(count, WAIT_S)
+        assert taken is not None
+        room = OpenPut(
+            self.link, taken.mapping, Ticket(STEP), taken.slots, chunk_bytes=CHUNK_BYTES, attempt=1, world_size=1
+        )
         for number, view in enumerate(room.views()):
             view[:] = bytes([number + 1]) * CHUNK_BYTES
         return room
@@ -245,6 +247,61 @@ def restart(site: Site) -> None:
     site.holder.close()
     site.begin()
     wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
+
+
+def replace_arena(site: Site) -> None:
+    """The holder is replaced, and so are its files; the rank is leased slots of the new arena under old numbers."""
+    site.holder.close()
+    shutil.rmtree(site.holder.folder)
+    site.begin()
+    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
+    site.holder.ranks.grant_job("job")
+    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
+
+
+def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
+    """What it filled is never handed over, kept or given back under the numbers that another put has now (R8)."""
+    room, torn = site.stage(2), site.stage(2)
+    before = room.views()
+    replace_arena(site)
+    other = site.stage(4)
+    assert set(other.slots) >= {*room.slots, *torn.slots}
+    before[0][:4] = b"late"
+    assert bytes(other.views()[0][:4]) == bytes([1]) * 4
+    assert not room.extend(1, 0.0)
+    assert not room.hand_over(b"", 2 * CHUNK_BYTES)
+    torn.abandon()
+    assert site.link.in_copy == set(other.slots)
+    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert other.hand_over(b"", 4 * CHUNK_BYTES)
+    tell(site, "sealed")
+
+
+def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
+    """A hand-over that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
+    room = site.stage()
+    sent, site.link._send = site.link._send, lambda body: None  # type: ignore[method-assign]
+    assert room.hand_over(b"", 3 * CHUNK_BYTES)
+    message = site.link.handovers[1, STEP].body
+    wait_for(site.link.outbox.empty, "the message that gets lost")
+    site.link._send = sent  # type: ignore[method-assign]
+    replace_arena(site)
+    site.link.notify(message)  # as one that was queued before the link broke
+    wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
+    assert not site.link.handovers
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_what_was_staged_in_another_arena_is_adopted_by_nobody(site: Site) -> None:
+    """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
+    room = site.lend()
+    replace_arena(site)
+    site.link.call_soon("lend", {"step": STEP, "slots": room.slots, "arena": room.mapping.arena})
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["error"] == "CommitError"
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
 
 
 def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:

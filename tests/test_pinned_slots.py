@@ -77,6 +77,12 @@ def arena() -> Iterator[Path]:
         made.close()
 
 
+def identity(arena: Path) -> str:
+    mapping = ArenaMapping.open(arena)
+    mapping.close()
+    return mapping.identity
+
+
 def test_slots_are_registered_once_in_ranges_of_neighbours(arena: Path, driver: Driver) -> None:
     """From the given device's context, for all of them; what is known is passed over."""
     mapping = ArenaMapping.open(arena)
@@ -118,7 +124,7 @@ def test_slots_are_leased_though_the_device_has_failed(
     arena: Path, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Training hears of it by itself; the link thread goes on, and so does the end."""
-    mapping = RankMapping(arena)
+    mapping = RankMapping(arena, identity(arena))
     mapping.pin_for(DEVICE, lambda work: work())
     assert mapping.prefault([0]) == 1
     driver.has_failed = True
@@ -130,7 +136,7 @@ def test_slots_are_leased_though_the_device_has_failed(
 
 def test_a_rank_pins_what_it_has_entered_before_and_from_then_on(arena: Path, driver: Driver) -> None:
     """Nothing until its state is found on a GPU; then all, by the thread that enters pages; nothing after the end."""
-    mapping = RankMapping(arena)
+    mapping = RankMapping(arena, identity(arena))
     queue: list[Callable[[], None]] = []
     mapping.prefault([0, 1])
     mapping.prefault([1, 5])
@@ -153,7 +159,7 @@ def test_a_rank_pins_what_it_has_entered_before_and_from_then_on(arena: Path, dr
 
 def test_unpinning_is_not_done_by_the_thread_that_closes(arena: Path, driver: Driver) -> None:
     """CUDA would keep a refusal as this thread's last error, and torch raise it from the next kernel."""
-    mapping = RankMapping(arena)
+    mapping = RankMapping(arena, identity(arena))
     worker = threading.Thread(target=mapping.pin, args=([0, 1], DEVICE))
     worker.start()
     worker.join()
@@ -166,7 +172,7 @@ def test_without_cuda_nothing_is_asked_of_it(arena: Path) -> None:
     """Nor is CUDA initialised by asking."""
     if torch.cuda.is_initialized():
         pytest.skip("CUDA is in use in this process")
-    mapping = RankMapping(arena)
+    mapping = RankMapping(arena, identity(arena))
     mapping.pin_for(DEVICE, lambda work: work())
     mapping.prefault([0, 1])
     mapping.close()
@@ -179,7 +185,7 @@ def test_without_cuda_nothing_is_asked_of_it(arena: Path) -> None:
 def test_a_leased_slot_is_pinned_memory_to_torch(arena: Path) -> None:
     """Registered in place, so that a copy into it needs no staging; plain memory again after the end."""
     torch.cuda.init()
-    mapping = RankMapping(arena)
+    mapping = RankMapping(arena, identity(arena))
     view = torch.frombuffer(mapping.view(2), dtype=torch.uint8)
     assert not view.is_pinned()
     worker = threading.Thread(target=mapping.pin, args=([2], torch.cuda.current_device()))

@@ -249,7 +249,8 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     site.holder.vault.claim("job", Share(1, {0: 3}, 0))
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        held = link.acquire(3, WAIT_S)
+        taken = link.acquire(3, WAIT_S)
+        assert taken is not None
         for moment in range(2):
             channel = link.channel
             site.holder.ranks.links["n"].channel.abort()
@@ -257,8 +258,8 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
             wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
             assert (site.leased(), site.gone) == (3, []), moment
-        assert sorted(link.in_copy) == held
-        link.put_back(held or [])
+        assert sorted(link.in_copy) == taken.slots
+        link.put_back(*taken)
     finally:
         link.close()
     wait_for(lambda: site.leased() == 0, "the goodbye")
@@ -297,8 +298,9 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
     site.begin(4).vault.claim("job", Share(1, {0: 2}, 0))
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        held = link.acquire(2, WAIT_S)
-        assert held is not None
+        taken = link.acquire(2, WAIT_S)
+        assert taken is not None
+        held = taken.slots
         mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
         site.holder.close()
         vault = site.begin(64).vault
@@ -307,8 +309,8 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         site.holder.ranks.grant_job("job")
         more = link.acquire(6, WAIT_S)
         assert more is not None
-        assert max(more) >= 4
-        for slot in more:
+        assert max(more.slots) >= 4
+        for slot in more.slots:
             link.view(slot)[:5] = b"fresh"
             assert vault.arena.view(slot, 5) == b"fresh"
         before[:5] = b"still"

@@ -86,7 +86,10 @@ class SaveProcess:
                 attempt=staged.attempt,
             ), until_s,
         )  # fmt: skip
-        room = OpenPut(link, ticket, [], staged.chunk_bytes, staged.attempt, staged.world_size)
+        room = OpenPut(
+            link, link.mapping, ticket, [], chunk_bytes=staged.chunk_bytes, attempt=staged.attempt,
+            world_size=staged.world_size,
+        )  # fmt: skip
 
         def on_event(body: dict[str, Any]) -> None:
             level = str(body.get("level", ""))

@@ -152,6 +152,11 @@ class Arena:
         self.headers.slots_count = slots_count
         return slots_count
 
+    @property
+    def identity(self) -> str:
+        """What tells this arena from every other one; see ArenaMapping."""
+        return self.mapping.identity
+
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a writable view of a slot, or of its first `nbytes`; see ArenaMapping.view."""
         return self.mapping.view(slot, nbytes)

@@ -47,7 +47,10 @@ class ArenaMapping:
         header = read_file_header(slots_fd, folder / SLOTS_NAME)
         self.chunk_bytes = header.chunk_bytes
         self._slots_count = header.slots_count
-        self.nbytes = os.fstat(arena_fd).st_size
+        status = os.fstat(arena_fd)
+        self.nbytes = status.st_size
+        #: Equal in two processes that map the same file: the table's id, and where the kernel keeps the file.
+        self.identity = f"{header.arena_id.hex()}-{status.st_dev}-{status.st_ino}"
         try:
             mapped = mmap.mmap(arena_fd, self.nbytes)
         except (OSError, ValueError) as error:  # ValueError: an empty file
@@ -60,6 +63,8 @@ class ArenaMapping:
         self._view = memoryview(mapped)
         self._entered: set[int] = set()  # slots whose pages this process has
         self._address = np.frombuffer(mapped, np.uint8).ctypes.data
+        self._close_slots = weakref.finalize(self, os.close, slots_fd)  # one that nobody closes goes with its last view
+        self._close_slots.atexit = False
         _OPEN.add(self)
 
     @classmethod
@@ -165,7 +170,7 @@ class ArenaMapping:
         if mapped is None:
             return
         _OPEN.discard(self)
-        os.close(self._slots_fd)
+        self._close_slots()
         self._view.release()
         with contextlib.suppress(BufferError):
             mapped.close()
@@ -179,7 +184,7 @@ class ArenaMapping:
         mapped, self._map = self._map, None
         if mapped is None:
             return
-        os.close(self._slots_fd)
+        self._close_slots()
         self._view.release()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
         got = _libc.mmap(self._address, self.nbytes, _PROT_NONE, flags, -1, 0)

@@ -26,8 +26,13 @@ class Lendings:
         self.vault = vault
         self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
 
-    def lend(self, lender: Owner, step: int, slots: list[int]) -> None:
-        """Offer filled slots to a child of the lender, in place of older offers of any of them."""
+    def lend(self, lender: Owner, step: int, slots: list[int], arena: str) -> None:
+        """Offer filled slots to a child of the lender, in place of older offers of any of them.
+
+        LookupError if it filled them in another arena than this host's.
+        """
+        if arena != self.vault.arena.identity:
+            raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
         for key, old in list(self.lent.items()):
             if key[0] == lender and not set(old).isdisjoint(slots):
                 del self.lent[key]

@@ -40,6 +40,11 @@ class PinnedSlots:
         self._ranges: list[tuple[int, int]] = []  # device and address of each
         self._is_over = False  # closed, or refused once
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is registered."""
+        return not self._ranges
+
     def add(self, slots: Iterable[int], device: int) -> None:
         """Register those that are not registered yet, from the context of a CUDA device; a refusal is logged once.
 

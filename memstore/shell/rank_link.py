@@ -12,19 +12,18 @@ import logging
 import os
 import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memstore.core.wire import Kind, error_from_body
-from memstore.errors import ClosedError, FencedError, MemstoreError, PeerTimeout, TransportError
+from memstore.errors import ClosedError, ConfigError, FencedError, MemstoreError, PeerTimeout, TransportError
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
+from memstore.shell.leased_slots import Handover, LeasedSlots
 from memstore.shell.listener import connect_unix
 from memstore.shell.rank_mapping import RankMapping
 
@@ -35,44 +34,25 @@ RECONNECT_S = 0.1
 REFUSED_S = 2.0  # a refusal is an answer: it is not asked about ten times a second
 
 
-@dataclass(frozen=True)
-class Handover:
-    """Slots on their way to the holder; kept until sealed, to be sent again if the holder dies."""
-
-    attempt: int
-    step: int
-    slots: tuple[int, ...]
-    body: dict[str, Any]
-
-
-class RankLink:
+class RankLink(LeasedSlots):
     """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
         self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
         attempt: int = 0,
     ) -> None:  # fmt: skip
+        super().__init__(RankMapping(folder, ""))
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
         self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
-        self.room = threading.Condition()
         self.life = next(_LIVES)  # tells the leases of one process's stores apart
-        self.granting: set[int] = set()  # leased, being pre-faulted
-        self.pool: list[int] = []  # leased and free to fill
-        self.in_copy: set[int] = set()  # taken by a put that has not handed over yet
-        self.lent: set[int] = set()  # offered to a child, which may have them, or be done with them, by now
-        self.offers: dict[int, list[int]] = {}  # step -> what is offered for it: a holder that restarts forgets it
-        self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
-        self.closed = threading.Event()
-        self.fenced_by = 0
         self.is_removed = False  # it is fenced because its job was removed
         self.welcome: dict[str, Any] = {}
-        self.mapping = RankMapping(folder)
         self.channel = self._connect()
         _LINKS.add(self)
         self._threads = [
@@ -88,47 +68,34 @@ class RankLink:
         """Connect and say what we hold; drop what the holder says is no longer ours (R8)."""
         channel = connect_unix(self.folder / "holder.sock", timeout_s=CONNECT_S)
         try:
-            with self.room:
-                waiting = [n for h in self.handovers.values() for n in h.slots]
-                held = sorted({*self.granting, *self.pool, *self.in_copy, *self.lent, *waiting})
             channel.send(
                 Kind.EVENT, 0,
                 {
                     "k": "hello", "nonce": self.nonce, "life": self.life, "pid": os.getpid(),
                     "start": process_start_time(os.getpid()) or 0,
-                    "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": held, "is_tool": self.is_tool,
-                    "parent": self.parent,
+                    "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": self.held(),
+                    "arena": self.mapping.arena, "is_tool": self.is_tool, "parent": self.parent,
                 },
                 deadline_s=CONNECT_S,
             )  # fmt: skip
             welcome = channel.recv(timeout_s=CONNECT_S).body
             if welcome["k"] == "refused":
                 raise error_from_body(welcome)
+            if self.welcome and welcome["chunk_bytes"] != self.welcome["chunk_bytes"]:
+                raise ConfigError(
+                    f"the holder in {self.folder} has chunk_bytes={welcome['chunk_bytes']} now, this process connected "
+                    f"with {self.welcome['chunk_bytes']}: restart it, or the store with the former value",
+                    field="chunk_bytes",
+                )
         except MemstoreError:
             channel.close()
             raise
         self.welcome = welcome
-        self._drop_stale(set(welcome["stale"]))
+        arena = str(welcome["arena"])
+        if self.mapping.arena not in ("", arena):
+            log.warning("memstore: the holder of this host has another arena: what was granted of the last one is void")
+        self.take_arena(RankMapping(self.folder, arena), welcome["stale"])
         return channel
-
-    def _drop_stale(self, stale: set[int]) -> None:
-        """Never again write a slot that the holder says is not ours (R6, R8)."""
-        with self.room:
-            self.granting -= stale
-            self.in_copy -= stale
-            self.lent -= stale
-            # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
-            # was leased to us anew is ours to fill.
-            anew: set[int] = set()
-            for key, handover in self.handovers.items():
-                if stale.intersection(handover.slots):
-                    anew.update(handover.slots)
-                    body = {**handover.body, "lost": True}
-                    self.handovers[key] = Handover(handover.attempt, handover.step, (), body)
-            taken = {n for h in self.handovers.values() for n in h.slots}
-            self.granting -= taken
-            self.pool = sorted({*self.pool, *anew} - stale - self.granting - self.in_copy - taken)
-            self.room.notify_all()
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a slot's bytes."""
@@ -161,9 +128,9 @@ class RankLink:
                 again = [h for _, h in sorted(self.handovers.items())]
                 calls = [body for _, (_, body) in sorted(self.calls.items())]
                 self.room.notify_all()
-                offers = [(s, slots) for s, slots in self.offers.items() if self.lent.issuperset(slots)]
-            for step, slots in offers:
-                self.call_soon("lend", {"step": step, "slots": slots})
+                offers = [body for slots, body in self.offers.values() if self.lent.issuperset(slots)]
+            for body in offers:
+                self.call_soon("lend", body)
             for handover in again:
                 self.outbox.put(lambda h=handover: self._send(h.body))  # type: ignore[misc]
             for body in calls:
@@ -205,10 +172,8 @@ class RankLink:
                 future.set_exception(error_from_body({"error": name, "message": message}))
         elif kind == "grant":
             slots = [int(n) for n in body["slots"]]
-            with self.room:
-                self.lent.difference_update(slots)  # a child is done with them
-                self.granting.update(slots)
-            self.outbox.put(lambda: self._take_grant(slots))
+            mapping = self.grant(slots)
+            self.outbox.put(lambda: self._take_grant(slots, mapping))
         elif kind == "level":
             if body["level"] != "pending":
                 with self.room:
@@ -232,16 +197,12 @@ class RankLink:
             if listener is not None:
                 listener.put(body)
 
-    def _take_grant(self, slots: list[int]) -> None:
+    def _take_grant(self, slots: list[int], mapping: RankMapping) -> None:
         """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
-        count = len(slots) if self.closed.is_set() else self.mapping.prefault(slots)
-        with self.room:
-            # The link may have broken meanwhile, and the holder said that some of them are not ours (R8).
-            self.pool.extend(n for n in slots[:count] if n in self.granting)
-            self.granting.difference_update(slots[:count])
-            self.room.notify_all()
+        count = len(slots) if self.closed.is_set() else mapping.prefault(slots)
+        self.granted(slots[:count], mapping)
         if slots[count:]:
-            self.outbox.put(lambda: self._take_grant(slots[count:]))
+            self.outbox.put(lambda: self._take_grant(slots[count:], mapping))
 
     def fenced_error(self) -> FencedError:
         """Return what a Store of an older attempt, or of a removed job, is told (R21)."""
@@ -298,58 +259,46 @@ class RankLink:
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def acquire(self, count: int, budget_s: float) -> list[int] | None:
-        """Take `count` leased slots, waiting at most `budget_s`; None if there are not enough (R11, R12)."""
-        deadline_s = time.monotonic() + budget_s
-        with self.room:
-            while len(self.pool) < count:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self.fenced_by or self.closed.is_set():
-                    return None
-                self.room.wait(left_s)
-            slots, self.pool = self.pool[:count], self.pool[count:]
-            self.in_copy.update(slots)
-            return slots
-
-    def put_back(self, slots: list[int]) -> None:
-        """A put failed before its hand-over: the slots are free to fill again."""
-        with self.room:
-            self.pool.extend(n for n in slots if n in self.in_copy)
-            self.in_copy.difference_update(slots)
-            self.room.notify_all()
-
-    def lend(self, step: int, slots: list[int]) -> Future[dict[str, Any]]:
+    def lend(self, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[dict[str, Any]]:
         """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
+        body = {"step": step, "slots": slots, "arena": mapping.arena}
         with self.room:
-            lent = [n for n in slots if n in self.in_copy]
-            self.in_copy.difference_update(lent)
-            self.lent.update(lent)
-            self.offers[step] = slots
-        return self.call_soon("lend", {"step": step, "slots": slots})
+            if mapping is self.mapping:
+                lent = [n for n in slots if n in self.in_copy]
+                self.in_copy.difference_update(lent)
+                self.lent.update(lent)
+                self.offers[step] = slots, body
+        return self.call_soon("lend", body)
 
-    def take_back(self, step: int, slots: list[int]) -> None:
+    def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
         """End an offer; what no child has is free to fill again, once the holder has said which that is."""
         with self.room:
+            if mapping is not self.mapping:
+                return  # the slots of that step may be another offer's by now
             self.offers.pop(step, None)
         self.call_soon("unlend", {"step": step, "slots": slots}).add_done_callback(
-            lambda answer: self._taken_back(slots, answer)
+            lambda answer: self._taken_back(slots, mapping, answer)
         )
 
-    def _taken_back(self, slots: list[int], answer: Future[dict[str, Any]]) -> None:
+    def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[dict[str, Any]]) -> None:
         ours = set(answer.result()["slots"]) if answer.exception() is None else set()
         with self.room:
-            back = ours.intersection(slots, self.lent)
-            self.lent.difference_update(slots)
-            self.pool.extend(sorted(back))
+            if mapping is self.mapping:
+                back = ours.intersection(slots, self.lent)
+                self.lent.difference_update(slots)
+                self.pool.extend(sorted(back))
             self.room.notify_all()
 
-    def hand_over(self, step: int, slots: list[int], body: dict[str, Any]) -> bool:
-        """Queue filled slots for the holder: no wait on anyone. False if some are no longer ours (R8, R11)."""
-        message = {"k": "handover", "step": step, "slots": slots, **body}
+    def hand_over(self, step: int, slots: Sequence[int], mapping: RankMapping, body: dict[str, Any]) -> bool:
+        """Queue slots that were filled through `mapping` for the holder: no wait on anyone.
+
+        False if some are no longer ours (R8, R11).
+        """
+        message = {"k": "handover", "step": step, "slots": slots, "arena": mapping.arena, **body}
         handover = Handover(int(body["attempt"]), step, tuple(slots), message)
         with self.room:
-            if not self.in_copy.issuperset(slots):
-                self.put_back(slots)
+            if mapping is not self.mapping or not self.in_copy.issuperset(slots):
+                self.put_back(slots, mapping)
                 return False
             self.in_copy.difference_update(slots)
             self.handovers[handover.attempt, step] = handover
@@ -379,7 +328,7 @@ class RankLink:
         for future, _ in calls.values():
             future.set_exception(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
-        self.mapping.close()
+        self.close_mappings()
 
     def forget(self) -> None:
         """In a forked child: drop the descriptor, leave the parent's connection alone (R8)."""

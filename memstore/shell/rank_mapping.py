@@ -1,4 +1,6 @@
-"""The arena as one rank maps it: on first use, anew once the file has become longer, pre-faulted step by step (R9).
+"""One arena as a rank maps it: on first use, anew once the file has become longer, pre-faulted step by step (R9).
+
+Of another arena file a rank has another of these: what was granted of one is never written through the other (R8).
 
 Where the rank's states lie on a GPU its slots are pinned as well, as they are leased (`pinned_slots`).
 """
@@ -9,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from memstore.errors import ClosedError
+from memstore.errors import ClosedError, IntegrityError
 from memstore.shell.arena_mapping import STEP_NBYTES, ArenaMapping
 from memstore.shell.pinned_slots import PinnedSlots
 
@@ -17,8 +19,9 @@ from memstore.shell.pinned_slots import PinnedSlots
 class RankMapping:
     """Tools that only ask never map anything. `prefault` is for one thread, off the training thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, arena: str) -> None:
+        """`arena` is the identity of the file that the holder maps, by its welcome."""
+        self._folder, self.arena = folder, arena
         self._mapping: ArenaMapping | None = None
         self._pinned: PinnedSlots | None = None  # of the present mapping
         self._outgrown: list[tuple[ArenaMapping, PinnedSlots | None]] = []  # still under somebody's copy, perhaps
@@ -26,7 +29,11 @@ class RankMapping:
         self._unpinned: set[int] = set()  # entered while there was none
 
     def open(self) -> ArenaMapping:
-        """Map the arena on first use."""
+        """Map the arena on first use.
+
+        Raises:
+            IntegrityError: The file in the folder is not the one that the holder maps.
+        """
         if self._mapping is None:
             self._map()
         mapping = self._mapping
@@ -100,9 +107,21 @@ class RankMapping:
                     pinned.close()
                 mapping.close()
 
+    @property
+    def has_pins(self) -> bool:
+        """Whether some of it is registered with CUDA, which must be taken back before it is unmapped."""
+        known = [pinned for _, pinned in self._outgrown] + [self._pinned]
+        return any(pinned is not None and not pinned.is_empty for pinned in known)
+
     def _map(self) -> None:
-        self._mapping = ArenaMapping.open(self._folder)
-        self._pinned = PinnedSlots(self._mapping)
+        mapping = ArenaMapping.open(self._folder)
+        if mapping.identity != self.arena:
+            mapping.close()
+            raise IntegrityError(
+                f"the arena in {self._folder} is {mapping.identity}, this host's holder maps {self.arena}: its files "
+                "were replaced while the holder runs; it ends by itself, and what is asked again then is answered"
+            )
+        self._mapping, self._pinned = mapping, PinnedSlots(mapping)
 
     def _open_anew(self) -> ArenaMapping:
         """The arena's limit was raised since it was mapped; views of the old mapping stay good."""

@@ -97,11 +97,14 @@ class RankServer:
                 self.sealer.retire(old)
                 old.channel.abort()
             with self.vault.lock:
-                _, stale = self.vault.table.confirm(owner, [int(n) for n in body.get("held", ())])
+                # What a rank holds of another arena it filled there: none of it is a slot of this one.
+                held, is_ours = [int(n) for n in body.get("held", ())], body.get("arena") == self.vault.arena.identity
+                _, stale = self.vault.table.confirm(owner, held if is_ours else [])
                 self.vault.flush()
             link.send(
                 {
-                    "k": "welcome", "stale": stale, "host": self.holder.info.host_id,
+                    "k": "welcome", "stale": stale if is_ours else held, "arena": self.vault.arena.identity,
+                    "host": self.holder.info.host_id,
                     "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
                     "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
                 }
@@ -157,7 +160,7 @@ class RankServer:
                 try:
                     slots = [int(n) for n in body.get("slots", ())]
                     if verb == "lend":
-                        self.lendings.lend(link.owner, int(body["step"]), slots)
+                        self.lendings.lend(link.owner, int(body["step"]), slots, str(body["arena"]))
                     elif verb == "unlend":
                         answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
                     else:

@@ -159,7 +159,8 @@ class Sealer:
                 if link.is_retired:
                     return ""  # the new link brings it again
                 known = self.vault.shelf.find(shard)
-                is_mine = not body.get("lost") and self.vault.table.hand_over(link.owner, slots)
+                is_lost = bool(body.get("lost")) or str(body["arena"]) != self.vault.arena.identity
+                is_mine = not is_lost and self.vault.table.hand_over(link.owner, slots)
             is_refused = known is None and (shard.attempt < fence or not is_mine)
             if is_mine and (known is not None or is_refused):
                 self.vault.give_back(slots)

@@ -1,6 +1,6 @@
 """One 64-byte record for every slot of the arena, in a mapped file that outlives the holder (R6, R7, R8).
 
-A 4 KiB file header (magic, format version, chunk size, claimed slots), then the
+A 4 KiB file header (magic, format version, chunk size, claimed slots, the arena's id), then the
 records. The whole file is allocated when it is made, so that storing into it cannot meet a full
 file system, which would be a SIGBUS. References are not stored: they are recounted from manifests.
 """
@@ -11,6 +11,7 @@ import enum
 import errno
 import mmap
 import os
+import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,12 @@ from memstore.errors import CapacityError, ConfigError, IntegrityError
 from memstore.shell.arena_folder import open_file
 
 SLOTS_NAME = "slots"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the arena's id
 HEADER_NBYTES = 4096
 RECORD_NBYTES = 64
 
 _MAGIC = b"MEMSLOTS"
-_HEADER = struct.Struct("<8sIIQ")  # magic, version, chunk_bytes, slots_count
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, version, chunk_bytes, slots_count, arena_id
 _SLOTS_COUNT_AT = 16
 _U64 = struct.Struct("<Q")
 _BODY = struct.Struct("<I16sIIQQd")  # what follows the state byte and three bytes of padding
@@ -82,6 +83,7 @@ class FileHeader:
 
     chunk_bytes: int
     slots_count: int  # claimed: these slots have memory behind them
+    arena_id: bytes  # 16 random bytes, drawn when the table was made
 
 
 def read_file_header(fd: int, path: Path) -> FileHeader:
@@ -96,7 +98,7 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
         raise IntegrityError(
             f"{path} is not a slot table: its header is damaged; `memstore down --leftovers` removes it"
         )
-    _, version, chunk_bytes, slots_count = _HEADER.unpack(raw)
+    _, version, chunk_bytes, slots_count, arena_id = _HEADER.unpack(raw)
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: run the version that wrote it,"
@@ -108,7 +110,7 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
             f"{path} is damaged: it claims {slots_count} slots of {chunk_bytes} bytes, with room for {room} records;"
             " `memstore down --leftovers` removes it"
         )
-    return FileHeader(chunk_bytes, slots_count)
+    return FileHeader(chunk_bytes, slots_count, arena_id)
 
 
 class SlotHeaders:
@@ -241,7 +243,7 @@ def _create(folder: Path, chunk_bytes: int, capacity: int) -> int:
     fd = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         _allocate(fd, folder / temporary, capacity)
-        os.pwrite(fd, _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0), 0)
+        os.pwrite(fd, _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0, secrets.token_bytes(16)), 0)
         os.rename(folder / temporary, folder / SLOTS_NAME)
     except BaseException:
         os.close(fd)
