@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,12 +18,13 @@ from memstore.core.durable_schedule import parse_every
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
-from memstore.shell.host_id import current_node_labels, rank_host
+from memstore.shell.host_id import current_node_labels, holder_hosts, rank_host
 from memstore.shell.launch import detect_launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Store
+from memstore.store_start import StoreStart, begin_start
 
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
@@ -30,40 +32,68 @@ RETRY_S = 0.1
 _STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may be threads that connect all at once
 
 
-def holder_folder(config: Config) -> Path:
-    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told."""
-    host = rank_host(os.environ, store_root(config), current_node_labels())
+def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) -> Path:
+    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told.
+
+    `node_labels` are those of this process's Ray node, where this process itself has not joined Ray.
+    """
+    host = rank_host(os.environ, store_root(config), current_node_labels() or node_labels)
     return arena_folder(config.arena_dir, store=config.store, host=host)
 
 
 def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank: int, world_size: int) -> RankLink:
-    """Connect to this host's holder: start an absent store through Ray once, wait for one that returns (R3, R4)."""
-    began_s = time.monotonic()
-    has_started = False
-    while True:
-        is_absent = False
-        try:
-            folder = holder_folder(config)
-            is_absent = not (folder / "holder.sock").exists()
-            return RankLink(folder, nonce=nonce, job=job, rank=rank)
-        except (TransportError, ConfigError) as exc:
-            problem: MemstoreError = exc
-        waited_s = time.monotonic() - began_s
-        if waited_s > config.connect_timeout_s:
-            raise problem
-        if not has_started and (is_absent or isinstance(problem, ConfigError) or waited_s > START_AFTER_S):
-            has_started = True
-            start_through_ray(config, address=address, may_create=world_size == 1)
-        else:
+    """Connect to this host's holder; start a store that is not back soon through Ray, beside, and wait for it (R3, R4).
+
+    A holder that was here has START_AFTER_S to come back before Ray is asked; where none was, Ray is asked at once and
+    the start has its end before the rank connects.
+    """
+    began_s, limit_s = time.monotonic(), config.connect_timeout_s
+    is_new = not holder_hosts(store_root(config))
+    start: StoreStart | None = None
+    problem: MemstoreError | None = None
+    is_over = False
+    try:
+        while True:
+            if is_over or not is_new:
+                try:
+                    folder = holder_folder(config, start.node_labels if start is not None else None)
+                    return RankLink(folder, nonce=nonce, job=job, rank=rank)
+                except (TransportError, ConfigError) as exc:
+                    problem = exc
+            waited_s = time.monotonic() - began_s
+            if waited_s > limit_s:
+                raise _not_there(config, problem, start)
+            if start is None and (is_new or waited_s > min(START_AFTER_S, limit_s / 2)):
+                start = begin_start(config, address=address, may_create=world_size == 1, limit_s=limit_s - waited_s)
+            elif start is not None and not is_over and start.poll():
+                is_over = True
+                _check_start(start, problem, is_new=is_new)
             time.sleep(RETRY_S)
+    finally:
+        if start is not None:
+            start.give_up()
 
 
-def start_through_ray(config: Config, *, address: str | None, may_create: bool) -> None:
-    """Start the store; several ranks must find a Ray cluster, a single one may bring its own."""
-    from memstore.cluster import ensure_started, join_ray
+def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
+    """Raise what a start ended with, unless waiting may help: a holder that was here may still come back."""
+    if start.error is None:
+        return
+    if is_new or isinstance(start.error, ConfigError):
+        raise start.error
+    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not tell which is ours either
+        raise problem
+    log.warning("memstore: the holder is not back, and Ray cannot start one: %s", start.error)
 
-    join_ray(address, may_create=may_create)
-    ensure_started(config)
+
+def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart | None) -> PeerUnreachable:
+    """Return the error of a rank that found no holder in its time: what it waited for, and how far Ray came."""
+    asked = ""
+    if start is not None:
+        asked = f" Ray, asked to start it: {start.error}." if start.error is not None else f" Ray: {start.doing}."
+    return PeerUnreachable(
+        f"no holder of store {config.store!r} on this machine within {config.connect_timeout_s:g} s "
+        f"(connect_timeout_s){f': {problem}' if problem is not None else ''}.{asked}"
+    )
 
 
 def connect(
@@ -234,7 +264,7 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
 
     Raises:
         ConfigError: several holders are on this machine, and nothing tells which one is this process's.
-        PeerUnreachable: no holder, or no Ray cluster at `address`.
+        PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
     """
     config = config or Config()
     check_name("job", job)
@@ -245,6 +275,6 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
             raise
         from memstore.cluster import join_ray
 
-        join_ray(address, may_create=False)
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s)
         tool = Tool(holder_folder(config))
     return Reader(job, tool)

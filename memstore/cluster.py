@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,11 @@ from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import read_secret
 from memstore.shell.arena_lock import is_held, owner
+from memstore.shell.ray_reach import REACH_S, wait_for_gcs
 from memstore.shell.tls import Tls
 from memstore.shell.tool import any_tool, store_root
 
+log = logging.getLogger("memstore")
 START_S = 90.0
 POLL_S = 0.1
 ASK_S = 30.0
@@ -59,9 +62,10 @@ def start(config: Config | None = None, *, address: str | None = None) -> Cluste
 
     Raises:
         ConfigError: the running store has other fields, or a holder cannot start; says which and why.
+        PeerUnreachable, PeerTimeout: no Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
     """
     config = config or Config()
-    join_ray(address)
+    join_ray(address, limit_s=config.connect_timeout_s)
     actor = _controller(config)
     if actor is None:
         actor = _create(config)
@@ -76,19 +80,34 @@ def ensure_started(config: Config) -> None:
     _wait_started(_controller(config) or _create(config))
 
 
-def join_ray(address: str | None, *, may_create: bool = True) -> None:
-    """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed."""
+def join_ray(
+    address: str | None, *, may_create: bool = True, limit_s: float = REACH_S,
+    say: Callable[[str], None] = log.warning, logging_level: int = logging.INFO,
+) -> None:  # fmt: skip
+    """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed.
+
+    Raises:
+        PeerUnreachable: No cluster is there, or its GCS has not answered within `limit_s`; `say` names it while it is
+            waited for. Ray is asked only once it has answered: ray.init() has no limit.
+    """
     if ray.is_initialized():
         return
+    where = f"at {address}" if address is not None else "on this machine"
+    remedy = "start one with `ray start --head`, join one with `ray start --address=HOST:6379`, or name its address"
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
+        wait_for_gcs(address, limit_s, say)
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging_level)
     except ConnectionError:
         if address is not None or not may_create:
-            where = f"at {address}" if address is not None else "on this machine"
-            raise PeerUnreachable(
-                f"no store runs here and no Ray cluster answers {where}: run `ray start --head` and `memstore up` first"
-            ) from None
-        ray.init(include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+            raise PeerUnreachable(f"no Ray cluster answers {where}: {remedy}, then `memstore up`") from None
+        create_local_ray()
+    except (RuntimeError, ValueError) as error:
+        raise PeerUnreachable(f"the Ray cluster {where} cannot be joined: {error}", address=address) from error
+
+
+def create_local_ray() -> None:
+    """Start a Ray cluster that lives as long as this process; its processes die with the thread that calls this."""
+    ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
 
 
 def _controller(config: Config) -> Any:
@@ -180,7 +199,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
     config = config or Config()
     if address is not None:
-        join_ray(address)
+        join_ray(address, limit_s=config.connect_timeout_s)
     body = ask("status", config=config)
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
@@ -198,11 +217,11 @@ def stop(
 
     Raises:
         CapacityError: keep_data=False while a committed step lives only in RAM, unless `force`.
-        PeerUnreachable: No Ray cluster answers at `address`.
+        PeerUnreachable, PeerTimeout: No Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
     """
     config = config or Config()
     try:
-        join_ray(address, may_create=False)
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s)
     except PeerUnreachable:
         if address is not None:
             raise

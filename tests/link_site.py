@@ -63,7 +63,7 @@ class Site:
         wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
         self.stores: list[Store] = []
         self.place = threading.local()
-        monkeypatch.setattr(memstore.api, "holder_folder", lambda config: self.folder(self.place.host))
+        monkeypatch.setattr(memstore.api, "holder_folder", lambda config, labels: self.folder(self.place.host))
 
     def folder(self, host: str) -> Path:
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)

@@ -11,6 +11,7 @@ import ray
 from click.testing import CliRunner
 
 import memstore
+import memstore.cluster
 from memstore.config import MIB, Config
 from memstore.drills.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
 from memstore.drills.cli import drill as drill_command
@@ -152,6 +153,7 @@ def test_no_ray_is_started_to_look_for_a_store(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", no_cluster)
+    monkeypatch.setattr(memstore.cluster, "wait_for_gcs", lambda *_: None)
     with pytest.raises(PeerUnreachable, match="no Ray cluster answers on this machine"):
         Site(Config())
     memstore.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, check_reachable, config_or_usage, store_options
+from memstore.cli.options import Where, config_or_usage, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.ray_reach import REACH_S
 
 POLL_S = 0.2
 RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
@@ -34,7 +36,7 @@ RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 @click.option("--tls-ca", envvar="MEMSTORE_TLS_CA", metavar="FILE", help="Authority that signs the certificates.")
 @click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
-@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest --wait.")
+@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest wait: for Ray, and --wait.")
 @store_options
 def up(
     config: Config, address: str | None, durable_check: str | None, hosts_count: int | None, timeout_s: float,
@@ -47,7 +49,7 @@ def up(
     config = store_config(config, fields)
     if durable_check is not None:
         check_writable(durable_check)
-    with joined_ray(address):
+    with joined_ray(address, timeout_s):
         from memstore.cluster import start
 
         start(config)
@@ -119,25 +121,16 @@ def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def joined_ray(address: str | None) -> Iterator[None]:
+def joined_ray(address: str | None, limit_s: float = REACH_S) -> Iterator[None]:
     """Connect this process to a Ray cluster that runs; never start one, it would end with the command."""
-    check_reachable(address)
     import ray
 
-    from memstore.shell.actors import NAMESPACE
+    from memstore.cluster import join_ray
 
     if ray.is_initialized():
         yield
         return
-    try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        where = f"at {address}" if address else "on this machine"
-        raise PeerUnreachable(
-            f"no Ray cluster answers {where}: start one with `ray start --head`, join one with `ray start "
-            "--address=HOST:6379`, or name one with --address",
-            address=address,
-        ) from error
+    join_ray(address, may_create=False, limit_s=limit_s, say=say, logging_level=logging.ERROR)
     try:
         yield
     finally:
@@ -178,8 +171,8 @@ def down(
             from memstore.cluster import stop
 
             stop(config=config, keep_data=not discard, force=yes)
-    except PeerUnreachable as error:
-        raise PeerUnreachable(f"{error}. What the store left here: `memstore down --leftovers`") from error
+    except (PeerUnreachable, PeerTimeout) as error:
+        raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, discard=discard, as_json=as_json)
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
+import logging
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
+from memstore.cli.output import say
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
 ASK_S = 10.0
-REACH_S = 5.0  # Ray itself tries a wrong address for minutes
 _DEBUG, _JSON = "memstore.debug", "memstore.json"
 
 
@@ -34,12 +33,14 @@ class Where:
         Raises:
             PeerUnreachable, PeerTimeout: no holder or no controller answers; says what to run.
         """
+        if self.address is not None:
+            from memstore.cluster import join_ray
+
+            join_ray(self.address, may_create=False, say=say, logging_level=logging.ERROR)
         try:
             if self.address is not None:
-                from memstore.cluster import ask, join_ray
+                from memstore.cluster import ask
 
-                check_reachable(self.address)
-                join_ray(self.address)
                 return ask(verb, body, config=self.config, timeout_s=timeout_s)
             from memstore.shell.tool import any_tool
 
@@ -95,22 +96,6 @@ def _check_known(what: str, name: str, known: list[str], remedy: str) -> str:
     have = f"it has {', '.join(listed)}{more}" if known else "it has none"
     hint = f"did you mean {' or '.join(near)}?" if near else f"{have};"
     raise ConfigError(f"the store has no {what} {name!r}: {hint} {remedy}", field=what, value=name)
-
-
-def check_reachable(address: str | None) -> None:
-    """Raise PeerUnreachable if nothing listens where --address or RAY_ADDRESS points; None: neither is given."""
-    address = address or os.environ.get("RAY_ADDRESS")
-    host, _, port = (address or "").rpartition(":")
-    if address is None or not host or "//" in address or not port.isdigit():
-        return  # "auto", "local" and client addresses are Ray's to judge
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except (OSError, OverflowError) as error:
-        raise PeerUnreachable(
-            f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, or give the address "
-            "that `ray status` works with, such as 10.0.0.1:6379",
-            address=address,
-        ) from error
 
 
 def is_debug(ctx: click.Context) -> bool:

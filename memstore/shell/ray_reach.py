@@ -1,0 +1,105 @@
+"""Asks whether Ray's control store (the GCS) answers, with a limit, before Ray itself is asked.
+
+ray.init() waits for minutes where something accepts connections and never answers, and what it leaves half done cannot
+be given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from memstore.errors import PeerTimeout, PeerUnreachable
+
+REACH_S = 5.0  # a GCS answers in a millisecond; a machine that swaps takes longer
+PROBE_S = 2.0  # one try
+RETRY_S = 0.2
+# How a client of HTTP/2, and so of gRPC, opens: the preface and an empty SETTINGS frame. A server answers with its own.
+_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+
+
+def gcs_address(address: str | None) -> str | None:
+    """Return host:port of the GCS that Ray would join: at `address`, RAY_ADDRESS, or of this machine's cluster.
+
+    None for what only Ray can judge, such as "local" and ray:// addresses.
+
+    Raises:
+        ConnectionError: no address is given and no Ray cluster is known on this machine.
+        PeerUnreachable: the address is no host:port.
+    """
+    named = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if named == "local" or "://" in named:
+        return None
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        place: str | None = canonicalize_bootstrap_address(named)
+        return place
+    except ValueError as error:
+        raise PeerUnreachable(f"{named!r} is no address of a Ray cluster: give one such as 10.0.0.1:6379") from error
+
+
+def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]) -> None:
+    """Return once the GCS answers that `gcs_address` names; `say` is called once with what is waited for.
+
+    Raises:
+        ConnectionError: no address is given and no Ray cluster is known on this machine.
+        PeerUnreachable: nothing listens there; said at once.
+        PeerTimeout: what listens there has not answered within `limit_s`.
+    """
+    place = gcs_address(address)
+    if place is None:
+        return
+    named = address or os.environ.get("RAY_ADDRESS") or place
+    named = f"{named if named != 'auto' else place} ({_source(address)})"
+    began_s, has_said = time.monotonic(), False
+    while True:
+        left_s = began_s + limit_s - time.monotonic()
+        try:
+            if _answers(place, max(0.01, min(PROBE_S, left_s))):
+                return
+        except (OSError, OverflowError, ValueError) as error:
+            raise PeerUnreachable(
+                f"no Ray cluster answers at {named}: {error}. {_remedy(address)}", address=place
+            ) from error
+        if left_s <= 0:
+            raise PeerTimeout(
+                f"Ray's GCS at {named} does not answer, waited {limit_s:.3g} s: it hangs, or the address is wrong or "
+                f"out of reach. {_remedy(address)}",
+                operation="reach Ray", limit_s=limit_s,
+            )  # fmt: skip
+        if not has_said:
+            say(f"waiting for Ray's GCS at {named}, which does not answer, up to {limit_s:.3g} s")
+        has_said = True
+
+
+def _answers(place: str, limit_s: float) -> bool:
+    """Say whether a gRPC server answers there, False if it is silent; OSError if nothing listens."""
+    host, _, port = place.rpartition(":")
+    deadline_s = time.monotonic() + limit_s
+    with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
+            connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+            connection.sendall(_OPENING)
+            if connection.recv(1) or os.environ.get("RAY_USE_TLS"):  # a server of TLS may hang up on plain text
+                return True
+        time.sleep(min(RETRY_S, limit_s))  # it hung up: no GCS, or one that ends
+    return False
+
+
+def _source(address: str | None) -> str:
+    """Return who named the address."""
+    if address is not None:
+        return "the address given"
+    return "from RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "this machine's newest Ray cluster"
+
+
+def _remedy(address: str | None) -> str:
+    """Return what to do about an address where no GCS answers."""
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        return "If that cluster is gone, `ray stop` forgets it; then start one with `ray start --head`"
+    named = "the address" if address is not None else "RAY_ADDRESS"
+    return f"Start that cluster with `ray start --head`, or correct {named}; `ray status --address=HOST:PORT` tests one"
