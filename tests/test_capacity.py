@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -97,6 +98,32 @@ def test_auto_is_half_beside_ray_and_within_the_file_system() -> None:
     assert auto_bytes(replace(LIMITS, cgroup_limit_bytes=50 * GIB)) == 25 * GIB
     assert auto_bytes(replace(LIMITS, fs_free_bytes=64 << 20)) == int(0.9 * (64 << 20))
     assert auto_bytes(replace(ray, fs_free_bytes=GIB)) == 0
+
+
+def test_auto_counts_the_stores_own_pages_as_free() -> None:
+    """What this host's arena holds is no less its own after a restart: the limit stays what it was."""
+    before = replace(LIMITS, fs_total_bytes=8 * GIB, fs_free_bytes=8 * GIB)
+    after = replace(before, fs_free_bytes=3 * GIB, held_bytes=5 * GIB)
+    assert auto_bytes(after) == auto_bytes(before) == int(0.9 * 8 * GIB)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_limits_of_arenas_that_start_one_by_one_stay_within_what_is_there(seed: int) -> None:
+    """Each host fills some of what it was given, then another restarts: together they never exceed 0.9 of the whole."""
+    chosen = random.Random(seed)
+    count, whole = chosen.randint(1, 5), chosen.randint(1, 64) << 20
+    held, limit = [0] * count, [0] * count
+    for _ in range(40):
+        host = chosen.randrange(count)
+        limit[host] = auto_bytes(
+            replace(
+                LIMITS, fs_total_bytes=whole, fs_free_bytes=whole - sum(held), hosts_on_machine=count,
+                held_bytes=held[host], beside_bytes=tuple(held[:host] + held[host + 1 :]),
+            )
+        )  # fmt: skip
+        assert limit[host] >= held[host], "a restart does not refuse what is stored"
+        held[host] = chosen.randint(held[host], limit[host])
+        assert sum(limit) <= int(0.9 * whole) + count
 
 
 def test_admission_fits_to_the_byte() -> None:

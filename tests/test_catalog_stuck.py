@@ -288,14 +288,14 @@ def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: Vault) -> No
 
 def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim under way would put the share back after its removal: the removal waits for it (R10)."""
-    go, inside, grow = threading.Event(), threading.Event(), vault._grow_to
+    go, inside, grow = threading.Event(), threading.Event(), vault.room.grow_to
 
     def slow(slots_count: int, *args: Any) -> None:
         inside.set()
         go.wait(10.0)
         grow(slots_count, *args)
 
-    monkeypatch.setattr(vault, "_grow_to", slow)
+    monkeypatch.setattr(vault.room, "grow_to", slow)
     claiming = threading.Thread(target=vault.claim, args=(JOB, Share(1, {0: 4}, 0)))
     removing = threading.Thread(target=vault.drop_all, args=([], [JOB, 1]))
     claiming.start()

@@ -100,7 +100,7 @@ def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> Non
     """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
     host = {
         "status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent",
-        "drain_may_come": True, "drain_durable": [],
+        "drain_may_come": True, "drain_durable": [], "stats": {},
         "drain_short": [{"job": "train", "step": 9, "copies": 1, "replicas": 2}],
     }  # fmt: skip
     assert state_text(host) == "draining: 3 shards to copy"

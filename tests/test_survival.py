@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memstore.cli.status import state_text
 from memstore.core.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
 from memstore.core.survival import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
 from placement.topology import Host, Topology
@@ -197,6 +198,19 @@ def host_body(name: str, **changes: Any) -> dict[str, Any]:
 def found(*jobs: dict[str, Any], hosts: tuple[dict[str, Any], ...] = ()) -> list[dict[str, Any]]:
     """The problems of a store."""
     return problems({"hosts": list(hosts), "jobs": list(jobs)})
+
+
+def test_an_arena_over_its_limit_is_a_problem_with_a_remedy() -> None:
+    """Reserved or claimed beyond the limit: said in the problems and in the host's state, not shown as ok."""
+    stats = {"reserved_bytes": 45 << 20, "claimed_bytes": 45 << 20, "limit_bytes": 30 << 20}
+    for change in ({}, {"reserved_bytes": 0}, {"claimed_bytes": 0}):
+        host = host_body("a", stats={**stats, **change})
+        [row] = found(hosts=(host,))
+        assert (row["about"], row["severity"]) == ("a", DEGRADED)
+        assert "over the limit of 30.0 MiB" in row["cause"]
+        assert "memstore rm" in row["remedy"]
+        assert state_text(host) == "over its limit !"
+    assert found(hosts=(host_body("a", stats={**stats, "limit_bytes": 45 << 20}),)) == []
 
 
 def test_a_healthy_store_has_no_problem() -> None:

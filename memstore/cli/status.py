@@ -25,7 +25,7 @@ from memstore.cli.output import (
 )
 from memstore.config import Config
 from memstore.core.listing import listed
-from memstore.core.problems import DEGRADED, UNRECOVERABLE, drain_text, worst
+from memstore.core.problems import DEGRADED, UNRECOVERABLE, drain_text, is_over_limit, worst
 from memstore.errors import MemstoreError
 
 WATCH_S = 1.0
@@ -226,7 +226,8 @@ def state_text(host: dict[str, Any]) -> str:
         if host["drain_may_come"]:
             return f"draining: {plural(host['drain_left'], 'shard')} to copy"
         return f"draining: {drain_text(host)} !" if host["drain_left"] else "draining: can go"
-    return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else "ok"
+    fine = "over its limit !" if is_over_limit(host) else "ok"
+    return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else fine
 
 
 def problem_line(row: dict[str, Any]) -> str:

@@ -82,12 +82,32 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             NOTE, name, f"the network is idle for too short between collectives to carry the copies: {short}", None,
             "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
         )  # fmt: skip
+    yield from _limit_problems(host)
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(
             NOTE, name, f"{damaged} damaged chunks found since its holder started, taken out and replaced from a copy",
             host["up_s"], f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
         )  # fmt: skip
+
+
+def is_over_limit(host: Body) -> bool:
+    """Return whether jobs have reserved more on a host than its arena may have."""
+    stats = host["stats"]
+    return bool(max(stats.get("reserved_bytes", 0), stats.get("claimed_bytes", 0)) > stats.get("limit_bytes", 1 << 62))
+
+
+def _limit_problems(host: Body) -> Iterator[Body]:
+    stats = host["stats"]
+    if is_over_limit(host):
+        sizes = [f"{stats[f'{key}_bytes'] / 2**20:,.1f} MiB" for key in ("reserved", "claimed", "limit")]
+        yield _row(
+            DEGRADED, host["host"], f"its arena has {sizes[0]} reserved and {sizes[1]} claimed, over the limit of "
+            f"{sizes[2]} ({stats.get('limit_why', 'arena_bytes')}): nothing more is admitted", None,
+            "`memstore rm` a job that is not needed, or start the store with a larger --arena-bytes",
+        )  # fmt: skip
+    if stats.get("limit_warning"):
+        yield _row(NOTE, host["host"], stats["limit_warning"], None, "")
 
 
 def drain_text(host: Body) -> str:

@@ -20,8 +20,8 @@ from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import arena_folder
+from memstore.shell.arena_limit import arena_limit
 from memstore.shell.arena_lock import is_held, owner
-from memstore.shell.capacity import auto_bytes, measure
 from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, local_identity
@@ -69,9 +69,10 @@ class HolderActor:
             holding = owner(folder)
             if holding is not None and holding.is_alive() and holding.cluster == cluster and self._answers():
                 return {"host": host, "shared": True}
+        limit = arena_limit(self.config, folder, hosts_on_machine=self.hosts_on_machine)
         self.holder = Holder(
-            self.identity, self.config, secret=self.secret, arena_limit_bytes=self._limit_bytes(), cluster=cluster,
-            on_fatal=lambda why: os._exit(1),
+            self.identity, self.config, secret=self.secret, cluster=cluster, on_fatal=lambda why: os._exit(1),
+            arena_limit_bytes=limit.nbytes, limit_words=(limit.why, limit.warning),
         )  # fmt: skip
         feed_from_holder(self.holder)
         info = self.holder.info
@@ -113,11 +114,6 @@ class HolderActor:
             f"host id {host!r} is claimed by two machines: {record['address']}:{record['port']} and {here}. Give each "
             "its own `host` label (ray start --labels host=...)"
         )
-
-    def _limit_bytes(self) -> int:
-        if self.config.arena_bytes != "auto":
-            return int(self.config.arena_bytes)
-        return auto_bytes(measure(self.config.arena_dir, hosts_on_machine=self.hosts_on_machine))
 
     def ask(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Ask the controller, for a process on a machine without a holder."""

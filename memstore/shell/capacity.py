@@ -8,7 +8,7 @@ monitor leaves before it starts to kill workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from memstore.errors import ConfigError
 
 MONITOR_SHARE = 0.9  # stay this far below Ray's memory-monitor threshold
 FREE_SHARE = 0.9  # of what is free in arena_dir, for "auto"
+ENLARGE = "enlarge arena_dir (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set another one"
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -34,6 +35,8 @@ class MemoryLimits:
     cgroup_used_bytes: int | None = None  # without reclaimable page cache
     ray_threshold: float = 0.95
     hosts_on_machine: int = 1
+    held_bytes: int = 0  # pages of this host's own arena, which are not free and yet its own
+    beside_bytes: tuple[int, ...] = ()  # pages of each other arena of the store on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ def measure(
     hosts_on_machine: int = 1,
     ray_threshold: float = 0.95,
     ray_object_store_bytes: int | None = None,
+    folder: Path | None = None,
     cgroup_root: str | os.PathLike[str] = "/sys/fs/cgroup",
     proc_root: str | os.PathLike[str] = "/proc",
 ) -> MemoryLimits:
@@ -63,6 +67,7 @@ def measure(
         ray_threshold: Value of RAY_memory_usage_threshold.
         ray_object_store_bytes: Object store of this machine's Ray nodes as the cluster reports it; what
             the files in `arena_dir` do not show of it counts as still to be claimed. None: unknown.
+        folder: This host's arena folder, beside those of the store's other hosts; None: nothing is held.
         cgroup_root: Where cgroups are mounted.
         proc_root: Where proc is mounted.
 
@@ -88,6 +93,7 @@ def measure(
     found, resident = _ray_object_store(proc, device)
     store = max(found, ray_object_store_bytes or 0)
     limit, used = _tightest_cgroup(proc, Path(cgroup_root))
+    held = {each.parent: each.stat().st_blocks * 512 for each in folder.parent.glob("*/arena")} if folder else {}
     return MemoryLimits(
         arena_dir=os.fspath(arena_dir),
         ram_total_bytes=ram_total,
@@ -100,19 +106,94 @@ def measure(
         cgroup_used_bytes=used,
         ray_threshold=ray_threshold,
         hosts_on_machine=hosts_on_machine,
+        held_bytes=held.pop(folder, 0) if folder else 0,
+        beside_bytes=tuple(held.values()),
     )
 
 
 def auto_bytes(limits: MemoryLimits) -> int:
     """Return what `arena_bytes="auto"` means: a ceiling for one host's arena, not a promise of room.
 
-    Half of what the memory limit leaves beside Ray's object store, at most 0.9 of what is free in
-    `arena_dir` once Ray has claimed its own, divided by the hosts on this machine.
+    Half of what the memory limit leaves beside Ray's object store, at most 0.9 of what would be free in `arena_dir`
+    with Ray's own claimed and the store's arenas empty: parted evenly among the hosts on this machine, but for those
+    that hold more than such a part already. They keep it, and the others part the rest.
     """
+    return max(
+        limits.held_bytes,
+        even_part(_auto_pool(limits), (limits.held_bytes, *limits.beside_bytes), limits.hosts_on_machine),
+    )
+
+
+def auto_reason(limits: MemoryLimits) -> str:
+    """Say what decides `auto_bytes`."""
+    if _beside_ray(limits) <= _free_share(limits):
+        what = "pod memory limit (cgroup)" if limits.cgroup_limit_bytes else "memory of this machine"
+        total = min(limits.ram_total_bytes, limits.cgroup_limit_bytes or limits.ram_total_bytes)
+        text = f"half of the {what}, {gib(total)}"
+        text += (
+            f" less Ray's object store, {gib(limits.ray_object_store_bytes)}" if limits.ray_object_store_bytes else ""
+        )
+    else:
+        text = f"{FREE_SHARE:g} of what {limits.arena_dir}, {gib(limits.fs_total_bytes)}, has free"
+        text += (
+            f" with Ray's object store, {gib(limits.ray_object_store_bytes)}" if limits.ray_object_store_bytes else ""
+        )
+    hosts = max(limits.hosts_on_machine, 1 + len(limits.beside_bytes))
+    return text + (f", for {hosts} hosts on this machine" if hosts > 1 else "")
+
+
+def beyond_limit(why: str) -> str:
+    """Return the remedies where an arena's limit is reached, given what set it."""
+    enlarge = f"{ENLARGE} and start the store again · " if "has free" in why else ""
+    return (
+        f"{enlarge}memstore up --arena-bytes SIZE for a larger limit · memstore rm a job that is not needed · spread "
+        "the job over more hosts · lower replicas or keep_steps"
+    )
+
+
+def most_bytes(limits: MemoryLimits) -> tuple[int, str]:
+    """Return what an arena could have with nothing else running, and what sets that bound."""
+    found = [(limits.fs_total_bytes, f"size of the file system {limits.arena_dir}")]
+    found.append(
+        (_usable(limits, limits.ram_total_bytes), "memory of this machine less what Ray's memory monitor keeps")
+    )
+    if limits.cgroup_limit_bytes is not None:
+        usable = _usable(limits, limits.cgroup_limit_bytes)
+        found.append((usable, "pod memory limit (cgroup) less what Ray's memory monitor keeps"))
+    return min(found)
+
+
+def _usable(limits: MemoryLimits, nbytes: int) -> int:
+    return int(nbytes * MONITOR_SHARE * limits.ray_threshold)
+
+
+def _auto_pool(limits: MemoryLimits) -> int:
+    """Return what all arenas of the store on this machine may have together."""
+    return min(_beside_ray(limits), _free_share(limits))
+
+
+def _beside_ray(limits: MemoryLimits) -> int:
     memory = min(limits.ram_total_bytes, limits.cgroup_limit_bytes or limits.ram_total_bytes)
-    beside_ray = max(0, memory - limits.ray_object_store_bytes) // 2
-    free = max(0, limits.fs_free_bytes - limits.ray_object_store_claim_bytes)
-    return min(beside_ray, int(FREE_SHARE * free)) // limits.hosts_on_machine
+    return max(0, memory - limits.ray_object_store_bytes) // 2
+
+
+def _free_share(limits: MemoryLimits) -> int:
+    without_us = limits.fs_free_bytes + limits.held_bytes + sum(limits.beside_bytes)
+    return int(FREE_SHARE * max(0, without_us - limits.ray_object_store_claim_bytes))
+
+
+def even_part(pool: int, helds: Sequence[int], count: int) -> int:
+    """Return the part of each of `count` holders that together have `pool`, where some hold more than that already.
+
+    >>> even_part(8, [5, 0], 2), even_part(8, [1, 1], 2), even_part(8, [9, 0], 2)
+    (3, 4, 0)
+    """
+    rest, left = pool, max(count, len(helds))
+    for held in sorted(helds, reverse=True):
+        if held * left <= rest:
+            break
+        rest, left = rest - held, left - 1
+    return max(0, rest) // max(1, left)
 
 
 def rooms(limits: MemoryLimits) -> tuple[Room, ...]:
@@ -123,7 +204,7 @@ def rooms(limits: MemoryLimits) -> tuple[Room, ...]:
             f"file system {limits.arena_dir}",
             limits.fs_total_bytes,
             limits.fs_free_bytes - claim,
-            f"free {_gib(limits.fs_free_bytes)}, of which Ray's object store claims {_gib(claim)} more",
+            f"free {gib(limits.fs_free_bytes)}, of which Ray's object store claims {gib(claim)} more",
         ),
         _memory_room(limits, "memory of this machine", limits.ram_total_bytes, limits.ram_used_bytes),
     ]
@@ -146,20 +227,20 @@ def admission(limits: MemoryLimits, *, asked_bytes: int, claimed_bytes: int) -> 
         return None
     may_take = claimed_bytes + max(0, tight.room_bytes)
     lines = [
-        f"the arena needs {_gib(asked_bytes)} ({_gib(claimed_bytes)} claimed already), may take {_gib(may_take)}:"
+        f"the arena needs {gib(asked_bytes)} ({gib(claimed_bytes)} claimed already), may take {gib(may_take)}:"
         f" the {tight.name} is the tightest"
     ]
-    lines += [f"  {room.name} {_gib(room.limit_bytes)}: {room.words}; leaves {_gib(room.room_bytes)}" for room in table]
+    lines += [f"  {room.name} {gib(room.limit_bytes)}: {room.words}; leaves {gib(room.room_bytes)}" for room in table]
     lines.append("  do one of: " + " · ".join(_remedies(limits, table, growth)))
     return "\n".join(lines)
 
 
 def _memory_room(limits: MemoryLimits, name: str, limit: int, used: int) -> Room:
-    usable = int(limit * MONITOR_SHARE * limits.ray_threshold)
+    usable = _usable(limits, limit)
     claim = limits.ray_object_store_claim_bytes
     words = (
-        f"used {_gib(used)}, Ray's object store claims {_gib(claim)} more,"
-        f" kept free for Ray's memory monitor {_gib(limit - usable)}"
+        f"used {gib(used)}, Ray's object store claims {gib(claim)} more,"
+        f" kept free for Ray's memory monitor {gib(limit - usable)}"
     )
     return Room(name, limit, usable - used - claim, words)
 
@@ -171,14 +252,14 @@ def _remedies(limits: MemoryLimits, table: tuple[Room, ...], growth: int) -> Ite
             continue
         if room.name.startswith("file system"):
             yield (
-                f"enlarge {limits.arena_dir} to {_gib(room.limit_bytes + missing)}"
+                f"enlarge {limits.arena_dir} to {gib(room.limit_bytes + missing)}"
                 " (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set arena_dir"
             )
         else:
             needed = room.limit_bytes + int(missing / (MONITOR_SHARE * limits.ray_threshold)) + 1
-            yield f"raise the {room.name} to {_gib(needed)}"
+            yield f"raise the {room.name} to {gib(needed)}"
     if limits.ray_object_store_claim_bytes:
-        yield f"start Ray with a smaller --object-store-memory (now {_gib(limits.ray_object_store_bytes)})"
+        yield f"start Ray with a smaller --object-store-memory (now {gib(limits.ray_object_store_bytes)})"
     yield "spread the job over more hosts, or lower replicas or keep_steps"
 
 
@@ -265,10 +346,6 @@ def _stat_value(folder: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if abs(nbytes) >= 100 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
-
-
 def gib(nbytes: int) -> str:
     """Return a size for people."""
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"
+    return f"{nbytes / (1 << 30):.1f} GiB" if abs(nbytes) >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -66,12 +66,12 @@ class Holder:
         *,
         secret: bytes,
         arena_limit_bytes: int,
+        limit_words: tuple[str, str] = ("arena_bytes", ""),
         cluster: str = "",
         on_fatal: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self.config = config
-        self.secret, self.tls = secret, Tls.load(config)
-        self.on_fatal = on_fatal
+        self.config, self.limit_words = config, limit_words  # what set the limit; a warning if it is small
+        self.secret, self.tls, self.on_fatal = secret, Tls.load(config), on_fatal
         self.stopping = threading.Event()
         self.folder: Path = make_folder(config.arena_dir, store=config.store, host=identity.host_id)
         self.lock_file = ArenaLock.take(
@@ -80,7 +80,7 @@ class Holder:
         write_secret(self.folder, secret)
         drop_orphan(self.folder, config.orphan_ttl_s)
         self.vault = Vault.open(
-            self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes,
+            self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
         self.vault.on_hurt = self.sealed
@@ -301,8 +301,13 @@ class Holder:
 
     def stats(self) -> dict[str, Any]:
         """What every heartbeat carries of this host."""
-        counts = {**self.vault.stats(), **self.peer_server.damage.stats(), "scrub": self.scrubber.found_count}
+        counts: dict[str, Any] = {
+            **self.vault.stats(),
+            **self.peer_server.damage.stats(),
+            "scrub": self.scrubber.found_count,
+        }
         counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
+        counts["limit_why"], counts["limit_warning"] = self.limit_words
         return {**counts, **self.traffic.stats(), "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:

@@ -31,10 +31,10 @@ from memstore.errors import CapacityError, IntegrityError
 from memstore.shell.adoption import adopt
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import is_alive
-from memstore.shell.capacity import gib
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.slot_headers import SlotHeader
 from memstore.shell.slot_headers import SlotState as HeaderState
+from memstore.shell.vault_room import Admit, VaultRoom
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
@@ -65,28 +65,31 @@ class Vault:
         *,
         limit_bytes: int,
         chunk_bytes: int,
-        admit: Callable[[int, int], str | None] | None = None,
+        limit_why: str = "arena_bytes",
+        admit: Admit | None = None,
         clock: Clock = time,
         is_alive: Callable[[int, int], bool] = is_alive,
     ) -> None:
         self.lock = threading.RLock()
         self.arena, self.manifests, self.clock = arena, manifests, clock
-        self.limit_bytes, self.chunk_bytes = limit_bytes, chunk_bytes
-        self._admit = admit  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None (R9)
+        self.chunk_bytes, self.room = chunk_bytes, VaultRoom(self, limit_bytes, limit_why, admit)
         self.table = SlotTable(arena.slots_count)
         self.shelf = Shelf(self.table)
         self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
-        self._grow_lock = threading.Lock()
         self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
         self.flush()
 
     @classmethod
     def open(
-        cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, admit: Callable[[int, int], str | None] | None = None
-    ) -> Vault:
+        cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
+        admit: Admit | None = None,
+    ) -> Vault:  # fmt: skip
         """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
         arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
-        return cls(arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, admit=admit)
+        return cls(
+            arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, limit_why=limit_why,
+            admit=admit,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Unmap; the files stay for the next holder."""
@@ -116,37 +119,12 @@ class Vault:
     # -- room (R9, R10) -----------------------------------------------------------------------
 
     def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
-        """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot."""
-        with self._grow_lock:
-            with self.lock:
-                needed = self.shelf.slots_needed(job, share)
-            self._grow_to(needed, on_step)
-            with self.lock:
-                self.shelf.set_share(job, share)
+        """Reserve room for a job; see VaultRoom.claim."""
+        self.room.claim(job, share, on_step)
 
     def ensure_free(self, count: int) -> None:
-        """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
-        while len(self.table.free) < count:
-            with self._grow_lock:
-                with self.lock:
-                    needed = len(self.table.slots) + count - len(self.table.free)
-                self._grow_to(needed)
-
-    def _grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
-        if slots_count > self.arena.slots_count:
-            if slots_count * self.chunk_bytes > self.limit_bytes:
-                raise CapacityError(
-                    f"needs {gib(slots_count * self.chunk_bytes)}, may take {gib(self.limit_bytes)} "
-                    f"(arena_bytes), holds {gib(self.arena.slots_count * self.chunk_bytes)} now",
-                    asked_bytes=slots_count * self.chunk_bytes,
-                    limit_bytes=self.limit_bytes,
-                )
-            refusal = self._admit(slots_count * self.chunk_bytes, self.arena.claimed_bytes) if self._admit else None
-            if refusal is not None:
-                raise CapacityError(refusal, asked_bytes=slots_count * self.chunk_bytes)
-            self.arena.grow(slots_count, on_step=on_step)
-            with self.lock:
-                self.table.grow(self.arena.slots_count)
+        """Have so many slots free for staging; see VaultRoom.ensure_free."""
+        self.room.ensure_free(count)
 
     def lease(self, owner: Owner, job: str, rank: int, attempt: int, heirs: Sequence[Owner] = ()) -> list[int]:
         """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
@@ -370,7 +348,7 @@ class Vault:
         for shard in shards:
             self.drop(shard)
         if removed is not None:
-            with self._grow_lock, self.lock:  # after a claim that is under way, which would put it back
+            with self.room.lock, self.lock:  # after a claim that is under way, which would put it back
                 self.shelf.drop_share(str(removed[0]), int(removed[1]))
 
     def expire_pins(self) -> None:
@@ -394,7 +372,7 @@ class Vault:
                 "used_bytes": used * self.chunk_bytes,
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
                 "claimed_bytes": len(self.table.slots) * self.chunk_bytes,
-                "limit_bytes": self.limit_bytes,
+                "limit_bytes": self.room.limit_bytes,
                 "shards": len(self.shelf.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.shell.arena_folder import arena_folder
+from memstore.shell.arena_limit import arena_limit
 from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.durable_tier import PartsTier
 from memstore.shell.holder import Holder
@@ -59,7 +61,12 @@ def main() -> int:
         if spec["durable_gate"]:
             hold_durable_writes(Path(spec["durable_gate"]))
         identity = HostIdentity(spec["host"], read_boot_id(), True, spec["labels"])
-        holder = Holder(identity, config, secret=secret, arena_limit_bytes=spec["arena_limit_bytes"])
+        folder = arena_folder(config.arena_dir, store=config.store, host=spec["host"])
+        limit = arena_limit(config, folder, hosts_on_machine=spec["hosts_on_machine"])
+        holder = Holder(
+            identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
+            limit_words=(limit.why, limit.warning),
+        )  # fmt: skip
         info = holder.info
         if spec["peer_address"] is not None:  # peers go through a proxy; they learn the address with the first session
             address, port = spec["peer_address"]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class ProcessCluster:
     """Holders by host id plus one controller. A context manager that leaves nothing behind."""
 
     def __init__(
-        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int = 64 << 20,
+        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
         durable_gate: Path | None = None, rig: NamespaceRig | None = None, controller_host: str = "",
         proxied: Collection[str] = (), **config: Any,
     ) -> None:  # fmt: skip
@@ -161,7 +161,7 @@ class ProcessCluster:
             host=host,
             peer_address=None if proxy is None else [proxy.address, proxy.port],
             labels=self.labels[host],
-            arena_limit_bytes=self.config.arena_bytes,
+            hosts_on_machine=len(self.labels),
             durable_gate=str(self.durable_gate or ""),
         )
 
