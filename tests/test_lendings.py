@@ -2,149 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
 
-from memstore.config import Config
 from memstore.core.shelf import Share
 from memstore.errors import CommitError, ConfigError
-from memstore.open_put import OpenPut
 from memstore.shell import lendings, rank_server, vault
-from memstore.shell.holder import Holder
-from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.rank_link import RankLink
 from memstore.shell.sealer import RankLink as ServedLink
-from memstore.shell.tool import store_root
-from memstore.testing.processes import kill, wait_for
-from memstore.ticket import Ticket
-from recovery.inventory import ShardId
-
-CHUNK_BYTES = 64 << 10
-WAIT_S = 30.0
-SHARE_SLOTS = 6
-STEP = 5
-SHARD = ShardId("job", 1, STEP, 0)
-
-CHILD = """
-import json, sys
-from pathlib import Path
-from memstore.errors import MemstoreError
-from memstore.shell.rank_link import RankLink
-
-link, slots = None, []
-for line in sys.stdin:
-    try:
-        if line == "connect\\n":
-            link = RankLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
-        elif line == "adopt\\n":
-            slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
-            link.in_copy.update(slots)
-        elif line == "hand over\\n":
-            body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
-            assert link.hand_over(5, slots, link.mapping, body)
-        elif line == "bye\\n":
-            link.close()
-        reply = {"slots": slots}
-    except MemstoreError as error:
-        reply = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps(reply), flush=True)
-"""
-# Its parent ends, so that it descends from nobody who has joined.
-ORPHAN = "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\n"
-
-
-class Child:
-    """A process that does what a save process does, one command at a time."""
-
-    def __init__(self, holder: Holder, *, is_orphan: bool = False) -> None:
-        source = (ORPHAN if is_orphan else "") + CHILD
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", source, str(holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def do(self, command: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return reply
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-        kill(self.process)
-
-
-class Site:
-    """A holder without a controller, and a rank of this process with all of its share leased."""
-
-    def __init__(self) -> None:
-        self.config = Config(
-            store=f"t{secrets.token_hex(4)}", arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
-            scrub_bytes_per_s=0,
-        )  # fmt: skip
-        self.children: list[Child] = []
-        self.begin()
-        self.levels: list[tuple[int, str]] = []
-        self.link = RankLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
-        self.link.on_event = lambda body: self.levels.append((body.get("step", -1), body.get("level", "")))
-        wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
-
-    def begin(self) -> None:
-        """A holder starts and adopts what is there; the job has claimed its room."""
-        identity = HostIdentity("a", read_boot_id(), True, {})
-        self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
-        self.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, 0))
-
-    def child(self, **options: Any) -> Child:
-        self.children.append(Child(self.holder, **options))
-        return self.children[-1]
-
-    def stage(self, count: int = 3) -> OpenPut:
-        """Fill slots, as the training process does."""
-        taken = self.link.acquire(count, WAIT_S)
-        assert taken is not None
-        room = OpenPut(
-            self.link, taken.mapping, Ticket(STEP), taken.slots, chunk_bytes=CHUNK_BYTES, attempt=1, world_size=1
-        )
-        for number, view in enumerate(room.views()):
-            view[:] = bytes([number + 1]) * CHUNK_BYTES
-        return room
-
-    def lend(self, count: int = 3) -> OpenPut:
-        room = self.stage(count)
-        room.lend()
-        wait_for(lambda: self.holder.ranks.lendings.lent, "the offer")
-        return room
-
-    def is_whole(self, stored: int = 0) -> bool:
-        """Every slot of the share is free to fill by the rank, but those of what is stored."""
-        with self.link.room:
-            ours = sorted(self.link.pool)
-            is_quiet = not (self.link.in_copy or self.link.lent or self.link.granting or self.link.handovers)
-        with self.holder.vault.lock:
-            leases = {o.pid: sorted(n) for o, n in self.holder.vault.table.leases.items() if n}
-        return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leases == {os.getpid(): ours}
-
-    def close(self) -> None:
-        for child in self.children:
-            child.close()
-        self.link.close()
-        self.holder.close()
-        shutil.rmtree(store_root(self.config), ignore_errors=True)
+from memstore.testing.processes import wait_for
 
 
 @pytest.fixture
@@ -152,11 +23,6 @@ def site() -> Iterator[Site]:
     made = Site()
     yield made
     made.close()
-
-
-def tell(site: Site, level: str) -> None:
-    """The parent's side of Puts.on_level: its child is done with the step."""
-    wait_for(lambda: (STEP, level) in site.levels, f"level {level}")
 
 
 def test_a_child_takes_the_slots_over_and_hands_them_over(site: Site) -> None:
@@ -247,61 +113,6 @@ def restart(site: Site) -> None:
     site.holder.close()
     site.begin()
     wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
-
-
-def replace_arena(site: Site) -> None:
-    """The holder is replaced, and so are its files; the rank is leased slots of the new arena under old numbers."""
-    site.holder.close()
-    shutil.rmtree(site.holder.folder)
-    site.begin()
-    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
-    site.holder.ranks.grant_job("job")
-    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
-
-
-def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
-    """What it filled is never handed over, kept or given back under the numbers that another put has now (R8)."""
-    room, torn = site.stage(2), site.stage(2)
-    before = room.views()
-    replace_arena(site)
-    other = site.stage(4)
-    assert set(other.slots) >= {*room.slots, *torn.slots}
-    before[0][:4] = b"late"
-    assert bytes(other.views()[0][:4]) == bytes([1]) * 4
-    assert not room.extend(1, 0.0)
-    assert not room.hand_over(b"", 2 * CHUNK_BYTES)
-    torn.abandon()
-    assert site.link.in_copy == set(other.slots)
-    assert len(site.link.pool) == SHARE_SLOTS - 4
-    assert other.hand_over(b"", 4 * CHUNK_BYTES)
-    tell(site, "sealed")
-
-
-def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
-    """A hand-over that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
-    room = site.stage()
-    sent, site.link._send = site.link._send, lambda body: None  # type: ignore[method-assign]
-    assert room.hand_over(b"", 3 * CHUNK_BYTES)
-    message = site.link.handovers[1, STEP].body
-    wait_for(site.link.outbox.empty, "the message that gets lost")
-    site.link._send = sent  # type: ignore[method-assign]
-    replace_arena(site)
-    site.link.notify(message)  # as one that was queued before the link broke
-    wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
-    assert not site.link.handovers
-    wait_for(site.is_whole, "the whole share")
-
-
-def test_what_was_staged_in_another_arena_is_adopted_by_nobody(site: Site) -> None:
-    """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
-    room = site.lend()
-    replace_arena(site)
-    site.link.call_soon("lend", {"step": STEP, "slots": room.slots, "arena": room.mapping.arena})
-    child = site.child()
-    child.do("connect")
-    assert child.do("adopt")["error"] == "CommitError"
-    room.abandon()
-    wait_for(site.is_whole, "the whole share")
 
 
 def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:

@@ -207,12 +207,12 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
             link = ranks.links[again.nonce]
         link.attempt = 1
         ranks.grant(link)
-        slots = again.acquire(1, WAIT_S)
-        assert slots is not None
+        taken = again.acquire(1, WAIT_S)
+        assert taken is not None
         stop.go.set()
         wait_for(lambda: owner == link.owner or not site.vault.table.leases.get(owner), "the old store's goodbye")
         wait_for(lambda: not ranks_busy(site), "the old link's end")
-        assert site.vault.table.slots[slots[0]].state is SlotState.LEASED
+        assert site.vault.table.slots[taken.slots[0]].state is SlotState.LEASED
     finally:
         again.close()
 

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from memstore.errors import CapacityError, ClosedError, ConfigError
 from memstore.shell.arena_folder import check_folder, open_file
 from memstore.shell.slot_headers import SLOTS_NAME, read_file_header
 
 ARENA_NAME = "arena"
+LINE_BYTES = 64  # of a processor's cache
 STEP_NBYTES = 64 << 20  # one uninterruptible piece of work: some 50 ms on fresh memory
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -114,6 +116,22 @@ class ArenaMapping:
             raise ValueError(f"slot {slot} has {self.chunk_bytes} bytes, asked for {nbytes}")
         start = slot * self.chunk_bytes
         return self._view[start : start + nbytes]
+
+    def lines(self, slots: Sequence[int], places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Return copies of some cache lines of claimed slots, by their numbers in each: `[slots, places, bytes]`.
+
+        Errors as `view`.
+        """
+        self._check_open()
+        for slot in slots:
+            self._check_slot(slot)
+        starts = np.array(slots, np.int64) * (self.chunk_bytes // LINE_BYTES)
+        with self._view[:] as held:
+            # Its own view is gone when this returns, so that the mapping can be closed.
+            found: npt.NDArray[np.uint8] = np.frombuffer(held, np.uint8).reshape(-1, LINE_BYTES)[
+                starts[:, None] + places
+            ]
+            return found
 
     def address(self, slot: int) -> int:
         """Return where a claimed slot begins, for as long as the mapping is open. Errors as `view`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from memstore.core.slots import Owner
 from memstore.errors import ConfigError
+from memstore.shell.slot_sample import differing
 from memstore.shell.vault import Vault
 
 ANCESTORS_MAX = 16
@@ -26,13 +27,16 @@ class Lendings:
         self.vault = vault
         self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
 
-    def lend(self, lender: Owner, step: int, slots: list[int], arena: str) -> None:
+    def lend(self, lender: Owner, step: int, slots: list[int], arena: str, seen: dict[str, Any]) -> None:
         """Offer filled slots to a child of the lender, in place of older offers of any of them.
 
-        LookupError if it filled them in another arena than this host's.
+        LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
         """
         if arena != self.vault.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
+        arena_slots = self.vault.arena.mapping
+        if differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
+            raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
         for key, old in list(self.lent.items()):
             if key[0] == lender and not set(old).isdisjoint(slots):
                 del self.lent[key]

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from memstore.shell.channel import Channel
 from memstore.shell.leased_slots import Handover, LeasedSlots
 from memstore.shell.listener import connect_unix
 from memstore.shell.rank_mapping import RankMapping
+from memstore.shell.slot_sample import sample
 
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0
@@ -261,7 +263,9 @@ class RankLink(LeasedSlots):
 
     def lend(self, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[dict[str, Any]]:
         """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
-        body = {"step": step, "slots": slots, "arena": mapping.arena}
+        filled = mapping.open()
+        seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(63))
+        body = {"step": step, "slots": slots, "arena": mapping.arena, "sample": seen}
         with self.room:
             if mapping is self.mapping:
                 lent = [n for n in slots if n in self.in_copy]
@@ -294,7 +298,12 @@ class RankLink(LeasedSlots):
 
         False if some are no longer ours (R8, R11).
         """
-        message = {"k": "handover", "step": step, "slots": slots, "arena": mapping.arena, **body}
+        try:
+            seen = sample(mapping.open(), slots, int(body["nbytes"]), secrets.randbits(63))
+        except (ClosedError, IndexError):  # the store is closed
+            self.put_back(slots, mapping)
+            return False
+        message = {"k": "handover", "step": step, "slots": slots, "arena": mapping.arena, "sample": seen, **body}
         handover = Handover(int(body["attempt"]), step, tuple(slots), message)
         with self.room:
             if mapping is not self.mapping or not self.in_copy.issuperset(slots):

@@ -160,13 +160,17 @@ class RankServer:
                 try:
                     slots = [int(n) for n in body.get("slots", ())]
                     if verb == "lend":
-                        self.lendings.lend(link.owner, int(body["step"]), slots, str(body["arena"]))
+                        self.lendings.lend(
+                            link.owner, int(body["step"]), slots, str(body["arena"]), dict(body.get("sample") or {})
+                        )
                     elif verb == "unlend":
                         answer = self.lendings.unlend(link.owner, int(body["step"]), slots)
                     else:
                         answer = self.lendings.adopt(self.owners.get(link.parent), link.owner, int(body["step"]))
-                except LookupError as exc:
+                except (LookupError, IntegrityError) as exc:
                     error = ["CommitError", str(exc)]
+                    if verb == "lend":  # the child asks for it, and is told no more than that there is none
+                        log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
     def skip(self, shard: ShardId, why: str) -> None:

@@ -22,6 +22,7 @@ from memstore.shell.channel import Channel
 from memstore.shell.lane import give_way
 from memstore.shell.put_meter import PutMeter, measured
 from memstore.shell.shipment import Fresh
+from memstore.shell.slot_sample import differing
 from memstore.shell.twins import shared_count
 from recovery.inventory import ShardId
 
@@ -155,6 +156,7 @@ class Sealer:
             sizes = chunk_sizes(nbytes, self.vault.chunk_bytes)
             if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
                 raise IntegrityError(f"{shard} was handed over without a layout")
+            seen = dict(body.get("sample") or {})
             with self.server.lock, self.vault.lock:
                 if link.is_retired:
                     return ""  # the new link brings it again
@@ -168,6 +170,10 @@ class Sealer:
                 is_old = shard.attempt < fence
                 return f"attempt {fence} was opened" if is_old else "its slots were no longer leased to it"
             if known is None:
+                why = self._not_seen(shard, slots, nbytes, seen)
+                if why:
+                    self.vault.give_back(slots)
+                    return why
                 known, has_targets = self._seal_fresh(shard, body, slots, sizes)
             else:
                 has_targets = self.holder.pusher.replicate(shard, known.spec.digest)
@@ -184,6 +190,22 @@ class Sealer:
             self.server.replicated(shard)
         self.server.grant_current(link)
         return ""
+
+    def _not_seen(self, shard: ShardId, slots: list[int], nbytes: int, seen: dict[str, Any]) -> str:
+        """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes tells, or ""."""
+        try:
+            found = differing(self.vault.arena.mapping, slots, nbytes, seen)
+        except IntegrityError as exc:
+            return f"{shard} was handed over, but {exc}"
+        if not found:
+            return ""
+        why = (
+            f"what rank {shard.rank} filled is not what its host sees: {len(found)} of {len(slots)} chunks differ, the "
+            f"first is chunk {found[0]} in slot {slots[found[0]]}, so nothing of it is kept. Restart "
+            "the rank: it has another file mapped than its holder, or writes on after its put"
+        )
+        log.error("host %s, job %s: %s", self.holder.info.host_id, shard.job, why)
+        return why
 
     def _seal_fresh(
         self, shard: ShardId, body: dict[str, Any], slots: list[int], sizes: list[int]
