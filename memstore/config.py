@@ -76,6 +76,7 @@ class Config:
     keep_steps: int = 1  # committed steps kept in RAM
     put_every: str | int = "step"  # when due() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
     stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
+    overlap_check: str = "whole"  # "whole" | "sampled": 64 bytes a MiB; misses part writes that autograd misses (R11)
     placement: str = "mixed"  # "mixed" | "group" | "ring"
     durable: str | None = None  # a path, file://, s3://, gs:// or az://; None: RAM only, with one warning
     durable_every: str | int = "30min"  # time between durable steps; int: steps; "auto": the optimum, as put_every's
@@ -113,6 +114,9 @@ class Config:
             )
         if self.placement not in ("mixed", "group", "ring"):
             raise ConfigError(f"placement={self.placement!r} is unknown: use mixed, group or ring", field="placement")
+        if self.overlap_check not in ("whole", "sampled"):
+            raise ConfigError(f"overlap_check={self.overlap_check!r} is unknown: use whole or sampled",
+                              field="overlap_check", value=self.overlap_check)  # fmt: skip
         _check_durable(self.durable, self.durable_compression, self.durable_key_file)
         if not self.heartbeat_s < self.suspect_after_s < self.repair_after_s:
             raise ConfigError(

@@ -31,6 +31,7 @@ from memstore.errors import ConfigError
 from memstore.shell.device_copy import DeviceWrite, has_streams
 from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
 from memstore.shell.late_flights import LateFlights
+from memstore.shell.own_memory import is_permitted
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
@@ -121,6 +122,7 @@ class Overlap:
         try:
             stream = slot_stream(plan, room.views(), room.chunk_bytes)
             clones = _Clones()
+            is_whole = self._puts.config.overlap_check == "whole"
             for number, (offset, source) in enumerate(plan.placed):
                 owners = memory.owners_of(source)
                 if source.address is None:
@@ -128,9 +130,8 @@ class Overlap:
                     if flat is not None:
                         writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
                         late[number] = _watched(flat, owners), []
-                elif owners:
-                    watched = WatchedSource(owners, owners[-1].untyped_storage(), source.address, source.nbytes)
-                    late[number] = watched, []
+                elif owners and is_permitted():
+                    late[number] = WatchedSource(owners, owners[-1].untyped_storage(), is_whole), []
                     stream.plan_write(offset, source.address, source.nbytes, late[number][1])
             flights = LateFlights(writes) if writes else None
             with room.lock:
@@ -302,7 +303,7 @@ class _Clones:
 
 
 def _watched(flat: torch.Tensor, owners: tuple[torch.Tensor, ...]) -> WatchedSource:
-    return WatchedSource(owners, flat.untyped_storage(), flat.data_ptr(), flat.nbytes, is_sampled=False)
+    return WatchedSource(owners, flat.untyped_storage(), is_whole=False)
 
 
 _OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()

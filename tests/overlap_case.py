@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,16 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def one_host(folder: Path) -> ProcessCluster:
+def one_host(folder: Path, arena_bytes: int = 256 << 20) -> ProcessCluster:
     """Return a cluster of one host, h1, that is yet to start."""
-    return ProcessCluster(folder, {"h1": {}}, arena_bytes=256 << 20, keep_steps=3, stall_budget_s=WAIT_S)
+    return ProcessCluster(folder, {"h1": {}}, arena_bytes=arena_bytes, keep_steps=3, stall_budget_s=WAIT_S)
 
 
 @contextlib.contextmanager
-def one_rank(cluster: ProcessCluster) -> Iterator[Store]:
-    """Join a job of its own on h1; conftest.py gives the environment back."""
+def one_rank(cluster: ProcessCluster, **fields: Any) -> Iterator[Store]:
+    """Join a job of its own on h1, with these job fields; conftest.py gives the environment back."""
     os.environ["MEMSTORE_HOST"] = "h1"
-    with connect(f"overlap{next(_jobs)}", rank=0, world_size=1, config=cluster.config) as joined:
+    with connect(f"overlap{next(_jobs)}", rank=0, world_size=1, config=replace(cluster.config, **fields)) as joined:
         yield joined
 
 

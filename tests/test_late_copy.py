@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from memstore.core.layout import decode_layout
 from memstore.core.tensor_names import name_at
 from memstore.shell import late_copy
-from memstore.shell.late_copy import SAMPLE_EVERY_BYTES, LateCopy, WatchedSource, in_pieces
+from memstore.shell.late_copy import SAMPLE_EVERY_BYTES, LateCopy, WatchedSource, digest_of, in_pieces
+from memstore.shell.own_memory import copy_own, is_permitted
 from memstore.shell.slot_stream import Move
 from memstore.shell.state_encode import plan_state
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
@@ -42,18 +44,22 @@ def test_pieces_copy_the_same_bytes_in_no_longer_moves(gaps: list[tuple[int, int
     assert len(pieces) - full <= len(moves)
 
 
-def watch(tensor: torch.Tensor) -> WatchedSource:
-    return WatchedSource((tensor,), tensor.untyped_storage(), tensor.data_ptr(), tensor.nbytes)
+def watch(tensor: torch.Tensor, *, is_whole: bool = True) -> WatchedSource:
+    return WatchedSource((tensor,), tensor.untyped_storage(), is_whole)
 
 
-def late(pairs: list[tuple[torch.Tensor, torch.Tensor]], ends: list[str], wanted: list[bool]) -> LateCopy:
+def late(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], ends: list[str], wanted: list[bool], *, is_whole: bool = True
+) -> LateCopy:
     """A copy of some tensors in moves of 4 KiB; `ends` gets why it ended."""
     rows = []
     for source, target in pairs:
         at = range(0, source.nbytes, 4 * KIB)
         # Every other one first, so that no two can be joined.
         order = [*at[::2], *at[1::2]]
-        rows.append((watch(source), [(target.data_ptr() + i, source.data_ptr() + i, 4 * KIB) for i in order]))
+        rows.append(
+            (watch(source, is_whole=is_whole), [(target.data_ptr() + i, source.data_ptr() + i, 4 * KIB) for i in order])
+        )
     return LateCopy(
         rows, keep=pairs, is_wanted=lambda: all(wanted), on_end=ends.append, name_of=lambda number: f"tensor {number}"
     )
@@ -79,12 +85,12 @@ def test_a_stopped_copy_ends_when_the_move_under_way_has_ended(monkeypatch: pyte
     """Before that the slots are not free: somebody still writes into one."""
     entered, go = threading.Event(), threading.Event()
 
-    def slow(target: int, source: int, nbytes: int) -> None:
+    def slow(target: int, source: int, nbytes: int) -> bool:
         entered.set()
         assert go.wait(WAIT_S)
-        ctypes.memmove(target, source, nbytes)
+        return copy_own(target, source, nbytes)
 
-    monkeypatch.setattr(late_copy, "move_bytes", slow)
+    monkeypatch.setattr(late_copy, "copy_own", slow)
     ends: list[str] = []
     copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
     with ThreadPoolExecutor(1) as pool:
@@ -114,19 +120,80 @@ def test_a_deadline_leaves_the_rest_to_others() -> None:
     assert ends == []
 
 
-@pytest.mark.parametrize("size", [SAMPLE_EVERY_BYTES // 4 - 1, SAMPLE_EVERY_BYTES // 4, 1_000_003])
-def test_a_write_that_torch_does_not_count_shows_in_the_samples(size: int) -> None:
-    """A fused optimizer and numpy write over all of a tensor; its first bytes are always among the samples."""
-    parameter = torch.nn.Parameter(torch.ones(size))
-    parameter.grad = torch.ones(size)
-    watched = watch(parameter)
-    assert not watched.is_changed()
-    torch.optim.AdamW([parameter], fused=True).step()
-    assert not watched.is_counted_change()
-    assert watched.is_changed()
-    again = watch(parameter)
-    parameter.detach().numpy()[:] += 1
-    assert again.is_changed()
+def write_unseen(tensor: torch.Tensor, how: str) -> None:
+    """Write to a tensor of 1024 x 1024 past autograd's version counter, and past every sample but for "all"."""
+    version = tensor._version
+    if how == "all":
+        tensor.grad = torch.ones_like(tensor)
+        torch.optim.AdamW([tensor], fused=True).step()
+    elif how == "rows of .data":
+        tensor.data[400:490] += 1
+    elif how == "clamp of .data":
+        tensor.data[1000, 7] = 2.0
+        tensor.data.clamp_(-1.5, 1.5)
+    else:
+        tensor.detach().numpy()[500, 3:9] += 1
+    assert tensor._version == version
+
+
+@pytest.mark.parametrize("how", ["all", "rows of .data", "clamp of .data", "numpy"])
+def test_a_write_that_torch_does_not_count_and_the_copy_took_is_found_by_name(how: str) -> None:
+    """The slot does not hold what was there at the put, wherever in the tensor the write was."""
+    ends: list[str] = []
+    source, target = torch.rand(1024, 1024), torch.zeros(1024, 1024)
+    copy = late([(source, target)], ends, [True])
+    write_unseen(source, how)
+    copy.work()
+    assert ends == [late_copy.changed_message("tensor 0")]
+
+
+@pytest.mark.parametrize("how", ["all", "rows of .data", "clamp of .data", "numpy"])
+def test_a_write_after_the_copy_of_its_bytes_is_none(how: str) -> None:
+    """The slot holds the state of the put, so there is nothing to fail."""
+    ends: list[str] = []
+    source, target = torch.rand(1024, 1024), torch.zeros(1024, 1024)
+    expected = source.clone()
+    copy = late([(source, target)], ends, [True])
+    copy.work()
+    write_unseen(source, how)
+    assert (copy.release(), ends) == ("", [""])
+    assert torch.equal(target, expected)
+
+
+def test_samples_find_a_write_over_all_of_a_tensor_and_miss_one_of_a_part() -> None:
+    """What `overlap_check="sampled"` gives up."""
+    ends: list[str] = []
+    for how in ("all", "numpy"):
+        source, target = torch.rand(1024, 1024), torch.zeros(1024, 1024)
+        moves = [(target.data_ptr(), source.data_ptr(), source.nbytes)]
+        copy = LateCopy(
+            [(watch(source, is_whole=False), moves)], keep=target, is_wanted=lambda: True, on_end=ends.append,
+            name_of=lambda number: f"tensor {number}",
+        )  # fmt: skip
+        write_unseen(source, how)
+        copy.work()
+    assert ends == [late_copy.changed_message("tensor 0"), ""]
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, SAMPLE_EVERY_BYTES - 1, SAMPLE_EVERY_BYTES + 64])
+def test_samples_lie_in_memory_of_any_length(nbytes: int) -> None:
+    """Its first byte is among them."""
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    before = digest_of(memory.data_ptr(), nbytes, is_whole=False)
+    memory[0] = 1
+    assert digest_of(memory.data_ptr(), nbytes, is_whole=False) != before
+
+
+def test_memory_that_is_gone_is_no_fault() -> None:
+    """The kernel copies, and says that nothing is there; what is there is copied, across any borders of pages."""
+    source, target = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    assert copy_own(target.data_ptr() + 1, source.data_ptr() + 77, 100_001)
+    assert torch.equal(target[1:100_002], source[77:100_078])
+    mapped = mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    mapped.close()
+    assert not copy_own(target.data_ptr(), address, 1 << 20)
+    assert is_permitted()
 
 
 @pytest.mark.parametrize("is_foreach", [False, True])
@@ -137,7 +204,7 @@ def test_an_optimizer_that_torch_counts_shows_in_parameters_and_moments(is_forea
     model(torch.ones(1, 200)).sum().backward()
     optimizer.step()
     moments = list(optimizer.state[model.weight].values())[1:]
-    watched = [watch(model.state_dict()["weight"]), *map(watch, moments)]
+    watched = [watch(one, is_whole=False) for one in (model.state_dict()["weight"], *moments)]
     optimizer.step()
     assert [one.is_counted_change() for one in watched] == [True] * 3
 
@@ -182,10 +249,10 @@ def test_an_exception_in_mid_move_ends_the_copy_with_a_problem(
 ) -> None:
     """Else the fence would wait for a move that nobody makes, and the slots would be lost."""
 
-    def interrupted(*_: int) -> None:
+    def interrupted(*_: int) -> bool:
         raise error
 
-    monkeypatch.setattr(late_copy, "move_bytes", interrupted)
+    monkeypatch.setattr(late_copy, "copy_own", interrupted)
     ends: list[str] = []
     copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
     with pytest.raises(type(error)):
@@ -204,7 +271,7 @@ def test_sources_that_cannot_be_compared_are_not_handed_over(monkeypatch: pytest
     def broken(self: WatchedSource) -> bool:
         raise OSError("bad")
 
-    monkeypatch.setattr(WatchedSource, "is_changed", broken)
+    monkeypatch.setattr(WatchedSource, "is_counted_change", broken)
     copy.work()
     assert ends == ["its sources could not be compared: OSError('bad')"]
     assert copy.ended.is_set()

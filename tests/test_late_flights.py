@@ -38,7 +38,7 @@ def write(source: torch.Tensor, target: torch.Tensor) -> DeviceWrite:
 
 
 def late(pairs: list[Pair], made: LateFlights, ends: list[str]) -> LateCopy:
-    sources = [WatchedSource((s,), s.untyped_storage(), s.data_ptr(), s.nbytes, is_sampled=False) for s, _ in pairs]
+    sources = [WatchedSource((s,), s.untyped_storage(), is_whole=False) for s, _ in pairs]
     return LateCopy(
         [(source, []) for source in sources], keep=pairs, is_wanted=lambda: True, on_end=ends.append,
         name_of=lambda number: f"tensor {number}", flights=made,

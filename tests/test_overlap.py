@@ -67,7 +67,7 @@ def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "fused", "through .data", "resized"])
 def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, how: str) -> None:
-    """Version counter, samples and the storage each tell; the next step is put as ever (R12)."""
+    """The slots do not hold what was put, or the storage is gone; the next step is put as ever (R12)."""
     training = Training()
     store.fence(training.optimizer)
     hold(store)
@@ -81,7 +81,7 @@ def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, 
         other = torch.optim.SGD([weight], lr=0.1, fused=True)
         version = weight._version
         other.step()
-        assert weight._version == version  # torch does not count it, so the samples have to tell
+        assert weight._version == version  # torch does not count it, so the bytes have to tell
     elif how == "through .data":
         weight.data.mul_(2)
     else:
@@ -102,23 +102,31 @@ def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, 
     assert is_same(stored(store, 1), expected)
 
 
-def test_a_change_after_the_copy_and_before_the_fence_fails_what_is_not_committed(store: Store) -> None:
-    """The operation may have been at work when the copy ended: its counter rises only when it is done."""
+@pytest.mark.parametrize("check", ["whole", "sampled"])
+def test_a_change_after_the_copy_and_before_the_fence(cluster: ProcessCluster, check: str) -> None:
+    """The slots hold what was put; with samples alone the operation may have been at work when the copy ended."""
     training = Training()
-    hold(store)
-    store.fence(training.optimizer)
-    ticket = store.put(0, training.state(), overlap=True)
-    late, room = store.puts.overlap._late or (None, None)
-    assert late is not None
-    assert room is not None
-    store.puts.hand_over = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it meanwhile
-    late.work()
-    with torch.no_grad():
-        training.model[0].weight.add_(1)
-    training.optimizer.step()
-    assert ticket.level == "failed"
-    assert "['0.weight']" in ticket.reason
-    room.abandon()
+    with one_rank(cluster, overlap_check=check) as store:
+        hold(store)
+        store.fence(training.optimizer)
+        expected = training.copy()
+        ticket = store.put(0, training.state(), overlap=True)
+        late, room = store.puts.overlap._late or (None, None)
+        assert late is not None
+        assert room is not None
+        if check == "sampled":
+            store.puts.hand_over = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it
+        late.work()
+        with torch.no_grad():
+            training.model[0].weight.add_(1)
+        training.optimizer.step()
+        if check == "sampled":
+            assert ticket.level == "failed"
+            assert "['0.weight']" in ticket.reason
+            room.abandon()
+        else:
+            ticket.wait("committed", WAIT_S)
+            assert is_same(stored(store, 0), expected)
 
 
 def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> None:
@@ -179,7 +187,7 @@ def test_a_fence_that_waits_in_vain_fails_the_step_and_lets_training_go_on(
 
     from memstore.shell import late_copy
 
-    monkeypatch.setattr(late_copy, "move_bytes", stuck)
+    monkeypatch.setattr(late_copy, "copy_own", stuck)
     ticket = store.put(0, training.state(), overlap=training.model.parameters())
     assert entered.wait(WAIT_S)
     taken = set(store._link.in_copy)

@@ -59,7 +59,7 @@ def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
     hold(store)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     with monkeypatch.context() as patch:
-        patch.setattr(late_copy, "move_bytes", raising(KeyboardInterrupt()))
+        patch.setattr(late_copy, "copy_own", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.fence()
     assert ticket.level == "failed"
@@ -123,9 +123,17 @@ def test_the_copy_thread_outlives_an_error(
 
 
 def test_a_step_that_shows_as_torn_after_its_commit_is_retired(
+    cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With samples alone: an operation at work when the copy ended, whose counter rises only now."""
+    with one_rank(cluster, overlap_check="sampled") as store:
+        check_that_it_is_retired(store, cluster, weight, caplog)
+
+
+def check_that_it_is_retired(
     store: Store, cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An operation at work when the copy ended: its counter rises only now. The step before is what is restored."""
+    """The step before is what is restored."""
     store.put(0, {"w": weight}).wait("committed", WAIT_S)
     ticket = store.put(1, {"layer": {"w": weight}}, overlap=[weight])
     ticket.wait("committed", WAIT_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -104,6 +104,11 @@ class SlotStream:
 
 def move_all(moves: Sequence[Move]) -> None:
     """Make the moves, on several threads if there is enough to do; they must not overlap."""
+    in_threads(moves, _move)
+
+
+def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:
+    """Share moves out to several threads if there is enough to do; return when `work` has done each share."""
     total = sum(move[2] for move in moves)
     threads_count = max(1, min(torch.get_num_threads(), THREADS_MAX, total // THREAD_BYTES))
     shares: list[list[Move]] = [[] for _ in range(threads_count)]
@@ -111,10 +116,16 @@ def move_all(moves: Sequence[Move]) -> None:
     for move in moves:  # neighbours stay together: blocks copy a quarter faster than interleaved moves
         shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
         done += move[2]
-    threads = [threading.Thread(target=_move, args=(share,), daemon=True) for share in shares[:-1]]
-    for thread in threads:
-        thread.start()
-    _move(shares[-1])
+    threads: list[threading.Thread] = []
+    for share in shares[:-1]:
+        thread = threading.Thread(target=work, args=(share,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of threads or of memory: this one does it
+            work(share)
+        else:
+            threads.append(thread)
+    work(shares[-1])
     for thread in threads:
         thread.join()  # bounded by the bytes: memory moves wait for nobody
 
