@@ -65,12 +65,13 @@ if __name__ == "__main__":
     parser.add_argument("--job", default="lightning-example")
     parser.add_argument("--store", default="default")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--devices", default="auto", help="Processes of a torchrun on this machine, as Lightning asks.")
     args = parser.parse_args()
     pl.seed_everything(0)
     checkpoints = MemstoreCallback(args.job, config=memstore.Config(store=args.store))
     trainer = pl.Trainer(
-        max_steps=args.steps, max_epochs=-1, accelerator="auto", callbacks=[checkpoints], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=args.steps, max_epochs=-1, accelerator="auto", devices=args.devices, callbacks=[checkpoints],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Autoencoder(), Batches())
     print(f"rank {trainer.global_rank}: first step {(checkpoints.restored_step or 0) + 1}")

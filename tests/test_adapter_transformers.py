@@ -123,6 +123,15 @@ def start_and_fail(callback: MemstoreCallback, trainer: Any, mine: Path) -> None
         raise RuntimeError("planted")
 
 
+def test_training_outside_of_the_block_is_refused(config: Config, tmp_path: Path) -> None:
+    """Without checkpoint_folder() nothing would ever be put: train() says so before its first step."""
+    losses = Losses()
+    trainer = trainer_for(tmp_path, MemstoreCallback("job", config=config), losses)
+    with pytest.raises(ConfigError, match=r"with callback\.checkpoint_folder\(trainer\)"):
+        trainer.train()
+    assert not losses.losses
+
+
 @pytest.mark.parametrize("option", ["fsdp", "deepspeed", "fp16"])
 def test_what_a_folder_cannot_hold_is_refused(config: Config, tmp_path: Path, option: str) -> None:
     """Sharded models and a loss scaler: a ConfigError that names the option, before anything is connected."""

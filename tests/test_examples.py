@@ -19,6 +19,7 @@ from example_runs import (
     wait_committed,
 )
 
+import memstore
 from memstore.testing.embedded import EmbeddedCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,10 +45,26 @@ def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Pa
 @pytest.mark.drill
 @pytest.mark.long
 def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    """The same under torchrun: the Trainer turns to DDP, and every rank resumes from a folder of its own."""
+    """The same under torchrun: the Trainer turns to DDP, one rank of a host copies the model, and one rank goes on."""
     python, *words = command_of("transformers_trainer.py", cluster, "ddp")
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     check_goes_on(cluster, tmp_path, "ddp", [*torchrun, *words])
+    [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "ddp"]
+    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
+    step = newest_committed(cluster, "ddp")
+    output = run([python, *words, "--steps", str(step + 3)], environment(cluster, tmp_path))
+    assert first_steps(output) == {step + 1}
+
+
+@pytest.mark.drill
+@pytest.mark.long
+def test_lightning_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """Under torchrun Lightning turns to DDP: one rank of a host copies the model, each goes on from its own trainer."""
+    python, *words = command_of("lightning_fit.py", cluster, "fit-ddp")
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check_goes_on(cluster, tmp_path, "fit-ddp", [*torchrun, *words, "--devices", "2"])
+    [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "fit-ddp"]
+    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
 
 
 def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 from memstore.adapters.torch import AppState
 from memstore.api import connect
 from memstore.config import Config
+from memstore.errors import WorldSizeError
 from memstore.store import Store
 
 
@@ -22,25 +24,56 @@ class MemstoreCallback(Callback):
     The step number is Lightning's `global_step`. A run that ends in the middle of an epoch resumes at the same batch
     only if the data loader is resumable, as with Lightning's own checkpoints: it has state_dict and load_state_dict.
 
+    Under DDP all ranks hold equal models: they name one shard, and as many of them copy it as `replicas` asks.
+
     Args:
         job: Name of the training run; the same after every restart.
         every_n_steps: Steps between two puts.
         config: As for `memstore.connect`.
+        shard, shards: As for `memstore.connect`, where a strategy's ranks hold equal parts, such as HSDP.
+            [default: 0 of 1 under DDP; else every rank's part is its own]
     """
 
-    def __init__(self, job: str, *, every_n_steps: int = 1, config: Config | None = None) -> None:
+    def __init__(
+        self, job: str, *, every_n_steps: int = 1, config: Config | None = None, shard: int | None = None,
+        shards: int | None = None,
+    ) -> None:  # fmt: skip
         self.job, self.every_n_steps, self.config = job, every_n_steps, config
+        self.shard, self.shards = shard, shards
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this fit went on from; None: it began
         self._state: dict[str, Any] = {}
+        self._own: dict[str, Any] | None = None  # what is this rank's alone, where ranks share a shard
         self._newest_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is wrapped and the optimizers are there: this is where Lightning would load a file."""
-        self.store = connect(self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config)
+        """The model is wrapped and the optimizers are there: this is where Lightning would load a file.
+
+        Raises:
+            WorldSizeError: Ranks share a shard and the step was put by another number of them, whose trainers' states
+                no rank of this launch can take.
+        """
+        shard, shards = self.shard, self.shards
+        if shard is None and isinstance(trainer.strategy, DDPStrategy):
+            shard, shards = 0, 1
+        self.store = connect(
+            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config, shard=shard,
+            shards=shards,
+        )  # fmt: skip
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
-        self._state = {"app": AppState(model, trainer.optimizers), "trainer": TrainerState(trainer)}
-        got = self.store.get(into=self._state)
+        self._state, own = {"app": AppState(model, trainer.optimizers)}, {"trainer": TrainerState(trainer)}
+        if shard is None:
+            self._state.update(own)
+            got = self.store.get(into=self._state)
+        else:
+            self._own = own
+            got = self.store.get(into=self._state, own_into=own)
+            if got is not None and got.own is None:
+                raise WorldSizeError(
+                    f"step {got.step} of job {self.job!r} was put by another number of ranks than the "
+                    f"{trainer.world_size} of this launch, and each rank's Lightning trainer goes on from its own "
+                    "state only: launch as many ranks as before, or begin a job of another name"
+                )
         self.restored_step = got.step if got is not None else None
         self._newest_step = got.step if got is not None else 0
 
@@ -48,7 +81,7 @@ class MemstoreCallback(Callback):
         """One memory copy every n optimizer steps; batches that only accumulate gradients put nothing."""
         if self.store is not None and trainer.global_step - self._newest_step >= self.every_n_steps:
             self._newest_step = trainer.global_step
-            self.store.put(trainer.global_step, self._state)
+            self.store.put(trainer.global_step, self._state, own=self._own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for the last commit, leave the job."""

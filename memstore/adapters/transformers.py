@@ -1,7 +1,8 @@
 """Transformers: a callback that puts every n steps; the Trainer resumes from a checkpoint folder in memory.
 
 The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from what the store has, for
-as long as the Trainer needs to read it. For models that every rank holds whole: one process or DDP.
+as long as the Trainer needs to read it. For models that every rank holds whole: one process or DDP. Ranks therefore
+name one shard: as many of them copy the model as `replicas` asks, and the number of ranks may change between launches.
 """
 
 from __future__ import annotations
@@ -65,17 +66,34 @@ class MemstoreCallback(TrainerCallback):
                     f"{problem}={is_set!r}: a checkpoint folder holds whole models without a loss scaler only. Use "
                     "bf16 with DDP or one process here, and memstore.adapters.torch in a loop of your own otherwise"
                 )
-        with connect(self.job, rank=args.process_index, world_size=args.world_size, config=self.config) as self.store:
+        with connect(
+            self.job, rank=args.process_index, world_size=args.world_size, config=self.config, shard=0, shards=1
+        ) as self.store:
             got = self.store.get()
             try:
                 if got is not None:
                     self.restored_step = got.step
                     self._folder = self._fresh_folder()
-                    write_folder(self._folder, got.state, rank=args.process_index, ranks=args.world_size)
+                    write_folder(self._folder, got.state, got.own, rank=args.process_index, ranks=args.world_size)
                     del got
                 yield None if self._folder is None else str(self._folder)
             finally:
                 self._remove_folder()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:  # fmt: skip
+        """Refuse to train outside of checkpoint_folder(): nothing would be put, and nothing restored.
+
+        Raises:
+            ConfigError: train() was called without the block.
+        """
+        if self.store is None:
+            raise ConfigError(
+                f"job {self.job!r}: trainer.train() runs outside of the callback's block, so no step would be stored. "
+                "Write `with callback.checkpoint_folder(trainer) as folder: "
+                "trainer.train(resume_from_checkpoint=folder)`"
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -83,7 +101,7 @@ class MemstoreCallback(TrainerCallback):
         """One memory copy every n steps; the first one also frees the folder that was resumed from."""
         self._remove_folder()
         if self.store is not None and state.global_step % self.every_n_steps == 0:
-            self.store.put(state.global_step, whole_state(state, **kwargs))
+            self.store.put(state.global_step, shared_state(state, **kwargs), own=own_state(state))
 
     def _fresh_folder(self) -> Path:
         """A folder of this rank's own, 0700; what a killed process left there goes first."""
@@ -102,26 +120,49 @@ class MemstoreCallback(TrainerCallback):
             shutil.rmtree(folder)
 
 
-def whole_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
-    """Return what the Trainer's own checkpoint would hold, as plain values and tensors."""
+def shared_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
+    """Return what all ranks hold alike, as plain values and tensors."""
+    trainer = {key: value for key, value in dataclasses.asdict(state).items() if key not in OF_ONE_RANK}
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": lr_scheduler.state_dict(),
-        "trainer": json.dumps(dataclasses.asdict(state)),
+        "trainer": json.dumps(trainer),
+    }
+
+
+# Fields of a TrainerState in which ranks differ: what they are, and logs that hold seconds.
+OF_ONE_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history")
+
+
+def own_state(state: TrainerState) -> dict[str, Any]:
+    """Return what is this rank's alone: its random states and its logs."""
+    return {
         "rng": {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "cpu": torch.random.get_rng_state(),
             **({"cuda": torch.cuda.random.get_rng_state()} if torch.cuda.is_available() else {}),
         },
+        "logs": json.dumps(state.log_history),
     }
 
 
-def write_folder(folder: Path, state: dict[str, Any], *, rank: int, ranks: int) -> None:
-    """Write `whole_state` as the Trainer reads it; not by save_pretrained, which writes on the first rank only."""
+def write_folder(folder: Path, state: dict[str, Any], own: dict[str, Any] | None, *, rank: int, ranks: int) -> None:
+    """Write a step as the Trainer reads it; not by save_pretrained, which writes on the first rank only.
+
+    Args:
+        folder: Where, empty.
+        state: What `shared_state` returned.
+        own: What `own_state` returned; None where the step was put by another number of ranks: the Trainer then
+            begins with the random states of its seed.
+        rank: This process's.
+        ranks: How many there are.
+    """
     torch.save(state["model"], folder / WEIGHTS_NAME)
     torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
     torch.save(state["scheduler"], folder / SCHEDULER_NAME)
-    torch.save(state["rng"], folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
-    (folder / TRAINER_STATE_NAME).write_text(state["trainer"])
+    if own is not None:
+        torch.save(own["rng"], folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
+    logs = json.loads(own["logs"]) if own is not None else []
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps({**json.loads(state["trainer"]), "log_history": logs}))
