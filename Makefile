@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test test-long demo lint types bench bench-peers drill sim fuzz
+.PHONY: venv test test-long demo lint types bench bench-peers drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -40,3 +40,7 @@ fuzz: $(STAMP)
 SEEDS ?= 1000
 sim: $(STAMP)
 	$(BIN)/python -m memstore.testing.simulator --seeds $(SEEDS) --out benchmarks/results/simulator.json
+# Minutes of random faults on real processes; appended to the record.
+MINUTES ?= 20
+nemesis: $(STAMP)
+	$(BIN)/python -m memstore.testing.nemesis --minutes $(MINUTES) --out benchmarks/results/nemesis.json

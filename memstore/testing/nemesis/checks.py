@@ -1,0 +1,133 @@
+"""What is asked of the store after every fault: functions and small objects that the tests feed wrong answers to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from memstore.testing.nemesis.ledger import Ledger, Step
+from memstore.testing.nemesis.load_meter import LoadMeter
+from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.story import Story
+from memstore.testing.rank_process import RankFailed
+
+STALL_MARGIN_S = 1.0
+LATE_FACTOR = 3.0  # a second that the machine overslept may cost a put so many
+FIRST_PUT_S = 60.0  # the first put claims memory on all hosts: it is bounded by its own deadlines, not the budget
+PUT_MAY_RAISE_FENCED = "FencedError"
+
+
+class RestoreCheck:
+    """Judges every collective get of a round."""
+
+    def __init__(self, scenario: Scenario, ledger: Ledger, story: Story) -> None:
+        self.scenario, self.ledger, self.story = scenario, ledger, story
+
+    def judge(
+        self, attempt: int, got: Sequence[dict[str, Any]], failed: Sequence[RankFailed], began_s: float, ended_s: float,
+        place: Sequence[str],
+    ) -> None:  # fmt: skip
+        """Compare what all ranks got: one step, right bytes, in the lineage, and as new as was promised."""
+        demanded = self.ledger.demanded(began_s, ended_s)
+        if failed:
+            self._judge_failure(failed, demanded)
+            return
+        self.story.add("gets", len(got))
+        steps = {(reply.get("attempt"), reply["step"]) for reply in got}
+        if len(steps) != 1:
+            self.story.violate("different-steps", f"ranks restored {sorted(steps, key=str)}")
+        self.check_bytes(got)
+        first = got[0]
+        found: Step | None = None if first["step"] is None else (int(first["attempt"]), int(first["step"]))
+        self.story.tell(
+            f"restored {found} in {ended_s - began_s:.2f} s: {first.get('why', 'no history')}"
+            f" (newest commit {self.ledger.newest_commit()}, demanded {demanded})"
+        )
+        self.check_step(found, demanded)
+        known = found if found is None or self.ledger.is_in_lineage(found) else self.ledger.newest_commit()
+        self.ledger.restored(attempt, known)
+
+    def check_bytes(self, got: Sequence[dict[str, Any]]) -> None:
+        """Every rank has the very bytes that were put."""
+        for rank, reply in enumerate(got):
+            if reply["step"] is not None:
+                self.story.add("bytes_compared", int(reply["nbytes"]))
+                if reply["problem"]:
+                    self.story.violate("wrong-bytes", f"rank {rank}, step {reply['step']}: {reply['problem']}")
+
+    def check_step(self, found: Step | None, demanded: Step | None) -> None:
+        """The step is of the lineage, and no committed one is lost within the promise."""
+        if found is None:
+            if not self.ledger.may_have_no_history():
+                self.story.violate(
+                    "lost-history", f"get() returned None; the newest commit was {self.ledger.newest_commit()}"
+                )
+            return
+        if not self.ledger.is_in_lineage(found):
+            self.story.violate("foreign-step", f"restored {found}, which is not in the lineage of the newest attempt")
+        elif demanded is not None and self._order(found) < self._order(demanded):
+            self.story.violate("lost-step", f"restored {found}, but {demanded} was committed and within the promise")
+
+    def _order(self, step: Step) -> int:
+        return self.ledger.timeline.index(step)
+
+    def _judge_failure(self, failed: Sequence[RankFailed], demanded: Step | None) -> None:
+        """A RecoveryError is right only where nothing is promised."""
+        words = "; ".join(sorted({f"{f.error}: {f.message}" for f in failed}))[:1500]
+        lost = [f for f in failed if f.error == "RecoveryError"]
+        if lost and demanded is not None:
+            self.story.violate("lost-step", f"{demanded} was committed and within the promise; get raised {words}")
+        else:
+            self.story.tell(f"get failed on {len(failed)} ranks: {words}")
+        foreign = [f for f in failed if f.error in ("TypeError", "KeyError", "ValueError", "AttributeError",
+                                                    "AssertionError", "IndexError", "OSError")]  # fmt: skip
+        if foreign:
+            self.story.violate("foreign-error", words)
+
+
+def check_put(
+    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[tuple[float, float]], rank: int, step: int,
+    reply: dict[str, Any],
+) -> None:  # fmt: skip
+    """No put raised, and none blocked for longer than its budget and what the machine overslept."""
+    story.add("puts")
+    if reply["raised"]:
+        kind = "first-put-raised" if reply["is_first"] else "put-raised"
+        story.violate(kind, f"rank {rank} step {step}: {reply['raised']}")
+        return
+    began_s, ended_s = float(reply["began_s"]), float(reply["ended_s"])
+    bound_s = stall_bound_s(scenario.stall_budget_s, meter.late_s(began_s, ended_s), is_first=reply["is_first"])
+    bound_s += sum(max(0.0, min(ended_s, to) - max(began_s, since)) for since, to in paused_s)
+    if float(reply["stall_s"]) > bound_s:
+        story.violate(
+            "stall",
+            f"rank {rank} step {step} blocked for {reply['stall_s']:.2f} s; bound {bound_s:.2f} s, machine late by "
+            f"{meter.late_s(began_s, ended_s):.2f} s in {ended_s - began_s:.2f} s",
+        )
+
+
+def stall_bound_s(budget_s: float, late_s: float, *, is_first: bool) -> float:
+    """Return for how long a put may block on a machine that overslept so many seconds meanwhile."""
+    return (FIRST_PUT_S if is_first else budget_s) + STALL_MARGIN_S + LATE_FACTOR * late_s
+
+
+def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None:
+    """What a reader got is right, whatever happens meanwhile; that it got something is not promised here."""
+    for row in rows:
+        if "error" in row:
+            story.add("reads_refused")
+            story.tell(f"reader on {where}: rank {row['rank']}: {row['error'][:300]}")
+            continue
+        story.add("reads")
+        story.add("bytes_compared", int(row["nbytes"]))
+        if row["problem"]:
+            story.violate(
+                "wrong-bytes", f"reader on {where}: rank {row['rank']} step {row['step']} of attempt {row['attempt']}: "
+                f"{row['problem']}",
+            )  # fmt: skip
+
+
+def wait_limit_s(limit_s: float, meter: LoadMeter, since_s: float) -> float:
+    """Return a limit lengthened by what the machine overslept since."""
+    return limit_s + LATE_FACTOR * meter.late_s(since_s, time.monotonic())

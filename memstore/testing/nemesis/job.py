@@ -1,0 +1,245 @@
+"""The job as its launcher sees it: ranks started together, trained in step, killed together when one is gone.
+
+A thread of the round. Every life of the job is connect and get on all ranks, compared with the oracle, then step after
+step: each rank puts, and nobody goes on before all have (as training's collectives would have it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from memstore.testing.nemesis.checks import RestoreCheck, check_put
+from memstore.testing.nemesis.hosts import Hosts
+from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.load_meter import LoadMeter
+from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.story import Story
+from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess
+
+JOB = "train"
+CONNECT_S = 60.0
+GET_S = 60.0
+REPLY_S = 120.0  # beyond it a rank hangs, whatever the load
+
+
+class JobEnded(Exception):
+    """This life of the job is over: a rank is gone, or the round wants it so."""
+
+
+class Job(threading.Thread):
+    """Runs until `end`. `hold` keeps it dead, `release` has it launched again."""
+
+    def __init__(
+        self, scenario: Scenario, hosts: Hosts, nursery: RankNursery, ledger: Ledger, story: Story, meter: LoadMeter
+    ) -> None:
+        super().__init__(name="nemesis-job", daemon=True)
+        self.scenario, self.hosts, self.nursery = scenario, hosts, nursery
+        self.ledger, self.story, self.meter = ledger, story, meter
+        self.rng = random.Random(f"job {scenario.seed}")
+        self.ranks: list[RankProcess] = []
+        self.place: list[str] = []  # host by rank
+        self.attempt = -1
+        self.is_broken = False
+        self.lives_count = 0
+        self.commit_s = 0.0  # when a commit was news last
+        self.paused_s: list[tuple[float, float]] = []  # (from, to) of ranks that had SIGSTOP
+        self.restores = RestoreCheck(scenario, ledger, story)
+        self.first_counts: list[dict[str, int]] = []
+        self.last_counts: list[dict[str, int]] = []
+        self._held, self._over, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._is_dead = threading.Event()
+        self._is_dead.set()
+
+    # -- the round's side ---------------------------------------------------------------------
+
+    def hold(self, why: str) -> None:
+        """Kill all ranks; none is started until `release`."""
+        self.story.tell(f"the job is killed: {why}")
+        self._held.set()
+        self.kill_ranks()
+        if not self._is_dead.wait(REPLY_S):
+            raise AssertionError("the job's thread does not end its life")
+
+    def close(self) -> None:
+        """Have all ranks leave the job, after the step they are in; none is started until `release`."""
+        self.story.tell("the job is closed")
+        self._closing.set()
+        self._held.set()
+        if not self._is_dead.wait(REPLY_S):
+            raise AssertionError("the job's thread does not close its life")
+
+    def release(self) -> None:
+        """Let the job be launched again."""
+        self._closing.clear()
+        self._held.clear()
+
+    def kill_ranks(self, on_host: str = "") -> None:
+        """SIGKILL the ranks of one host, or all."""
+        for rank in list(self.ranks):
+            if not on_host or self.place[rank.rank] == on_host:
+                with contextlib.suppress(OSError):
+                    rank.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the job for good."""
+        self._over.set()
+        self._held.set()
+        self.kill_ranks()
+        self.join(REPLY_S)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Live again and again."""
+        while not self._over.is_set():
+            if self._held.is_set():
+                time.sleep(0.02)
+                continue
+            self._is_dead.clear()
+            try:
+                self._live()
+            except JobEnded as exc:
+                self.story.tell(f"job: {exc}")
+            except Exception as exc:  # a mistake of the nemesis's own must not pass for a clean round
+                self.story.violate("nemesis-broke", f"{type(exc).__name__}: {exc}")
+                self.is_broken = True
+                self._over.set()
+            finally:
+                for rank in self.ranks:
+                    with contextlib.suppress(OSError, ValueError):
+                        rank.kill()
+                self.ranks = []
+                self._is_dead.set()
+            if not self._held.is_set():
+                self._over.wait(self.scenario.restart_delay_s)
+
+    def _live(self) -> None:
+        self.lives_count += 1
+        self._seat()
+        self._connect()
+        step = self._restore()
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            self._put(step)
+            step += 1
+            left_s = self.scenario.step_s - (time.monotonic() - began_s)
+            if left_s > 0:
+                time.sleep(left_s)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Wait for what is under way, count what the ranks hold, close."""
+        time.sleep(self.scenario.step_s)
+        for do in ("levels", "counts", "close"):
+            replies = [reply for reply in self._all(do, REPLY_S) if isinstance(reply, dict)]
+            if do == "counts":
+                self.last_counts = replies
+            for reply in replies if do == "levels" else ():
+                self._take_levels(reply["levels"])
+        raise JobEnded("closed")
+
+    def _seat(self) -> None:
+        """Start one rank for each number: hosts in turn, shuffled where the scenario says so, none that is down."""
+        usable = [host for host in self.hosts if host not in self.hosts.down] or sorted(self.hosts)
+        if self.lives_count > 1 and self.rng.random() < self.scenario.shuffle_share:
+            self.rng.shuffle(usable)
+        elif len(usable) > self.scenario.world_size and self.scenario.leaves_hosts_without_ranks:
+            usable = usable[: self.scenario.world_size]
+        self.place = [usable[rank % len(usable)] for rank in range(self.scenario.world_size)]
+        self.story.tell(f"launch {self.lives_count}: ranks on {' '.join(self.place)}")
+        self.paused_s = []
+        self.ranks = [
+            self.nursery.start(rank, {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": "nemesis", "RAY_ADDRESS": ""})
+            for rank, host in enumerate(self.place)
+        ]
+
+    def _all(self, do: str, timeout_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
+        """Have all ranks do one thing; JobEnded if one is gone, or the round ends this life.
+
+        A rank that puts does not know that another is gone: all others put the step as well.
+        """
+        if self._held.is_set() and not self._closing.is_set():
+            raise JobEnded("held")
+        replies: list[dict[str, Any] | RankFailed] = []
+        begun, gone = [], ""
+        for rank in self.ranks:
+            try:
+                rank.begin(do, **({"rank": rank.rank} if do == "connect" else {}), **command)
+                begun.append(rank)
+            except OSError:
+                gone = f"rank {rank.rank} was gone before {do}"
+        for rank in begun if not gone or do == "put" else ():
+            try:
+                replies.append(rank.finish(timeout_s))
+            except RankFailed as failed:
+                replies.append(failed)
+            except TimeoutError:
+                if not self._held.is_set():
+                    self.story.violate("hang", f"rank {rank.rank} did not answer {do!r} within {timeout_s:g} s")
+                raise JobEnded(f"rank {rank.rank} hangs in {do}") from None
+            except (EOFError, OSError):
+                gone = f"rank {rank.rank} was gone in {do}"
+                if do != "put":
+                    break
+        if gone:
+            if not self._held.is_set():
+                time.sleep(self.scenario.notice_s)  # the launcher does not know yet
+            raise JobEnded(gone)
+        return replies
+
+    def _connect(self) -> None:
+        config = {**asdict(self.hosts.cluster.config), **self.scenario.job_fields, "connect_timeout_s": CONNECT_S}
+        key = f"launch-{self.lives_count}" if self.scenario.has_key else None
+        replies = self._all(
+            "connect", REPLY_S, job=JOB, world_size=self.scenario.world_size, config=config, seed=self.scenario.seed,
+            kib=self.scenario.kib, overlap=self.scenario.has_overlap, key=key,
+        )  # fmt: skip
+        failed = [reply for reply in replies if isinstance(reply, RankFailed)]
+        if failed:
+            raise JobEnded(f"connect failed: {failed[0]}")
+        self.attempt = max(int(reply["attempt"]) for reply in replies if isinstance(reply, dict))
+        self.first_counts = [reply for reply in replies if isinstance(reply, dict)]
+
+    def _restore(self) -> int:
+        """Get on all ranks; return the step to go on with."""
+        began_s = time.monotonic()
+        replies = self._all("get", REPLY_S, limit_s=GET_S)
+        failed = [reply for reply in replies if isinstance(reply, RankFailed)]
+        got = [reply for reply in replies if isinstance(reply, dict)]
+        self.restores.judge(self.attempt, got, failed, began_s, time.monotonic(), self.place)
+        if failed:
+            raise JobEnded(f"get failed: {failed[0]}")
+        return 0 if got[0]["step"] is None else int(got[0]["step"]) + 1
+
+    def _put(self, step: int) -> None:
+        now_s = time.monotonic()
+        for process in self.ranks:
+            self.ledger.began_put(self.attempt, step, process.rank, now_s)
+        for rank, reply in enumerate(self._all("put", REPLY_S, step=step)):
+            if isinstance(reply, RankFailed):
+                self.story.violate("rank-failed", f"rank {rank} step {step}: {reply}")
+                raise JobEnded(f"put failed: {reply}")
+            self._take_levels(reply["levels"])
+            check_put(self.scenario, self.story, self.meter, self.paused_s, rank, step, reply)
+            if reply["raised"]:
+                raise JobEnded(f"put raised on rank {rank}: {reply['raised']}")
+
+    def _take_levels(self, levels: list[list[Any]]) -> None:
+        for step, level, is_degraded, reason in levels:
+            key = (self.attempt, int(step))
+            if level in ("committed", "durable"):
+                if self.ledger.committed(key, degraded=bool(is_degraded)):
+                    self.commit_s = time.monotonic()
+                    self.story.add("steps_committed")
+                if level == "durable":
+                    self.ledger.became_durable(key)
+                    self.story.add("tickets_durable")
+            elif level in ("skipped", "superseded", "failed"):
+                self.story.add(f"tickets_{level}")
+                self.story.tell(f"step {step} {level}: {reason}") if level != "superseded" else None

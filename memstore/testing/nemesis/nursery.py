@@ -1,0 +1,28 @@
+"""The process that forks ranks and readers, usable by several threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from memstore.testing.nemesis.rank_process import LOG_VARIABLE
+from memstore.testing.rank_process import RankNursery, RankProcess
+
+
+class LockedNursery(RankNursery):
+    """A `RankNursery` of the nemesis's own rank program."""
+
+    def __init__(self) -> None:
+        super().__init__("memstore.testing.nemesis.rank_process")
+        self._lock = threading.Lock()
+        self.log = Path(os.devnull)  # of the round
+
+    def __enter__(self) -> LockedNursery:
+        return self
+
+    def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
+        """Fork one; one thread at a time."""
+        with self._lock:
+            return super().start(rank, {LOG_VARIABLE: str(self.log), **env}, namespace=namespace)

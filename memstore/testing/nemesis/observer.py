@@ -1,0 +1,88 @@
+"""A thread that asks for status twice a second and tells the ledger who is live again, and when copies are complete."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from memstore.errors import MemstoreError
+from memstore.testing.nemesis.hosts import Hosts
+from memstore.testing.nemesis.story import Story
+
+PERIOD_S = 0.5
+HEARD_S = 1.0
+SETTLED_S = 1.0  # a status this soon after a fault may not know of it yet
+
+
+class Observer:
+    """Keeps the newest status. A context manager."""
+
+    def __init__(self, hosts: Hosts, story: Story, job: str) -> None:
+        self.hosts, self.story, self.job = hosts, story, job
+        self.newest: dict[str, Any] | None = None
+        self.newest_s = 0.0
+        self.complete_s = 0.0  # when copies were seen to be complete last
+        self._why = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nemesis-observer", daemon=True)
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            began_s = time.monotonic()
+            try:
+                status = self.hosts.ask("status")
+            except (MemstoreError, OSError) as exc:
+                self._note(f"status: no answer ({type(exc).__name__})")
+                continue
+            self.take(status, began_s)
+
+    def take(self, status: dict[str, Any], asked_s: float) -> None:
+        """Learn from one status."""
+        self.newest, self.newest_s = status, asked_s
+        live = self._live(status, asked_s)
+        row = next((job for job in status["jobs"] if job["job"] == self.job), None)
+        why = incomplete(row, live, set(self.hosts))
+        if not why and row is not None:
+            self.complete_s = asked_s
+            self.hosts.ledger.complete(int(row["committed_attempt"]), int(row["committed_step"]), asked_s)
+        self._note(f"status: {why or 'copies complete'}")
+
+    def _live(self, status: dict[str, Any], asked_s: float) -> set[str]:
+        """Return the hosts that are really there; end what the ledger noted of them."""
+        found = set()
+        for row in status["hosts"]:
+            host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
+            is_here = row["status"] == "live" and float(row["heard_s"]) < HEARD_S
+            is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.pid(host) is None
+            if not is_here or is_held or (harm is not None and asked_s < harm.at_s + SETTLED_S):
+                continue
+            found.add(host)
+            if harm is not None and harm.until_s is None and host not in self.hosts.cut:
+                harm.until_s = asked_s
+        return found
+
+    def _note(self, why: str) -> None:
+        if why != self._why:
+            self._why = why
+            self.story.tell(why)
+
+
+def incomplete(row: dict[str, Any] | None, live: set[str], wanted: set[str]) -> str:
+    """Return what is missing of a job's copies, "" if nothing is."""
+    if live != wanted:
+        return f"hosts {', '.join(sorted(wanted - live))} are not live"
+    if row is None or row.get("committed_step") is None:
+        return "nothing is committed"
+    if row["missing_copies"] or row["short_shards"]:
+        refusals = "; ".join(row.get("refusals", []))
+        return f"step {row['committed_step']}: {row['missing_copies']} copies missing ({refusals or 'no refusal'})"
+    return ""

@@ -1,0 +1,190 @@
+"""The rank of a nemesis: a program of its own, forked from a process that has imported torch.
+
+It trains on command, one step at a time, overwrites its tensors in place as an optimizer does, and compares what it
+restored with what the oracle makes. It never reports bytes: only what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from memstore.testing.nemesis import oracle
+from memstore.testing.rank_process import nursery_main
+
+LOG_VARIABLE = "NEMESIS_LOG"  # a file that takes what a rank prints and logs
+CLOCK_VARIABLE = "NEMESIS_CLOCK_S"  # so many seconds are added to the wall clock of a process
+TICKETS_MAX = 64
+
+
+class Rank:
+    """Carries out the commands of one round."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel, self.lines = channel, channel.makefile("rb")
+        self.store: Any = None
+        self.seed, self.kib, self.is_overlapped = 0, 64, False
+        self.tensors: dict[str, Any] = {}
+        self.tickets: dict[int, Any] = {}
+        self.told: dict[int, tuple[Any, ...]] = {}
+        self.has_put = False
+
+    def run(self) -> None:
+        """Answer commands until the round hangs up."""
+        for line in self.lines:
+            command = json.loads(line)
+            verb = command.pop("do")
+            try:
+                reply = {"ok": True, **getattr(self, f"do_{verb}")(**command)}
+            except Exception as exc:
+                reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)[:2000]}
+            self.channel.sendall(json.dumps(reply).encode() + b"\n")
+
+    def do_connect(
+        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int, kib: int, overlap: bool,
+        key: str | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Join the job."""
+        from memstore.api import connect
+
+        self.seed, self.kib, self.is_overlapped = seed, kib, overlap
+        self.store = connect(job, rank=rank, world_size=world_size, attempt=key, config=_config(config))
+        return {"attempt": self.store.attempt, **self.do_counts()}
+
+    def do_get(self, limit_s: float) -> dict[str, Any]:
+        """Restore, and compare with the oracle."""
+        began_s = time.monotonic()
+        got = self.store.get(timeout_s=limit_s)
+        times = {"began_s": began_s, "ended_s": time.monotonic()}
+        if got is None:
+            return {"step": None, **times}
+        problem, nbytes = self._compare(self.store.job, got, self.store.rank)
+        return {
+            "step": got.step, "attempt": got.attempt, "problem": problem, "nbytes": nbytes, "verdict": got.verdict,
+            "why": got.reason, "steps_lost": got.steps_lost, **times,
+        }  # fmt: skip
+
+    def _compare(self, job: str, got: Any, rank: int) -> tuple[str, int]:
+        wanted = oracle.arrays(self.seed, job, got.attempt, rank, got.step, self.kib)
+        found = {name: tensor.numpy() for name, tensor in got.state["model"].items()}
+        words = oracle.tag(self.seed, job, got.attempt, rank, got.step)
+        return oracle.difference(wanted, words, found, got.state["tag"]), sum(a.nbytes for a in found.values())
+
+    def do_put(self, step: int) -> dict[str, Any]:
+        """Train one step, then put; an exception of put is part of the answer."""
+        import torch
+
+        made = oracle.arrays(self.seed, self.store.job, self.store.attempt, self.store.rank, step, self.kib)
+        began_s = time.monotonic()
+        raised = ""
+        stall_s = 0.0
+        try:
+            if self.is_overlapped:
+                self.store.fence()
+            for name, value in made.items():
+                if name not in self.tensors:
+                    self.tensors[name] = torch.from_numpy(value.copy())
+                elif name != "frozen":
+                    self.tensors[name].copy_(torch.from_numpy(value.copy()))
+            words = oracle.tag(self.seed, self.store.job, self.store.attempt, self.store.rank, step)
+            late = [self.tensors["weights"]] if self.is_overlapped else False
+            ticket = self.store.put(step, {"model": self.tensors, "tag": words}, overlap=late)
+            self.tickets[step] = ticket
+            stall_s = float(ticket.stall_s)
+            while len(self.tickets) > TICKETS_MAX:
+                self.tickets.pop(min(self.tickets))
+        except Exception as exc:
+            raised = f"{type(exc).__name__}: {exc}"[:1000]
+        is_first, self.has_put = not self.has_put, True
+        return {
+            "raised": raised, "stall_s": stall_s, "began_s": began_s, "ended_s": time.monotonic(),
+            "is_first": is_first, "levels": self._levels(),
+        }  # fmt: skip
+
+    def do_levels(self) -> dict[str, Any]:
+        """Tell which tickets have changed since they were last told."""
+        return {"levels": self._levels()}
+
+    def _levels(self) -> list[list[Any]]:
+        changed = []
+        for step, ticket in list(self.tickets.items()):
+            now = (ticket.level, bool(ticket.degraded), str(ticket.reason)[:200])
+            if self.told.get(step) != now:
+                self.told[step] = now
+                changed.append([step, *now])
+        return changed
+
+    def do_counts(self) -> dict[str, Any]:
+        """Tell what this process holds."""
+        return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+    def do_close(self) -> dict[str, Any]:
+        """Leave the job."""
+        self.store.close()
+        return {}
+
+    def do_read(
+        self, job: str, config: dict[str, Any], seed: int, kib: int, ranks: list[int], step: int | None
+    ) -> dict[str, Any]:
+        """Read some ranks' shards as a reader that joins nothing, and compare them."""
+        from memstore.api import reader
+
+        self.seed, self.kib = seed, kib
+        rows = []
+        with reader(job, config=_config(config)) as found:
+            for rank in ranks:
+                try:
+                    got = found.get(step, rank=rank, timeout_s=20.0)
+                except Exception as exc:
+                    rows.append({"rank": rank, "error": f"{type(exc).__name__}: {exc}"[:400]})
+                    continue
+                problem, nbytes = self._compare(job, got, rank)
+                rows.append({"rank": rank, "step": got.step, "attempt": got.attempt, "problem": problem,
+                             "nbytes": nbytes, "why": got.reason})  # fmt: skip
+        return {"rows": rows}
+
+
+def _config(fields: dict[str, Any]) -> Any:
+    from memstore.config import Config
+
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
+    return Config(**values)
+
+
+def shift_clock(seconds: float) -> None:
+    """Shift the wall clock of this process; the monotonic one goes on as it does."""
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+
+
+def forget_ray() -> None:
+    """Let a rank that finds no holder wait for one: this machine has no Ray cluster of ours to start a store in."""
+    import memstore.api
+
+    if hasattr(memstore.api, "start_through_ray"):
+        memstore.api.start_through_ray = lambda *args, **kwargs: None
+
+
+def serve_round(channel: socket.socket) -> None:
+    """Be a rank until the round hangs up."""
+    log = os.open(os.environ[LOG_VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
+    shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
+    forget_ray()
+    Rank(channel).run()
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401  (imported before the first fork)
+
+    nursery_main(int(sys.argv[1]), serve_round)

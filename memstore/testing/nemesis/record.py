@@ -1,0 +1,102 @@
+"""The record of all runs: a JSON file to which every part is appended, with sums over all of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.story import Story
+
+STORY_LINES_MAX = 120
+
+
+class Part:
+    """One part: from a start of the program to its end."""
+
+    def __init__(self, seed: int) -> None:
+        self.body: dict[str, Any] = {
+            "commit": commit(), "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
+            "seed": seed, "rounds": 0, "clean_rounds": 0, "seconds": 0.0, "seconds_clean": 0.0, "shapes": {},
+            "faults": {}, "counts": {}, "violations": [],
+        }  # fmt: skip
+
+    def add(self, scenario: Scenario, story: Story, seconds: float, load: float) -> None:
+        """Add a round."""
+        body = self.body
+        body["rounds"] += 1
+        body["seconds"] = round(body["seconds"] + seconds, 1)
+        body["load"] = round(load, 3)  # share of the time that a sleeper overslept
+        for name, counts in (("shapes", Counter([scenario.shape])), ("faults", story.faults), ("counts", story.counts)):
+            body[name] = dict(sorted((Counter(body[name]) + counts).items()))
+        if not story.violations:
+            body["clean_rounds"] += 1
+            body["seconds_clean"] = round(body["seconds_clean"] + seconds, 1)
+            return
+        body["violations"].append(
+            {
+                "seed": scenario.seed,
+                "shape": scenario.shape,
+                "after_s": body["seconds"],
+                "broken": [f"{v.kind}: {v.text}" for v in story.violations],
+                "story": shortened(story.lines),
+            }
+        )
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Return a story that is not too long: its beginning, and what is around the violations."""
+    if len(lines) <= STORY_LINES_MAX:
+        return list(lines)
+    at = next((i for i, line in enumerate(lines) if "VIOLATION" in line), len(lines))
+    first = max(2, at - STORY_LINES_MAX // 2)
+    cut = lines[first : first + STORY_LINES_MAX - 2]
+    return [*lines[:2], f"... {first - 2} lines left out", *cut]
+
+
+def append(path: Path, part: Part) -> dict[str, Any]:
+    """Write the record with this part at its end, or in place of its former state; return the sums."""
+    parts = [known for known in parts_of(path) if known["date"] != part.body["date"]]
+    parts.append(part.body)
+    faults, counts = Counter[str](), Counter[str]()
+    for known in parts:
+        faults.update(known["faults"])
+        counts.update(known["counts"])
+    total = {
+        "rounds": sum(known["rounds"] for known in parts),
+        "clean_rounds": sum(known["clean_rounds"] for known in parts),
+        "hours": round(sum(known["seconds"] for known in parts) / 3600, 3),
+        "hours_clean": round(sum(known["seconds_clean"] for known in parts) / 3600, 3),
+        "violations": sum(len(known["violations"]) for known in parts),
+        "faults": dict(sorted(faults.items())), "counts": dict(sorted(counts.items())),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"total": total, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return total
+
+
+def parts_of(path: Path) -> list[dict[str, Any]]:
+    """Return the parts of a record; none if there is no file."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["parts"]
+    return found
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+" if it was changed; "unknown" outside one."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=Path.cwd(), capture_output=True, text=True,
+            timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

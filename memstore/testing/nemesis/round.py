@@ -1,0 +1,212 @@
+"""One round: a store and a job of its own, the faults of its schedule, then everything that must be true again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memstore.testing.nemesis import leaks
+from memstore.testing.nemesis.checks import wait_limit_s
+from memstore.testing.nemesis.faults import Faults
+from memstore.testing.nemesis.hosts import Hosts
+from memstore.testing.nemesis.job import JOB, Job
+from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.load_meter import LoadMeter
+from memstore.testing.nemesis.nursery import LockedNursery
+from memstore.testing.nemesis.observer import Observer, incomplete
+from memstore.testing.nemesis.reading import Reading
+from memstore.testing.nemesis.schedule import Planned, Scenario
+from memstore.testing.nemesis.storage import Storage
+from memstore.testing.nemesis.story import Story
+from memstore.testing.processes import ProcessCluster
+
+ARENA_BYTES = 192 << 20
+TICK_S = 0.02
+FIRST_COMMIT_S = 90.0  # a start on a loaded machine
+COMMITS_RESUME_S = 30.0
+COPIES_COMPLETE_S = 60.0
+HOSTS_LIVE_S = 30.0
+QUIET_S = 1.0
+
+
+class Round:
+    """Plays one scenario; `story` has what happened."""
+
+    def __init__(
+        self, scenario: Scenario, nursery: LockedNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
+    ) -> None:
+        self.scenario, self.nursery, self.meter, self.folder, self.run = scenario, nursery, meter, folder, run
+        self.story = Story()
+        domains = scenario.domains()
+        self.ledger = Ledger(scenario.replicas, scenario.keep_steps, frozenset(domains.values()))
+        self.arena_dir = shm / f"nemesis-{secrets.token_hex(4)}"
+        self.domains = domains
+        self.rng = random.Random(f"ending {scenario.seed}")
+
+    def play(self) -> Story:
+        """Play it; what it leaves behind is counted and removed."""
+        self.story.tell(self.scenario.text())
+        known = leaks.processes(self.run)
+        self.arena_dir.mkdir(mode=0o700)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.nursery.log = self.folder / "ranks.log"
+        try:
+            with contextlib.ExitStack() as stack:
+                self._play(stack)
+            leaks.check_gone(self.run, known, self.arena_dir, self.story)
+        except Exception as exc:
+            self.story.violate("nemesis-broke", f"{type(exc).__name__}: {exc}")
+        finally:
+            shutil.rmtree(self.arena_dir, ignore_errors=True)
+        return self.story
+
+    def _play(self, stack: contextlib.ExitStack) -> None:
+        scenario = self.scenario
+        storage = stack.enter_context(Storage(scenario.storage, self.folder / "storage"))
+        cluster = ProcessCluster(
+            self.folder / "cluster", scenario.hosts, arena_bytes=ARENA_BYTES, arena_dir=str(self.arena_dir),
+            proxied=list(scenario.hosts) if scenario.has_proxies else (), **scenario.store_fields,
+        )  # fmt: skip
+        stack.callback(cluster.stop)
+        self.hosts = Hosts(cluster, self.ledger, self.story, self.domains)
+        self.hosts.extra_env = storage.environment
+        if storage.url is not None:
+            scenario.job_fields.update(durable=storage.url, durable_every=5)
+        self.hosts.open()
+        self.job = Job(scenario, self.hosts, self.nursery, self.ledger, self.story, self.meter)
+        self.observer = stack.enter_context(Observer(self.hosts, self.story, JOB))
+        self.reading = stack.enter_context(Reading(scenario, self.hosts, self.nursery, self.observer, self.story, JOB))
+        self.faults = Faults(scenario, self.hosts, self.job, self.ledger, self.story, self.reading, storage)
+        stack.callback(self.job.end)
+        self.job.start()
+        if not self._until(lambda: self.job.commit_s > 0, FIRST_COMMIT_S, "the first commit"):
+            self.story.violate("no-commits", f"nothing was committed in {FIRST_COMMIT_S:g} s before any fault")
+            return
+        self._break_things()
+        self._mend_and_check()
+
+    # -- phases -------------------------------------------------------------------------------
+
+    def _break_things(self) -> None:
+        began_s = time.monotonic()
+        for planned in self.scenario.faults:
+            due_s = began_s + planned.at_s
+            while time.monotonic() < due_s:
+                self._tick()
+                time.sleep(TICK_S)
+            self.faults.play(planned)
+        self._until(lambda: not self.faults.undo, 15.0, "")
+
+    def _mend_and_check(self) -> None:
+        self.faults.heal()
+        healed_s = max(time.monotonic(), self.faults.last_s)
+        self.story.tell("everything is mended")
+        if self.faults.held_for_restart or self.scenario.ending == "dead":
+            self.job.hold("the round ends with a dead job")
+            self._await_hosts()
+        else:
+            self._check_resume(healed_s)
+            if self.scenario.ending == "closed":
+                self.job.close()
+        self._verify()
+        self._check_complete(healed_s)
+        if self.scenario.ending == "dead":
+            self._lose_one_more()
+        self.job.hold("the round restarts it")
+        leaks.check_folders(self.hosts, self.story)
+        self._read_all()
+        restarted_s = time.monotonic()
+        self._await_hosts()
+        self.job.release()
+        self._check_resume(max(restarted_s, time.monotonic()))
+        self._check_complete(restarted_s)
+        self.job.close()
+        leaks.check_rank_growth(self.job.first_counts, self.job.last_counts, self.story)
+        leaks.check_processes_at_rest(self.hosts, self.story)
+        self.story.tell("the round is over")
+
+    def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
+        """Keep the round going until something is so; False if that took longer than the limit and the load."""
+        began_s = time.monotonic()
+        while not condition():
+            self._tick()
+            if self.job_broke():
+                raise RuntimeError("the job's thread broke")
+            time.sleep(TICK_S)
+            if time.monotonic() - began_s > wait_limit_s(limit_s, self.meter, began_s):
+                if what:
+                    self.story.tell(f"waited {time.monotonic() - began_s:.1f} s in vain for {what}")
+                return False
+        return True
+
+    def job_broke(self) -> bool:
+        """Whether the job's thread ended by a mistake of its own."""
+        return hasattr(self, "job") and self.job.is_broken
+
+    def _tick(self) -> None:
+        """Undo what is over; start what ended by itself."""
+        if hasattr(self, "faults"):
+            self.faults.tick()
+        self.hosts.supervise()
+
+    # -- checks -------------------------------------------------------------------------------
+
+    def _await_hosts(self) -> None:
+        """All hosts serve again, as the controller says."""
+
+        def are_live() -> bool:
+            return all(harm.until_s is not None for harm in self.hosts.away.values())
+
+        if not self._until(are_live, HOSTS_LIVE_S, "all hosts to be live"):
+            away = sorted(host for host, harm in self.hosts.away.items() if harm.until_s is None)
+            self.story.violate("host-away", f"{', '.join(away)} not live {HOSTS_LIVE_S:g} s after the last fault")
+
+    def _check_resume(self, since_s: float) -> None:
+        self.job.release()
+        limit_s = COMMITS_RESUME_S + self.scenario.restart_delay_s + self.scenario.notice_s
+        if not self._until(lambda: self.job.commit_s > since_s, limit_s, "a commit"):
+            self.story.violate("no-commits", f"nothing was committed within {limit_s:g} s of the last fault")
+
+    def _check_complete(self, since_s: float) -> None:
+        if self.ledger.newest_commit() is None or self.scenario.job_ttl_s < COPIES_COMPLETE_S:
+            return
+        if not self._until(lambda: self.observer.complete_s > since_s, COPIES_COMPLETE_S, "complete copies"):
+            self.story.violate("copies-incomplete", f"{COPIES_COMPLETE_S:g} s after the last fault: {self._missing()}")
+
+    def _missing(self) -> str:
+        status = self.observer.newest
+        if status is None:
+            return "no status"
+        row: dict[str, Any] | None = next((job for job in status["jobs"] if job["job"] == JOB), None)
+        live = {str(host["host"]) for host in status["hosts"] if host["status"] == "live"}
+        return incomplete(row, live, set(self.hosts)) or "complete by now"
+
+    def _verify(self) -> None:
+        """Digest everything again, so that no rot is left of which nobody knows."""
+        before_s = time.monotonic()
+        code, answer = self.reading.cli(["verify"])
+        self.story.tell(
+            f"verify exits with {code}: {answer.get('damaged') if isinstance(answer, dict) else answer} bad"
+        )
+        if code in (0, 4):
+            self.ledger.verified(before_s)
+
+    def _lose_one_more(self) -> None:
+        """Copies are complete, as the store says: then any replicas - 1 domains may go."""
+        hosts = [host for host in self.hosts if self.scenario.shape != "rack_then_host" or self.domains[host] == "b"]
+        if self.scenario.replicas > 1 and self.observer.complete_s:
+            self.faults.play(Planned(0.0, "lose_host", 0.5, {"host": self.rng.choice(hosts)}))
+            self._until(lambda: not self.faults.undo, 15.0, "")
+            self._until(lambda: False, QUIET_S, "")
+
+    def _read_all(self) -> None:
+        """A reader has every rank's newest shard."""
+        live = [host for host in self.hosts if self.hosts.pid(host) is not None]
+        if live and self.ledger.newest_commit() is not None:
+            self.reading.read(self.rng.choice(live), list(range(self.scenario.world_size)))

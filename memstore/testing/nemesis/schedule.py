@@ -1,0 +1,201 @@
+"""What a round is, drawn from its seed alone: hosts, job, and the faults with their times. Pure.
+
+Some schedules are composed: their parts are ordinary, and it takes them in this order to find what each part alone
+does not.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+# Fault kinds by how often a random schedule draws them; `faults.py` has a method of each name.
+KINDS: dict[str, float] = {
+    "kill_holder": 3, "stop_holder": 3, "replace_stopped_holder": 1, "kill_controller": 2, "stop_controller": 2,
+    "second_controller": 2, "kill_rank": 3, "stop_rank": 2, "kill_everything": 1, "lose_host": 3,
+    "lose_folder_under_ranks": 2, "lose_file_under_ranks": 2, "remove_live_files": 2, "truncate_while_down": 1,
+    "rot_slots": 2, "rot_manifest": 1, "rot_journal": 1, "step_clock": 2, "fill_descriptors": 1,
+    "cut_link": 2, "slow_link": 1, "reset_links": 1, "speak_another_version": 1, "break_storage": 2, "read": 4,
+    "ask_cli": 1,
+}  # fmt: skip
+KILLS = (
+    "kill_holder",
+    "stop_holder",
+    "kill_controller",
+    "second_controller",
+    "kill_rank",
+    "stop_rank",
+    "read",
+    "ask_cli",
+)
+COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder")
+COMPOSED_SHARE = 0.45
+STORAGES = ("", "", "directory", "s3")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault: when, what, and how long it lasts."""
+
+    at_s: float
+    kind: str
+    for_s: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One round."""
+
+    seed: int
+    shape: str  # "random", "kills" (of processes alone), or one of COMPOSED
+    hosts: dict[str, dict[str, str]]  # labels by host id
+    replicas: int
+    keep_steps: int
+    world_size: int
+    kib: int
+    has_overlap: bool
+    has_key: bool
+    step_s: float
+    stall_budget_s: float
+    notice_s: float  # how long the other ranks do not know that one is gone
+    restart_delay_s: float
+    shuffle_share: float
+    leaves_hosts_without_ranks: bool
+    has_proxies: bool
+    storage: str
+    orphan_ttl_s: float
+    job_ttl_s: float
+    faults: tuple[Planned, ...]
+    ending: str  # "running", "dead", "closed": what becomes of the job before copies must be complete
+    store_fields: dict[str, Any] = field(default_factory=dict)
+    job_fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def racks(self) -> bool:
+        """Whether copies are spread over racks."""
+        return len({labels.get("rack") for labels in self.hosts.values()} - {None}) >= self.replicas
+
+    def domains(self) -> dict[str, str]:
+        """Failure domain by host."""
+        return {host: labels["rack"] if self.racks else host for host, labels in self.hosts.items()}
+
+    def text(self) -> str:
+        """One line for the story."""
+        place = ", ".join(f"{host}({labels.get('rack', '-')})" for host, labels in self.hosts.items())
+        days = f"orphan_ttl {self.orphan_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
+        return (
+            f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
+            f"{self.replicas}, keep_steps {self.keep_steps}, overlap {self.has_overlap}, storage "
+            f"{self.storage or 'none'}, {days}, step {self.step_s:g} s, ending {self.ending}"
+        )
+
+
+def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
+    """Return the round of a seed. `shape` chooses one; `is_short` keeps it to some seconds."""
+    rng = random.Random(seed)
+    if not shape:
+        shape = rng.choice(COMPOSED) if rng.random() < COMPOSED_SHARE else "random"
+    replicas = rng.choice((1, 2, 2, 2, 3)) if shape == "random" else 2
+    racks = 0 if shape == "random" and rng.random() < 0.4 else max(2, replicas)
+    if shape == "rack_then_host":
+        hosts = {f"h{i}": {"rack": "a" if i < 3 else "b", "memstore": "replica"} for i in range(1, 5)}
+    else:
+        count = rng.randint(max(2, replicas), 5)
+        hosts = {
+            f"h{i}": {"memstore": "replica", **({"rack": f"r{i % racks}"} if racks else {})}
+            for i in range(1, count + 1)
+        }
+    world_size = rng.randint(2, 5) if shape != "rack_then_host" else 4
+    storage = rng.choice(STORAGES) if shape == "random" and not is_short else ""
+    has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
+    orphan_ttl_s = rng.uniform(4.0, 8.0) if has_days else 86_400.0
+    job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
+    is_tight = shape == "rack_then_host"  # little room, and a launcher that notices late
+    replay = Scenario(
+        seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
+        world_size=world_size, kib=rng.choice((64, 128, 320, 512)), has_overlap=rng.random() < 0.4,
+        has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
+        notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
+        shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,
+        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage, orphan_ttl_s=orphan_ttl_s,
+        job_ttl_s=job_ttl_s, faults=(), ending=rng.choice(("running", "running", "dead", "closed")),
+    )  # fmt: skip
+    if shape in ("random", "kills"):
+        faults = _random_faults(rng, replay, 6.0 if is_short else rng.uniform(15.0, 35.0))
+    else:
+        faults = globals()[f"_{shape}"](rng, replay)
+    ending = "dead" if shape in ("rack_then_host", "days_then_restart") else replay.ending
+    return _with(replay, faults, ending)
+
+
+def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
+    fields = {
+        "orphan_ttl_s": scenario.orphan_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2, "suspect_after_s": 1.0,
+        "repair_after_s": 3.0,
+    }  # fmt: skip
+    job_fields = {
+        "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
+        "job_ttl_s": scenario.job_ttl_s,
+    }  # fmt: skip
+    values = {**scenario.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s)), "ending": ending}
+    return Scenario(**{**values, "store_fields": fields, "job_fields": job_fields})
+
+
+def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> list[Planned]:
+    kinds = {kind: weight for kind, weight in KINDS.items() if scenario.shape == "random" or kind in KILLS}
+    if not scenario.has_proxies:
+        for kind in ("cut_link", "slow_link", "reset_links"):
+            kinds.pop(kind, None)
+    if not scenario.storage:
+        kinds.pop("break_storage", None)
+    found, at_s = [], rng.uniform(0.5, 3.0)
+    while at_s < seconds:
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        found.append(Planned(at_s, kind, rng.choice((0.0, 0.3, 1.0, 2.5, 6.0)), {"draw": rng.getrandbits(32)}))
+        at_s += rng.choice((0.2, 0.7, 1.5, 4.0))
+    return found
+
+
+def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """A holder is killed, its arena file or folder removed, and a new one started while its rank trains."""
+    kind = rng.choice(("lose_folder_under_ranks", "lose_file_under_ranks"))
+    at_s = rng.uniform(2.0, 4.0)
+    return [
+        Planned(at_s, kind, rng.choice((0.0, 0.5, 2.0)), {"draw": rng.getrandbits(32)}),
+        Planned(at_s + 6.0, "read", 0.0, {"draw": rng.getrandbits(32)}),
+    ]
+
+
+def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """The job trains for longer than orphan_ttl_s, then everything is killed and started again."""
+    at_s = scenario.orphan_ttl_s + rng.uniform(2.0, 4.0)
+    draw = {"draw": rng.getrandbits(32)}
+    kind = rng.choice(("kill_everything", "kill_everything", "kill_holder"))
+    return [Planned(at_s, kind, rng.uniform(0.0, 1.0), draw)]
+
+
+def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """A rack is replaced host by host, the job dies, and later one host of the other rack is lost (by the ending)."""
+    at_s, gap_s = rng.uniform(2.0, 4.0), rng.choice((0.3, 0.6, 1.2))
+    first, second = rng.sample(["h1", "h2"], 2)
+    return [
+        Planned(at_s, "lose_host", rng.choice((0.0, 0.3)), {"host": first}),
+        Planned(at_s + gap_s, "lose_host", rng.choice((0.0, 0.3)), {"host": second}),
+    ]
+
+
+def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """A holder or the controller comes back with a clock that was set back or forth."""
+    values = {"draw": rng.getrandbits(32), "shift_s": rng.choice((-3600.0, -90_000.0, 3600.0, 90_000.0))}
+    return [Planned(rng.uniform(2.0, 4.0), "step_clock", rng.choice((0.0, 1.0)), values)]
+
+
+def _live_folder(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """Files of a live holder's folder are removed; in half of the rounds the controller is replaced then."""
+    at_s = rng.uniform(2.0, 4.0)
+    found = [Planned(at_s, "remove_live_files", 0.0, {"draw": rng.getrandbits(32)})]
+    if rng.random() < 0.5:
+        found.append(Planned(at_s + rng.uniform(0.5, 3.0), "kill_controller", 0.5, {}))
+    return found

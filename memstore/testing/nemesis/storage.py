@@ -1,0 +1,74 @@
+"""Durable storage of a round: none, a directory, or an S3 server of its own behind a layer that fails on request."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from memstore.testing.s3_server import HttpFaults, S3Server, server_environment
+
+BUCKET = "nemesis"
+
+
+class Storage:
+    """A context manager. `url` is what `durable=` is set to, None for none."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.url: str | None = None
+        self.environment: dict[str, str] = {}
+        self.faults: HttpFaults | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Storage:
+        if self.kind == "directory":
+            self.place = self.folder / "durable"
+            self.place.mkdir(parents=True)
+            self.url = str(self.place)
+        elif self.kind == "s3":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            server = self._stack.enter_context(S3Server(self.folder))
+            self.faults = self._stack.enter_context(HttpFaults(server.port))
+            server.make_bucket(BUCKET)
+            self.environment = server_environment(self.faults.port)
+            self.url = f"s3://{BUCKET}/checkpoints"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def damage(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """Break it; return what was done and the way back."""
+        if self.faults is not None:
+            return self._damage_s3(self.faults, rng)
+        if self.kind != "directory" or not self.place.is_dir():
+            return "nothing (it is away already)", lambda: None
+        aside = self.place.with_name("durable-aside")
+        self.place.rename(aside)
+        is_file = rng.random() < 0.5
+        if is_file:
+            self.place.write_text("not a directory")
+
+        def restore() -> None:
+            if not aside.exists():
+                return
+            if self.place.is_file():
+                self.place.unlink()
+            elif self.place.is_dir():  # what was written meanwhile is lost with the wrong mount
+                self.place.rename(self.place.with_name(f"durable-wrong-{rng.getrandbits(32)}"))
+            aside.rename(self.place)
+
+        return f"the directory is {'a file' if is_file else 'away'}", restore
+
+    def _damage_s3(self, faults: HttpFaults, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        method = rng.choice(("PUT", "PUT", "GET", "DELETE"))
+        kind = rng.choice(("status", "hang-up", "lose-reply", "wait"))
+        rule = faults.add(method, "", kind=kind, times=rng.choice((1, 5, 50)), status=rng.choice((500, 503, 403)))
+
+        def restore() -> None:
+            rule.times = 0
+            rule.gate.set()
+
+        return f"S3: {rule.times} {method} requests: {kind} {rule.status if kind == 'status' else ''}", restore

@@ -1,0 +1,55 @@
+"""What happened in a round, in order, for a person: faults, observations, verdicts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One promise that was broken."""
+
+    kind: str
+    at_s: float
+    text: str
+
+
+@dataclass
+class Story:
+    """Lines with the seconds since the round began; every thread of the round may write."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    lines: list[str] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # gets, bytes, commits and the like
+    faults: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def now_s(self) -> float:
+        """Seconds since the round began."""
+        return time.monotonic() - self.began_s
+
+    def tell(self, text: str) -> None:
+        """Add a line."""
+        with self.lock:
+            self.lines.append(f"{self.now_s():8.2f}  {text}")
+
+    def fault(self, kind: str, text: str) -> None:
+        """Add a fault."""
+        with self.lock:
+            self.faults[kind] += 1
+        self.tell(f"FAULT {kind}: {text}")
+
+    def violate(self, kind: str, text: str) -> None:
+        """Note that a promise was broken; the round goes on, so that its consequences show."""
+        with self.lock:
+            self.violations.append(Violation(kind, self.now_s(), text))
+        self.tell(f"VIOLATION {kind}: {text}")
+
+    def add(self, what: str, count: int = 1) -> None:
+        """Count something."""
+        with self.lock:
+            self.counts[what] += count
