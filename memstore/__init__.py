@@ -57,12 +57,22 @@ _HOMES = {
 }
 _ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 
+_NEEDED = {"ray": "'ray[default]'", "torch": "torch", "numpy": "numpy", "msgpack": "msgpack", "xxhash": "xxhash"}
+
 __all__ = sorted([*_HOMES, *_ERRORS, "Config", "__version__", "errors"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        try:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in _NEEDED:
+                raise
+            raise errors.ConfigError(
+                f"memstore.{name} needs the package {package}, which is not installed: pip install {_NEEDED[package]}"
+            ) from error
     if name in _ERRORS:
         return getattr(errors, name)
     raise AttributeError(f"module 'memstore' has no attribute {name!r}")

@@ -18,10 +18,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from memstore.errors import ClosedError, PeerTimeout
+from memstore.shell.answers import answer_of
 from memstore.shell.rank_link import RankLink
 
 log = logging.getLogger("memstore")
 BAR_S = 0.1  # between two looks of somebody who waits
+WAITED_S = 1.0  # a first put that waits longer for its room says how not to
 SAY_S = 5.0  # the same for a log
 
 
@@ -129,14 +131,23 @@ class Preparation:
             raise self._error
         return self
 
+    def say_waited(self, waited_s: float) -> None:
+        """Log, on rank 0, what a first put waited for and how to have it done before training."""
+        if waited_s >= WAITED_S and self._link.rank == 0:
+            log.warning(
+                "memstore %s: the first put blocked training for %.1f s while %.1f GiB a rank were claimed for it and "
+                "later ones: store.prepare(state) before the loop does this in the background",
+                self._link.job, waited_s, self.nbytes / (1 << 30),
+            )  # fmt: skip
+
     def wait_claimed(self) -> None:
         """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`."""
         ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
         done, _ = wait(ends, self._timeout_s, FIRST_COMPLETED)
         if self._answer in done:
-            self._answer.result()
+            answer_of(self._answer)
         elif self._failed in done:
-            self._failed.result()
+            answer_of(self._failed)
         elif done:
             raise ClosedError("the attempt that was prepared for is over")
         else:

@@ -349,6 +349,7 @@ class Puts:
             return
         if not self._has_room:
             try:
+                began_s = time.monotonic()
                 with waiting():
                     preparation = self.prepare(count * self.chunk_bytes)
                     preparation.wait_claimed()
@@ -362,6 +363,7 @@ class Puts:
                 taken = self.link.acquire(count, self.config.connect_timeout_s)
             if taken is not None:
                 self.link.put_back(*taken)
+            preparation.say_waited(time.monotonic() - began_s)
             return
         self.link.call_soon("reserve", self.body(slots=count)).add_done_callback(
             lambda f: self._grown(count, f.exception())

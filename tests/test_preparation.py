@@ -123,6 +123,22 @@ def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
 
 
+def test_a_first_put_that_waited_for_its_room_says_how_not_to(
+    cluster: ProcessCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, on rank 0, with the seconds; after prepare() there is nothing to say."""
+    monkeypatch.setattr("memstore.preparation.WAITED_S", 0.0)
+    with ranks(cluster, 2, "unprepared") as stores:
+        together([lambda store=store: store.put(0, state_of(4 * CHUNK)) for store in stores])
+    [said] = [text for text in caplog.messages if "store.prepare(state)" in text]
+    assert "unprepared: the first put blocked training for " in said
+    caplog.clear()
+    with ranks(cluster, 1, "prepared") as (store,):
+        store.prepare(4 * CHUNK).wait(WAIT_S)
+        store.put(0, state_of(4 * CHUNK))
+    assert not [text for text in caplog.messages if "store.prepare(state)" in text]
+
+
 def test_a_larger_state_can_be_prepared_for_while_training(cluster: ProcessCluster) -> None:
     """Without it, a grown state costs the step in which it has grown (R11)."""
     with ranks(cluster, 1) as (store,):

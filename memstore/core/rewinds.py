@@ -98,7 +98,8 @@ class Rewinds:
         if size != attempt.world_size:
             return "WorldSizeError", (
                 f"{name} was put by {size} ranks, this attempt has {attempt.world_size}: start {size} ranks to go on "
-                "from it, or read single shards with get(step, rank=r)"
+                "from it, read single shards with get(step, rank=r), or, where ranks hold equal state (DDP), put with "
+                "connect(shard=0, shards=1), whose steps any number of ranks gets"
             )
         result = plan(
             job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),

@@ -215,7 +215,8 @@ class Rounds:
                 active, "WorldSizeError",
                 f"job {job.name!r}: step {step.step} was put by {result.world_size} ranks, this attempt has "
                 f"{attempt.world_size}. Start {result.world_size} ranks, or load what was saved through DCP: "
-                "dcp.load(state, storage_reader=store.dcp_reader()); get(step, rank=r) reads single shards",
+                "dcp.load(state, storage_reader=store.dcp_reader()). Where ranks hold equal state (DDP), put with "
+                "connect(shard=0, shards=1): any number of ranks gets it; get(step, rank=r) reads single shards",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return

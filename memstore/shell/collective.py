@@ -11,6 +11,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from memstore.errors import PeerTimeout
+from memstore.shell.answers import answer_of
 from memstore.shell.rank_link import RankLink
 
 log = logging.getLogger("memstore")
@@ -68,4 +69,4 @@ def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float
             "`memstore status`, or raise timeout_s",
             operation=verb, limit_s=timeout_s,
         )  # fmt: skip
-    return future.result()
+    return answer_of(future)

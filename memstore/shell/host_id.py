@@ -122,7 +122,7 @@ def rank_host(
         )
     shown = ", ".join(hosts[:10]) + (f" and {len(hosts) - 10} more" if len(hosts) > 10 else "")
     raise ConfigError(
-        f"{len(hosts)} holders on this machine ({shown}) and nothing says which one serves this rank: "
+        f"{len(hosts)} holders on this machine ({shown}) and nothing says which one serves this process: "
         f"set {HOST_VARIABLE} to one of them",
         field=HOST_VARIABLE,
         hosts=hosts,

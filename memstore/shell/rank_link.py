@@ -22,6 +22,7 @@ from typing import Any
 
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import ClosedError, ConfigError, FencedError, MemstoreError, PeerTimeout, TransportError
+from memstore.shell.answers import answer_of
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
 from memstore.shell.leased_slots import Handover, LeasedSlots
@@ -232,7 +233,7 @@ class RankLink(LeasedSlots):
             raise ClosedError("this store is closed: connect again")
         future = self.call_soon(verb, body)
         try:
-            return future.result(timeout_s)
+            return answer_of(future, timeout_s)
         except FutureTimeout:
             if future.done():
                 raise

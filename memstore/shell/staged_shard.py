@@ -13,6 +13,7 @@ import numpy as np
 
 from memstore.core.manifest import Manifest, decode_manifest
 from memstore.errors import IntegrityError, PeerTimeout
+from memstore.shell.answers import answer_of
 from memstore.shell.checked_stream import Views
 from memstore.shell.copy_pass import waiting
 from memstore.shell.rank_link import RankLink
@@ -120,7 +121,7 @@ class ShardRead:
         """Wait until the whole shard is here, or cannot be brought; return what the controller answered."""
         while self._staged is None:
             self._listen()
-        return self._future.result()
+        return answer_of(self._future)
 
     def take(self, wanted: Sequence[int]) -> Views:
         """Return those of the chunks that have come, at least one."""
