@@ -107,7 +107,7 @@ class Fleet:
             "address": f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}",
             "machine": f"machine-{host.name}", "is_explicit": False, "labels": {"rack": f"rack-{host.number // 32}"},
             "limit_bytes": 1 << 40, "copies": list(host.copies.values()), "journal": self.journal, "notes": [],
-            "ranks": [], "up_s": 0.0,
+            "ranks": [], "up_s": 0.0, "idle_s": 0.0, "dropped": {},
         }  # fmt: skip
 
     def keep(self, order: Tell) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from memstore.shell.arena_folder import read_secret
 from memstore.shell.arena_lock import is_held, owner
 from memstore.shell.ray_reach import REACH_S, wait_for_gcs
 from memstore.shell.tls import Tls
-from memstore.shell.tool import any_tool, store_root
+from memstore.shell.tool import any_tool, host_folders, store_root
 
 log = logging.getLogger("memstore")
 START_S = 90.0
@@ -137,8 +137,7 @@ def _create(config: Config) -> Any:
 
 def _secret(config: Config) -> bytes:
     """Return the secret an earlier life of the store left on this machine, else a new one (R4)."""
-    root = store_root(config)
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+    for folder in host_folders(config):
         with contextlib.suppress(MemstoreError, OSError):
             found = read_secret(folder)
             if found is not None:
@@ -253,9 +252,8 @@ def refuse_last_copies(config: Config) -> None:
 
 def leftovers(config: Config | None = None) -> list[dict[str, Any]]:
     """List the arenas of this store on this machine, with or without Ray (R5)."""
-    root = store_root(config or Config())
     found = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+    for folder in host_folders(config or Config()):
         holding = owner(folder)
         arena = folder / "arena"
         found.append(

@@ -65,7 +65,7 @@ class Config:
     dscp: int = 1  # class of what a host pushes: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
     recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
-    orphan_ttl_s: float = 86_400.0  # an adopted arena nobody connects to is dropped after this (R5)
+    orphan_ttl_s: float = 86_400.0  # without a holder, and nobody asks when it is back: a job is dropped; 0: never (R5)
     tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
     tls_key: str | None = None  # that signs the store's certificates; all three: TLS between hosts; none: plain TCP
     tls_ca: str | None = None

@@ -34,7 +34,8 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
         session.start()
         up = {
             "k": "up", "incarnation": 1, "address": "10.0.0.1", "port": 7000, "machine": "m", "is_explicit": False,
-            "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [], "up_s": 0.0,
+            "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
+            "up_s": 0.0, "idle_s": 0.0, "dropped": {},
         }  # fmt: skip
         controller.events.put((session, up))
         wait_for(controller.is_serving, "the catalog to serve")
@@ -81,7 +82,8 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     def up(incarnation: int) -> dict[str, Any]:
         return {
             "k": "up", "incarnation": incarnation, "address": "10.0.0.1", "port": 7000, "machine": "m",
-            "is_explicit": False, "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [], "up_s": 0.0,
+            "is_explicit": False, "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
+            "up_s": 0.0, "idle_s": 0.0, "dropped": {},
         }  # fmt: skip
 
     def begin(session: Session) -> None:

@@ -23,10 +23,11 @@ from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import ArenaLock
 from memstore.shell.durable_directory import DirectoryFiles
 from memstore.shell.durable_tier import PartsTier
+from memstore.shell.idle_time import IdleTime
+from memstore.shell.incarnation import next_incarnation
 from memstore.shell.journal import Journal
 from memstore.shell.listener import Listener
 from memstore.shell.manifest_folder import ManifestFolder
-from memstore.shell.orphan import touch
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
 from memstore.testing.rank_process import RankNursery, together
@@ -38,7 +39,8 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     "lock": lambda folder: ArenaLock.take(folder, timeout_s=0).release(),
     "secret": arena_folder.read_secret,
     f".secret-{os.getpid()}": lambda folder: arena_folder.write_secret(folder, bytes(32)),
-    "used": touch,
+    "seen": IdleTime,
+    "incarnation": next_incarnation,
     "arena": lambda folder: Arena.open(folder, limit_bytes=1 << 16, chunk_bytes=4096).close(),
     "slots": lambda folder: Arena.open(folder, limit_bytes=1 << 16, chunk_bytes=4096).close(),
     "journal": lambda folder: Journal.open(folder / "journal").close(),

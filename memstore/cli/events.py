@@ -229,6 +229,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "unpinned": lambda e: f"pin {e['name']} taken back",
     "closed": lambda e: f"attempt {e['attempt']} closed by all its ranks",
     "removed": lambda e: "removed with all its copies in RAM",
+    "dropped": lambda e: f"DROPPED: {e['why']}",
     "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
     "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
     "rank_dead": _rank_dead,

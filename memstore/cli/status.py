@@ -67,10 +67,9 @@ def status_body(where: Where) -> dict[str, Any]:
 def ray_address(config: Config) -> str:
     """Return the address of the Ray cluster, as the holders of this machine wrote it beside their arenas."""
     from memstore.shell.arena_lock import owner
-    from memstore.shell.tool import store_root
+    from memstore.shell.tool import host_folders
 
-    root = store_root(config)
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+    for folder in host_folders(config):
         holding = owner(folder)
         if holding is not None and holding.cluster:
             return holding.cluster

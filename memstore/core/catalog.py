@@ -50,6 +50,7 @@ from memstore.core.journals import Journals
 from memstore.core.lease import Lease
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.observer import Observer
+from memstore.core.orphans import Orphans
 from memstore.core.pins import Pins
 from memstore.core.placing import Placing
 from memstore.core.queries import Queries
@@ -78,6 +79,7 @@ class Rules:
     lease_s: float = 3.0
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a rebuilt catalog serves
+    orphan_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long, and that nobody asks for, is dropped
 
 
 class Catalog:
@@ -116,6 +118,7 @@ class Catalog:
         self.pins = Pins(self)
         self.forks = Forks(self)
         self.expiry = Expiry(self)
+        self.orphans = Orphans(self)
         self.rounds = Rounds(self)
         self.staging = Staging(self)
         self.repair = Repair(self)
@@ -160,6 +163,7 @@ class Catalog:
             self.drains.tick()
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
                 part.tick(now)
+            self.orphans.tick()
             self.queries.tick()
             self.observer.tick()
             for job in self.jobs.values():
@@ -206,6 +210,7 @@ class Catalog:
         name = str(event.body.get("job", ""))
         known = name in self.jobs
         verb = event.verb
+        self.orphans.asked(name)
         if verb == "join":
             try:
                 check_name("job", event.body.get("job"))  # it will be a folder's name
@@ -306,6 +311,7 @@ class Catalog:
         self.repair.fact(getattr(fact, "job", ""))
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
+            self.orphans.begun(fact.job)
         elif isinstance(fact, f.RoomClaimed):
             self.room.apply_claimed(fact, is_replay=is_replay)
         elif isinstance(fact, f.CadenceSet):
@@ -316,6 +322,7 @@ class Catalog:
             self.staging.apply_released(now, fact, is_replay=is_replay)
         elif isinstance(fact, f.StepCommitted):
             self.steps.apply_committed(now, fact, is_replay=is_replay)
+            self.orphans.begun(fact.job)
         elif isinstance(fact, f.StepAbandoned):
             self.steps.apply_abandoned(fact, is_replay=is_replay)
         elif isinstance(fact, f.StepRetired):

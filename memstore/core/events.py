@@ -32,6 +32,7 @@ Orders to a holder (`Tell.kind`):
     persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
                                                 or remove it, and say so if it is torn (R31)
     markers        job, durable, call           list durable markers
+    dropped        job, story                   remember why a job is gone, outside the host's folder; or "" (R5)
     outdated       above                        a later life of this host was here: take a higher incarnation (R3)
 
 Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
@@ -77,6 +78,8 @@ class HostUp:
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
     up_s: float = 0.0  # how long its holder had been up then, by its own clock
+    idle_s: float = 0.0  # for how long no holder had run there before it, if nobody has used it since
+    dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,16 +42,30 @@ class Expiry:
         attempt, newest = job.newest, job.newest_committed
         if attempt is None or attempt.phase != "closed" or newest is None or newest not in job.markers or job.pins:
             return False
+        return not self.is_in_use(job)
+
+    def is_in_use(self, job: Job) -> bool:
+        """True if somebody connects to the job, reads, restores, writes or forks it."""
         is_joining = job.name in self.catalog.attempts.gatherings or job.name in self.catalog.attempts.opening
         is_read = any(shard.job == job.name for _, shard, _ in self.catalog.queries.reads.values())
         is_used = is_read or bool(self.catalog.steps_in_use(job)) or bool(self.catalog.forks.unfinished(job))
-        return not is_joining and not is_used
+        return is_joining or is_used
 
-    def remove(self, job: Job, *waiting: tuple[Call, Body]) -> None:
-        """Record the end of a job; whoever waits is answered once it is gone."""
+    def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
+        """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
         self.removing.setdefault(job.name, []).extend(waiting)
         undone = [fact for fact in self.catalog.log.undone() if getattr(fact, "job", "") == job.name]
-        fact = JobRemoved(job.name, max([job.newest_ordinal, *(getattr(fact, "attempt", 0) for fact in undone)]))
+        fact = JobRemoved(
+            job.name,
+            max(
+                [
+                    job.newest_ordinal,
+                    self.catalog.removed.get(job.name, 0),
+                    *(getattr(fact, "attempt", 0) for fact in undone),
+                ]
+            ),
+            story,
+        )
         if fact not in undone:
             self.catalog.record(fact)
 
@@ -85,6 +99,7 @@ class Expiry:
         )  # fmt: skip
         for part in parts:
             part.forget(fact.job)
+        catalog.orphans.removed(fact, is_replay=is_replay)
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()

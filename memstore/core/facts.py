@@ -175,10 +175,11 @@ class JobForked:
 
 @dataclass(frozen=True, slots=True)
 class JobRemoved:
-    """The job was removed by name: nothing of it is history any more."""
+    """The job was removed, by name or by a rule: nothing of it is history any more."""
 
     job: str
     attempt: int = 0  # the last one: a job of this name goes on counting, so that no id comes twice
+    story: str = ""  # of a job with steps that nobody removed by name: which they were, when and why it went (R5)
 
 
 Fact = (

@@ -31,6 +31,7 @@ class HostState:
     last_heard_s: float  # when its last beat arrived
     was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
     began_s: float = 0.0  # when its holder started
+    idle_s: float = 0.0  # for how long none had run there before, unless it was used since (R5)
     heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
     status: Status = "live"
     why: str = ""
@@ -70,16 +71,24 @@ class HostTable:
         state = self.states.get(info.host_id)
         return state.info if state is not None and info.incarnation < state.info.incarnation else None
 
-    def up(self, now: float, info: HostInfo, asked_s: float = -math.inf, up_s: float = 0.0) -> list[Change]:
-        """A session began, asked for at `asked_s`, with a holder that had been up for `up_s`, no older life (R3)."""
+    def up(
+        self, now: float, info: HostInfo, asked_s: float = -math.inf, up_s: float = 0.0, idle_s: float = 0.0
+    ) -> list[Change]:
+        """A session began, asked for at `asked_s`, with a holder that had been up for `up_s`, no older life (R3).
+
+        Args:
+            idle_s: For how long no holder had run there before this one.
+        """
         state = self.states.get(info.host_id)
         self._changed()
         self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
         if state is None:
-            self.states[info.host_id] = HostState(info, now, asked_s, now - up_s, self._listened_at(now), since_s=now)
+            self.states[info.host_id] = HostState(
+                info, now, asked_s, now - up_s, idle_s, self._listened_at(now), since_s=now
+            )
             return [Change(info.host_id, "live", "joined")]
         state.info, state.last_heard_s, state.began_s, state.is_gone = info, now, now - up_s, False
-        state.was_with_us_s = max(state.was_with_us_s, asked_s)
+        state.was_with_us_s, state.idle_s = max(state.was_with_us_s, asked_s), idle_s
         state.heard_at_s = self._listened_at(now)
         return self._enter(now, state, "live", "joined again", is_new=True)
 

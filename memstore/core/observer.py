@@ -193,7 +193,7 @@ class Observer:
                 from_attempt=fact.from_attempt, copies=fewest(fact.hosts),
             )  # fmt: skip
         elif isinstance(fact, f.JobRemoved):
-            self.add("removed", job=fact.job)
+            self.add("dropped", job=fact.job, why=fact.story) if fact.story else self.add("removed", job=fact.job)
         elif isinstance(fact, f.HostDraining):
             due_s = None if fact.until_s is None else rounded(fact.until_s - self.catalog.wall_s)
             is_known = self.catalog.drains.is_draining(fact.host_id)

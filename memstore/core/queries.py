@@ -76,7 +76,9 @@ class Queries:
         job = self.catalog.jobs.get(name)
         if job is None:
             have = ", ".join(sorted(self.catalog.jobs)) or "none"
-            self.catalog.refuse(call, "RecoveryError", f"the store holds no job {name!r}: it has {have}")
+            story = self.catalog.orphans.stories.get(name, "")
+            gone = f" ({story})" if story else ""
+            self.catalog.refuse(call, "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}")
         return job
 
     def _with_job(self, call: Call, work: Callable[[Job, Call], None]) -> None:
@@ -262,7 +264,8 @@ class Queries:
 
     def _remove(self, call: Call) -> None:
         """Drop every copy of a job in RAM, and its facts."""
-        job = self._job(call)
+        name = str(call.body.get("job", ""))
+        job = Job(name) if name in self.catalog.orphans.stories.keys() - self.catalog.jobs.keys() else self._job(call)
         if job is None:
             return
         attempt = job.newest

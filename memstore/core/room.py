@@ -79,7 +79,8 @@ class Room:
         # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
-        if job.has_history and not may_put:
+        has_history = job.has_history or job.name in self.catalog.orphans.stories
+        if has_history and not may_put:
             self.catalog.refuse(
                 call, "CommitError",
                 f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "

@@ -191,6 +191,14 @@ class Rounds:
 
     def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
         # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
+        story = self.catalog.orphans.stories.get(job.name)
+        if story is not None and not job.has_history:
+            self.fail(
+                active, "RecoveryError",
+                f"job {job.name!r} is gone: {story}.\nStart over with connect(..., fresh=True), or forget it with "
+                f"`memstore rm {job.name}`",
+            )  # fmt: skip
+            return
         if job.has_history or active.failed_steps or active.unread:
             lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
             lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]

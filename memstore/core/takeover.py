@@ -34,6 +34,7 @@ class Takeover:
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
         self.missed: dict[str, Seat] = {}  # nonce -> the seat of a process that its host did not know when it came
+        self.dropped: dict[str, Mapping[str, str]] = {}  # host -> what it remembers of jobs that are gone
         self.early: list[Event] = []  # calls that came while settling
 
     def settle(self, event: Event) -> list[Event]:
@@ -43,7 +44,8 @@ class Takeover:
             host = event.info.host_id
             if self._is_outdated(event):
                 return []
-            hosts.up(catalog.now, event.info, event.asked_s, event.up_s)
+            hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
+            self.dropped[host] = event.dropped
             self.alone_since_s = min(self.alone_since_s, catalog.now)
             self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
             self.copies[host] = event.copies
@@ -89,7 +91,9 @@ class Takeover:
         for job in catalog.jobs.values():
             catalog.steps.adopt(job)
         self._look_for_ranks(self.ranks)
-        self.journals, self.copies = {}, {}
+        for host, stories in self.dropped.items():
+            catalog.orphans.told(host, stories)
+        self.journals, self.copies, self.dropped = {}, {}, {}
         self.newcomers.update(hosts)
         self._record_newcomers()
         catalog.view.settled(hosts)
@@ -132,6 +136,8 @@ class Takeover:
     def greet(self, hosts: Sequence[str]) -> None:
         """Whatever hosts must know before they serve: their peers, who is fenced, what was committed."""
         self.catalog.view.greet(hosts)
+        for host in hosts:
+            self.catalog.orphans.greet(host)
         for name, attempt in self.catalog.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
                 self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
@@ -155,7 +161,7 @@ class Takeover:
             # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
             catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
         catalog.journals.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
-        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s, event.up_s)
+        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
         catalog.log.forget(host)
         catalog.told.forget_host(host)
         journal = catalog.log.read(event.journal)
@@ -164,6 +170,7 @@ class Takeover:
             job.drop_host(host)
         if event.ranks is not None:
             self._look_for_ranks({host: event.ranks})
+        catalog.orphans.told(host, event.dropped)
         self.newcomers.add(host)
         if not is_news:  # else all have the whole of it already
             catalog.journals.send(host, have=journal)

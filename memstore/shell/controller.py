@@ -115,7 +115,7 @@ class Controller:
                 failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
                 repair_after_s=config.repair_after_s, recovery_grace_s=config.recovery_grace_s,
                 lease_s=self.lease_s, outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
-                settle_s=self.settle_s,
+                settle_s=self.settle_s, orphan_ttl_s=config.orphan_ttl_s,
             ),
             expected_hosts=expected_hosts,
         )  # fmt: skip
@@ -255,7 +255,7 @@ class Controller:
             event = event_from_body(host, body, session.asked_s)
             if event is not None:
                 self._handle(event)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             log.exception("host %s sent a message that is not understood: %r", host, str(body)[:500])
 
     def _beats_taken(self) -> tuple[Heard, ...]:
@@ -392,5 +392,6 @@ def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | 
         )  # fmt: skip
         copies = tuple(copy_from_wire(item, host) for item in body["copies"])
         ranks, up_s = tuple(str(nonce) for nonce in body["ranks"]), float(body["up_s"])
-        return HostUp(info, copies, tuple(body["journal"]), ranks, asked_s, up_s)
+        dropped = {str(job): str(story) for job, story in body["dropped"].items()}
+        return HostUp(info, copies, tuple(body["journal"]), ranks, asked_s, up_s, float(body["idle_s"]), dropped)
     return Report(host, str(kind), body)

@@ -30,13 +30,13 @@ from memstore.shell.channel import Channel
 from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
 from memstore.shell.fact_keeper import FactKeeper
 from memstore.shell.host_id import HostIdentity
+from memstore.shell.idle_time import IdleTime
 from memstore.shell.incarnation import next_incarnation
 from memstore.shell.interface import resolve_interface
 from memstore.shell.journal import Journal
 from memstore.shell.lane import Lane
 from memstore.shell.listener import Listener, connect_unix
 from memstore.shell.orders import Orders
-from memstore.shell.orphan import drop_orphan, touch
 from memstore.shell.peer_client import Peer
 from memstore.shell.peer_server import PeerServer
 from memstore.shell.persister import Persister
@@ -45,6 +45,7 @@ from memstore.shell.rank_server import RankServer
 from memstore.shell.scrubber import Scrubber
 from memstore.shell.stager import Stager, sealed_copy
 from memstore.shell.tls import Tls
+from memstore.shell.tombstones import Tombstones
 from memstore.shell.traffic import Traffic
 from memstore.shell.twins import Twins
 from memstore.shell.vault import Vault
@@ -78,7 +79,7 @@ class Holder:
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )
         write_secret(self.folder, secret)
-        drop_orphan(self.folder, config.orphan_ttl_s)
+        self.idle, self.tombstones = IdleTime(self.folder), Tombstones(self.folder)
         self.vault = Vault.open(
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
@@ -144,6 +145,7 @@ class Holder:
             thread.join(timeout=5.0)
         self.journal.close()
         self.vault.close()
+        self.idle.close()
         self.lock_file.release()
 
     def _is_frozen(self, owner: LockOwner) -> bool:
@@ -256,7 +258,8 @@ class Holder:
             "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
             "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
             "journal": journal,
-            "up_s": time.monotonic() - self._began_s, "notes": self.vault.adoption_notes,
+            "up_s": time.monotonic() - self._began_s, "idle_s": self.idle.idle_s, "dropped": self.tombstones.stories,
+            "notes": self.vault.adoption_notes,
             "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
 
@@ -313,7 +316,13 @@ class Holder:
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             expire = self.stager.excerpts.expire
-            for work in (self.ranks.reap, self.vault.expire_pins, expire, self.peer_server.give_up_idle):
+            for work in (
+                self.ranks.reap,
+                self.vault.expire_pins,
+                expire,
+                self.peer_server.give_up_idle,
+                self.idle.keep,
+            ):
                 self.logged(work)
             self.logged(self._look_for_room)
 
@@ -338,13 +347,11 @@ class Holder:
 
     def sealed(self, shelved: Shelved) -> None:
         """Report a replica: whole, or with the chunks it lacks."""
+        self.idle.used()
         self.report("sealed", {"copies": [self.copy_body(shelved)]})
 
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
+        self.idle.used()
         self.report("sealed", {"copies": [copy_to_wire(copy)]})
         self.twins.compare(copy.shard)
-
-    def used(self) -> None:
-        """A rank connected: the arena is not an orphan (R5)."""
-        touch(self.folder)

@@ -86,6 +86,8 @@ class Orders:
             self.holder.ranks.answer(int(body["id"]), body["body"], body["error"])
         elif kind == "ask":
             self.workers.submit(self.holder.logged, self._ask, body)
+        elif kind == "dropped":
+            self.holder.tombstones.take(str(body["job"]), str(body["story"]))
         elif kind == "outdated":
             self.workers.submit(self.holder.logged, self.holder.begin_again, int(body["above"]))
         elif kind == "exit":

@@ -116,7 +116,7 @@ class RankServer:
                     self.holder.report("rank_here", {"nonce": link.nonce})
                 if link.parent:
                     self.parents[link.nonce] = link.parent
-                self.holder.used()
+                self.holder.idle.used()
             committed = self.committed.get(link.job)
         fenced = self.holder.fences.get(link.job, 0)
         if link.attempt and link.attempt < fenced:

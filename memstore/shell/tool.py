@@ -25,6 +25,12 @@ def store_root(config: Config) -> Path:
     return Path(config.arena_dir) / f"memstore-{os.getuid()}" / config.store
 
 
+def host_folders(config: Config) -> list[Path]:
+    """Return the folders of this store's hosts on this machine."""
+    root = store_root(config)
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
 class Tool:
     """A link that joins nothing: for readers and the command line. A context manager."""
 
@@ -55,7 +61,7 @@ class Tool:
 def any_tool(config: Config, avoid: Collection[str] = ()) -> Iterator[Tool]:
     """Yield a Tool on any holder of this machine but those to avoid, for questions that are not about one host."""
     root = store_root(config)
-    folders = sorted(p for p in root.iterdir() if p.name not in avoid) if root.is_dir() else []
+    folders = [path for path in host_folders(config) if path.name not in avoid]
     problems = []
     for folder in folders:
         try:

@@ -101,6 +101,7 @@ class FakeHolder:
     ) -> None:
         self.info, self.durable = info, durable
         self.durable_problem = ""  # of this host alone
+        self.idle_s, self.stories = 0.0, dict[str, str]()
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[bytes] = []
@@ -111,11 +112,9 @@ class FakeHolder:
         self.targets: dict[str, list[str]] = {}
         self.copiers: dict[str, dict[int, list[str]]] = {}  # targets of local ranks that copy what others hold too
         self.ranks: dict[str, FakeRank] = {}  # by nonce
-        self.calls: dict[int, tuple[str, str, Body]] = {}
-        self.calls_count = 0
+        self.calls, self.calls_count = dict[int, tuple[str, str, Body]](), 0
         self.is_up = True
-        self.refuses_copies = ""  # why pushes are refused, or "" to take them
-        self.refuses_room = ""
+        self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
         self.rooms: dict[str, Body] = {}  # job -> what was ordered for it: without, nothing of it is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many check orders find the rank's link down
@@ -129,7 +128,8 @@ class FakeHolder:
     def hello(self) -> HostUp:
         """What a new session begins with: inventory and journal."""
         self.pages.clear()
-        return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal))
+        seen = {"idle_s": self.idle_s, "dropped": dict(self.stories)}
+        return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal), **seen)  # type: ignore[arg-type]
 
     def restart(self, *, keep_memory: bool) -> None:
         """A new holder process takes the host's memory over, or finds none."""
@@ -205,6 +205,9 @@ class FakeHolder:
 
     def _on_view(self, body: Body) -> None:
         pass
+
+    def _on_dropped(self, body: Body) -> None:
+        self.stories = {k: v for k, v in {**self.stories, body["job"]: body["story"]}.items() if v}
 
     def _on_outdated(self, body: Body) -> None:
         self.info = replace(self.info, incarnation=int(body["above"]) + 1)

@@ -192,6 +192,8 @@ class CatalogWorld:
         body = plain(action.body)
         if isinstance(action, Tell):
             holder.obey(action.kind, body)
+            if action.kind == "outdated":
+                del self._sessions[host]  # the holder ends it, to begin again
         else:
             holder.answer(action.call_id, body, action.error)
 

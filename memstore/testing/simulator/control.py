@@ -108,6 +108,8 @@ class Controller:
                 holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
             )
             self.lose(holder.host_id, "the holder begins again with a higher incarnation")
+        elif isinstance(action, Tell) and action.kind == "dropped":
+            holder.memory.stories[action.body["job"]] = action.body["story"]
         elif isinstance(action, Tell):
             holder.obey(action.kind, plain(action.body))
         else:

@@ -293,6 +293,13 @@ def _step_clock(world: Simulation, each: Fault) -> None:
         world.crash_controller(restart_after_s=1.0)
 
 
+@fault("days-pass")
+def _days_pass(world: Simulation, each: Fault) -> None:
+    """Training goes on for days without a new connect, then every process dies at once and comes back (R5)."""
+    world.idle_days_s += 2 * 86_400.0
+    world.at(1.0, lambda: _reboot_all(world, each))
+
+
 @fault("lose-number")
 def _lose_number(world: Simulation, each: Fault) -> None:
     """A holder dies and the number of its life is lost: the next one begins below it (R3)."""

@@ -114,7 +114,8 @@ class SimHolder:
     def hello(self) -> HostUp:
         """What a new session begins with: inventory, journal, processes (R16)."""
         ranks = tuple(sorted(n for n, r in self.ranks.items() if not r.is_dead))
-        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), ranks)
+        seen = {"idle_s": self.memory.idle_s, "dropped": dict(self.memory.stories)}
+        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), ranks, **seen)  # type: ignore[arg-type]
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
@@ -148,7 +149,7 @@ class SimHolder:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
         _, stale = self.vault.table.confirm(rank.owner, rank.held())
         self.vault.flush()
-        self.ranks[rank.nonce] = rank
+        self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
         if rank.attempt and rank.attempt < self.fences.get(rank.job, 0):
             rank.is_fenced = True
         return stale

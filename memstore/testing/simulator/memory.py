@@ -42,6 +42,8 @@ class Memory:
         self.crash_in: int | None = None
         self.clock_ahead_s = 0.0  # the machine's wall clock, by which faults step it
         self.incarnation = 0  # the last life's number, as its folder has it (R3)
+        self.seen_s, self.idle_s = 0.0, 0.0  # when a holder ran here last; for how long none had before this one (R5)
+        self.stories: dict[str, str] = {}  # outside its folder: of jobs that were dropped
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 
     def wipe(self) -> None:

@@ -13,7 +13,7 @@ from memstore.testing.simulator.control import Controller
 from memstore.testing.simulator.holder import SimHolder
 from memstore.testing.simulator.planted import planted
 from memstore.testing.simulator.scenario import Fault
-from memstore.testing.simulator.world import Simulation
+from memstore.testing.simulator.world import ORPHAN_TTL_S, Simulation
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # an hour
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
@@ -129,4 +129,25 @@ def incarnation_by_the_clock() -> Iterator[None]:
             arrive(self, session, action)
 
     with patch.object(Simulation, "take_incarnation", by_the_clock), patch.object(Controller, "_arrive", unheard):
+        yield
+
+
+@planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4, tries=3)
+@contextmanager
+def use_is_a_connect() -> Iterator[None]:
+    """An arena is in use when a rank connects, and what is not in use for a day is dropped at a holder's start."""
+    start, welcome = Simulation._start_holder, SimHolder.welcome
+
+    def welcomed(self: SimHolder, rank: Any) -> list[int]:
+        self.memory.seen_s = self.world.now + self.world.idle_days_s
+        return welcome(self, rank)
+
+    def started(self: Simulation, info: Any) -> None:
+        memory = self.memories[info.host_id]
+        if self.now + self.idle_days_s - memory.seen_s > ORPHAN_TTL_S * 2:
+            memory.wipe()
+        start(self, info)
+
+    unseen = patch.object(Simulation, "see", lambda self, holder: None)
+    with unseen, patch.object(Simulation, "_start_holder", started), patch.object(SimHolder, "welcome", welcomed):
         yield

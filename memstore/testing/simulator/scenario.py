@@ -145,11 +145,11 @@ def _history(seed: int) -> list[Fault]:
 
 
 def _clocks(seed: int) -> list[Fault]:
-    """Clocks that step, and lost numbers of lives, in seeds that no seed of the corpus is like (0, 1, 4 of 20)."""
+    """Clocks that step, days that pass, lost numbers of lives: in seeds that no seed of the corpus is like."""
     rng = random.Random(f"clocks {seed}")
     if seed % 20 not in CLOCK_SEEDS:
         return []
-    kinds = rng.choices(["step-clock", "lose-number"], weights=[3, 1], k=rng.randrange(1, 5))
+    kinds = rng.choices(["step-clock", "lose-number", "days-pass"], weights=[3, 1, 1], k=rng.randrange(1, 5))
     return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 

@@ -38,6 +38,7 @@ SCRUB_S = 4.0
 RESTART_S = 1.0
 LIVENESS_S = 90.0
 GRACE_S = 8.0
+ORPHAN_TTL_S = 12.0  # longer than any fault keeps all holders away, or launches
 COMMITS_WANTED = 3
 
 
@@ -72,12 +73,13 @@ class Simulation:
         self.rng = random.Random(f"world {scenario.seed}")
         self.durable = Durable()
         self.has_kv = True
+        self.idle_days_s = 0.0  # time that passed and in which nothing was due
         self.clock_ahead_s = 0.0  # the wall clock of the machine where controllers start, by which faults step it
         self.drains: dict[str, float] = {}  # what Ray says of its nodes: host -> the moment of its end
         self.is_over = False
         self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
         self.rules = Rules(
-            recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
+            orphan_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
             failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
@@ -105,6 +107,7 @@ class Simulation:
         self._every(LEASE_S / 3, lambda: _each(self.controllers, Controller.renew))
         self._every(BEAT_S, lambda: _each(self.holders.values(), _beat))
         self._every(REAP_S, lambda: _each(self.holders.values(), SimHolder.reap))
+        self._every(REAP_S, lambda: _each(self.holders.values(), self.see))
         self._every(SCRUB_S, lambda: _each(self.holders.values(), SimHolder.scrub))
         self._every(1.0, self.checker.look_at_redundancy)
 
@@ -211,10 +214,17 @@ class Simulation:
         holder = SimHolder(
             self, HostInfo(incarnation=self.take_incarnation(info.host_id), **fields), self.memories[info.host_id]
         )
+        memory = self.memories[info.host_id]
+        memory.idle_s = self.now + self.idle_days_s - memory.seen_s
         self.holders[info.host_id] = holder
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:
                 self.at(0.1, lambda r=rank: self._reconnect(r))  # type: ignore[misc]
+
+    def see(self, holder: SimHolder) -> None:
+        """A holder notes that it is there (R5)."""
+        if holder.is_up:
+            holder.memory.seen_s = self.now + self.idle_days_s
 
     def take_incarnation(self, name: str, above: int = 0) -> int:
         """Count a holder's life in its host's memory (R3)."""
