@@ -116,7 +116,7 @@ def connect(
         rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
-        config: Job fields for this job, store fields to find or start the store.
+        config: Job fields where the store's defaults are not wanted; store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
         shard, shards: Ranks that name one shard hold equal state, and only as many of them copy it as `replicas`
@@ -136,7 +136,7 @@ def connect(
     nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
     link = open_link(config, address=address, nonce=nonce, job=job, rank=launch.rank, world_size=launch.world_size)
     try:
-        check_store_fields(config, link.welcome["store"])
+        config = fitted_to_store(config, link.welcome)
         joined = link.call(
             "join",
             {
@@ -181,6 +181,12 @@ def check_shard(shard: int | None, shards: int | None) -> None:
             f"shard={shard!r} of shards={shards!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
             "rank holds the same", field="shard", value=repr(shard)
         )  # fmt: skip
+
+
+def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+    """Return the config with the store's defaults for what it does not give; ConfigError if store fields differ."""
+    check_store_fields(config, welcome["store"])
+    return config.with_defaults(welcome["job_defaults"])
 
 
 def check_store_fields(config: Config, running: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
+from memstore.core.cadence import parse_put_every
+from memstore.core.durable_schedule import parse_every
 from memstore.core.problems import only_in_ram
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
@@ -43,12 +45,14 @@ class ClusterStatus:
     problems: list[dict[str, Any]] = field(default_factory=list)
     ray: str = ""
     version: str = ""
+    job_defaults: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, JSON-able."""
         return {
             "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
             "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
+            "job_defaults": self.job_defaults,
         }  # fmt: skip
 
 
@@ -56,7 +60,8 @@ def start(config: Config | None = None, *, address: str | None = None) -> Cluste
     """Start one holder per host and the controller; calling it again is fine (R3).
 
     Args:
-        config: Store fields; they must equal the running store's (R5).
+        config: Store fields; they must equal the running store's (R5). Job fields that are given are defaults for the
+            store's jobs: each field that a job's own Config does not give.
         address: Ray cluster; default: the one this process is connected to, one found on this machine, or a
             new local one that lives as long as this process.
 
@@ -118,6 +123,8 @@ def _controller(config: Config) -> Any:
 
 
 def _create(config: Config) -> Any:
+    parse_put_every(config.put_every)
+    parse_every(config.durable_every)
     Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
     head = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
@@ -131,7 +138,7 @@ def _create(config: Config) -> Any:
             num_cpus=0, memory=1, max_restarts=-1, max_concurrency=16,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
         )
-        .remote(config.store_fields(), _secret(config))
+        .remote(config.start_fields(), _secret(config))
     )  # fmt: skip
 
 
@@ -146,8 +153,14 @@ def _secret(config: Config) -> bytes:
 
 
 def _check_fields(config: Config, running: dict[str, Any]) -> None:
-    mine = config.store_fields()
-    differing = [f"{k}: {running.get(k)!r} runs, {mine[k]!r} asked" for k in mine if mine[k] != running.get(k)]
+    mine, unset = config.start_fields(), Config().job_fields()
+    differing = [
+        f"{k}: {running[k]!r} runs, {mine[k]!r} asked"
+        if k in running
+        else f"{k}: no default of the store ({unset[k]!r}), {mine[k]!r} asked"
+        for k in mine
+        if k not in running or mine[k] != running[k]
+    ]
     if differing:
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
@@ -203,7 +216,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
         config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
-        installed_version(),
+        installed_version(), job_defaults=body["job_defaults"],
     )  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """One frozen Config, validated once. Imports only errors; reads no environment.
 
 Store fields are fixed by whoever starts the store; a different value later is a ConfigError that
-names both (R5). Job fields belong to the job that connects with them.
+names both (R5). Job fields belong to the job that connects with them; those given to whoever starts the
+store are what its jobs get for the fields that their own Config does not give.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
 from memstore.errors import ConfigError
 
@@ -89,6 +90,14 @@ class Config:
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
     crash_window_s: float = 600.0
 
+    given: ClassVar[frozenset[str]] = frozenset()  # of each instance: the fields that whoever made it named
+
+    def __new__(cls, **values: Any) -> Config:
+        """Remember which fields are given: an unset one is not the same as one set to the default."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(values))
+        return made
+
     def __post_init__(self) -> None:
         if isinstance(self.failure_domains, list):
             object.__setattr__(self, "failure_domains", tuple(self.failure_domains))
@@ -140,13 +149,25 @@ class Config:
         values = asdict(self)
         return {f.name: _plain(values[f.name]) for f in fields(self) if f.name not in STORE_FIELDS}
 
+    def start_fields(self) -> dict[str, Any]:
+        """Return what a store is started with: its own fields, and the job fields given as defaults for its jobs."""
+        return {**self.store_fields(), **self.job_defaults()}
+
+    def job_defaults(self) -> dict[str, Any]:
+        """Return the job fields that were given, as plain values."""
+        return {name: value for name, value in self.job_fields().items() if name in self.given}
+
+    def with_defaults(self, defaults: dict[str, Any]) -> Config:
+        """Return a copy in which `defaults` stand for the fields that were not given."""
+        return self.with_fields({name: value for name, value in defaults.items() if name not in self.given})
+
     def with_fields(self, values: dict[str, Any]) -> Config:
         """Return a copy with `values` replaced; an unknown name is a ConfigError."""
         known = {f.name for f in fields(self)}
         for name in values:
             if name not in known:
                 raise ConfigError(f"unknown config field {name!r}: it is one of {', '.join(sorted(known))}", field=name)
-        return replace(self, **values)
+        return Config(**{**{name: getattr(self, name) for name in self.given}, **values})
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

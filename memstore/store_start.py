@@ -52,7 +52,7 @@ class StartInChild(StoreStart):
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        spec = {"config": config.store_fields(), "address": address, "limit_s": limit_s, "argv": sys.argv[:1]}
+        spec = {"config": config.start_fields(), "address": address, "limit_s": limit_s, "argv": sys.argv[:1]}
         stdin = cast(Any, self._child.stdin)
         with contextlib.suppress(BrokenPipeError), stdin:
             stdin.write(json.dumps(spec).encode())

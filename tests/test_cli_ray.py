@@ -31,7 +31,7 @@ def test_up_and_down_and_what_is_left() -> None:
         assert result.exit_code == code, result.output
         return json.loads(result.stdout) if code == 0 else {"said": result.stderr}
 
-    start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1"]
+    start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1", "--keep-steps", "2"]
     with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False) as cluster:
         assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]
         assert run(*start)["hosts"] == ["h1", "h2"]
@@ -39,6 +39,7 @@ def test_up_and_down_and_what_is_left() -> None:
         assert "arena_bytes" in other
         assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
         assert run("status")["ray"]
+        assert run("status")["job_defaults"] == {"keep_steps": 2}
         assert _reader_outside(name, cluster.address).startswith("RecoveryError: the store holds no job 'train'")
         kept = run("down")["kept"]
         assert [(row["host"], row["is_live"]) for row in kept] == [("h1", False), ("h2", False)]

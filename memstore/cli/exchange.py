@@ -97,7 +97,7 @@ def _export_lines(note: dict[str, Any]) -> list[str]:
 @click.option("--format", "as_format", type=FORMAT, help="What the files are.  [default: as they look]")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Its number.  [default: as exported, else 0]")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="World size of the step; not for rank files.")
-@click.option("--replicas", default=Config.replicas, show_default=True, metavar="N", help="Copies of each shard.")
+@click.option("--replicas", type=int, metavar="N", help="Copies of each shard.  [default: the store's]")
 @click.option("--durable", metavar="DIR", help="Durable storage of the job; waits until the step is there.")
 @click.option("--prefix", default="", metavar="TEXT", help="safetensors: put TEXT before every name.")
 @click.option("--allow-pickle", is_flag=True, help="torch: run what the files pickle. Only if you trust them.")
@@ -105,7 +105,7 @@ def _export_lines(note: dict[str, Any]) -> list[str]:
 @click.pass_context
 def import_(
     ctx: click.Context, config: Config, job: str, directory: Path, as_format: str | None, step: int | None,
-    ranks: int | None, replicas: int, durable: str | None, prefix: str, allow_pickle: bool, as_json: bool,
+    ranks: int | None, replicas: int | None, durable: str | None, prefix: str, allow_pickle: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Commit the files in DIRECTORY as a step of the new JOB.
 
@@ -115,7 +115,8 @@ def import_(
     """
     from memstore.exchange.importing import import_job, place_from_environment
 
-    fields = {"replicas": replicas, "min_copies": min(Config.min_copies, replicas), "durable": durable}
+    given = {"replicas": replicas, "durable": durable}
+    fields = {name: value for name, value in given.items() if value is not None}
     made = import_job(
         job, directory, as_format, config=config_or_usage(store=config.store, arena_dir=config.arena_dir, **fields),
         step=step, ranks=ranks, prefix=prefix, allow_pickle=allow_pickle, place=place_from_environment(),

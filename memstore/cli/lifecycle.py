@@ -34,6 +34,9 @@ RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 @click.option("--tls-cert", envvar="MEMSTORE_TLS_CERT", metavar="FILE", help="Certificate: TLS between the hosts.")
 @click.option("--tls-key", envvar="MEMSTORE_TLS_KEY", metavar="FILE", help="Its key, mode 0600.")
 @click.option("--tls-ca", envvar="MEMSTORE_TLS_CA", metavar="FILE", help="Authority that signs the certificates.")
+@click.option("--replicas", type=int, metavar="N", help="Copies of each shard, for jobs that do not say.")
+@click.option("--keep-steps", type=int, metavar="N", help="Committed steps kept, for jobs that do not say.")
+@click.option("--durable", metavar="DIR", help="Durable storage (a path or URL), for jobs that do not say.")
 @click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
 @click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest wait: for Ray, and --wait.")
@@ -67,7 +70,7 @@ def up(
 
 
 def store_config(config: Config, fields: dict[str, Any]) -> Config:
-    """Return the config with the store fields that were given; a bad one is wrong usage."""
+    """Return the config with the fields that were given; a bad one is wrong usage."""
     given = {name: value for name, value in fields.items() if value is not None}
     if "failure_domains" in given:
         given["failure_domains"] = tuple(part.strip() for part in given["failure_domains"].split(",") if part.strip())

@@ -134,6 +134,8 @@ def headline(body: dict[str, Any]) -> str:
     for level in body["failure_domains"]:
         values = {host["labels"][level] for host in hosts if level in host["labels"]}
         parts += [plural(len(values), level)] if values else []
+    if body.get("job_defaults"):
+        parts.append("jobs get " + ", ".join(f"{name}={value}" for name, value in body["job_defaults"].items()))
     return " · ".join([*parts, *([f"ray at {body['ray']}"] if body["ray"] else [])])
 
 

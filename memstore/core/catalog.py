@@ -10,7 +10,7 @@ simulator are two shells around it (R16, R17).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.config import check_name
@@ -72,6 +72,7 @@ from recovery.inventory import StepId
 class Rules:
     """Store fields of Config that the catalog decides by; seconds."""
 
+    job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
     failure_domains: tuple[str, ...] = ("zone", "rack")
     suspect_after_s: float = 1.5
     repair_after_s: float = 5.0

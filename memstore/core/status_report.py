@@ -65,6 +65,7 @@ class StatusReport:
             "term": self.catalog.log.term,
             "serving_s": now - self.catalog.started_s,
             "hosts": hosts,
+            "job_defaults": dict(self.catalog.rules.job_defaults),
             "failure_domains": list(self.catalog.rules.failure_domains),
             "jobs": [self._job(job) for _, job in sorted(self.catalog.jobs.items())],
         }

@@ -71,7 +71,7 @@ def import_job(
                 raise _exists(job)
             opened.append(rank)
             ticket = work(store, rank)
-            return ticket.wait("committed" if config.durable is None else "durable", COMMIT_S)
+            return ticket.wait("committed" if store.config.durable is None else "durable", COMMIT_S)
 
     try:
         with ThreadPoolExecutor(len(mine)) as pool:

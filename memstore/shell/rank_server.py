@@ -107,6 +107,7 @@ class RankServer:
                     "host": self.holder.info.host_id,
                     "folder": str(self.holder.folder), "slots": len(self.vault.table.slots),
                     "chunk_bytes": self.vault.chunk_bytes, "store": self.holder.config.store_fields(),
+                    "job_defaults": self.holder.config.job_defaults(),
                 }
             )  # fmt: skip
             self.links[link.nonce] = link

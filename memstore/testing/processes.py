@@ -123,7 +123,7 @@ class ProcessCluster:
     def _spawn(self, role: str, on_host: str, **arguments: Any) -> subprocess.Popen[bytes]:
         spec = {
             "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
-            "config": {**self.config.store_fields()}, **arguments,
+            "config": self.config.start_fields(), **arguments,
         }  # fmt: skip
         log = (self.folder / f"{role}-{on_host if role == 'holder' else ''}.log").open("ab")
         with log:
