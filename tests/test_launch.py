@@ -8,11 +8,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memstore.errors import ConfigError
-from memstore.shell.launch import Launch, detect_launch, launcher_name
+from memstore.shell.launch import Launch, detect_launch, launcher_name, parent_name
+from memstore.testing.processes import ProcessCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -119,8 +121,66 @@ def test_launcher_names_tell_runs_apart_and_survive_restarts() -> None:
     )
     assert launcher_name({"TORCHELASTIC_RUN_ID": "r1"}) != launcher_name({"TORCHELASTIC_RUN_ID": "r2"})
     assert launcher_name({"TORCHELASTIC_RUN_ID": "none"}) == launcher_name({})
-    assert str(os.getppid()) in launcher_name({})
+    assert f":{os.getppid()}:" in launcher_name({})
     assert launcher_name({"SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0"}) == "slurm:11.0"
+
+
+def test_a_parent_that_says_nothing_is_no_launcher() -> None:
+    """pid 0 is a parent of another pid namespace, pid 1 adopts orphans; a reused pid has another start."""
+    own, other = (40, 7), (41, 8)
+    for unknown in ((0, None), (1, 3), (30, None)):
+        assert parent_name("m", parent=unknown, own=own) != parent_name("m", parent=unknown, own=other)
+        assert parent_name("m", parent=unknown, own=own) == parent_name("m", parent=unknown, own=own)
+    assert parent_name("m", parent=(30, 5), own=own) == parent_name("m", parent=(30, 5), own=other)
+    names = {parent_name(m, parent=(pid, start), own=own) for m in "mn" for pid in (30, 31) for start in (5, 6)}
+    assert len(names) == 8
+    assert not any(" " in name for name in names)  # an attempt's launchers are joined by spaces
+
+
+CONTAINER_SCRIPT = """
+import json, os, sys, memstore
+config = memstore.Config(store=sys.argv[1], connect_timeout_s=20)
+try:
+    store = memstore.connect("train", rank=0, world_size=1, config=config)
+except memstore.JobBusyError as error:
+    print("busy", os.getppid(), error, flush=True)
+    raise SystemExit
+store.get()
+store.put(0, {"a": 1}).wait("committed", 20)
+print("trains", os.getppid(), flush=True)
+sys.stdin.readline()
+store.put(1, {"a": 2}).wait("committed", 20)
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="enters a pid namespace")
+def test_two_starts_in_one_container_are_two_launchers(tmp_path: Path) -> None:
+    """Each comes from outside the pid namespace, so both have pid 0 as parent: the second does not fence the first."""
+    with ProcessCluster(tmp_path, {"h1": {}}) as cluster:
+        inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", "echo $$; exec sleep 600"]
+        with subprocess.Popen(inside, stdout=subprocess.PIPE, text=True) as box:
+            try:
+                assert box.stdout is not None
+                assert box.stdout.readline() == "1\n"
+                children = Path(f"/proc/{box.pid}/task/{box.pid}/children").read_text().split()
+                enter = ["nsenter", "--target", children[0], "--pid", "--mount", sys.executable, "-c", CONTAINER_SCRIPT]
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+                with subprocess.Popen([*enter, cluster.config.store], cwd=ROOT, **pipes) as first:
+                    assert first.stdout is not None
+                    assert first.stdout.readline() == "trains 0\n"
+                    second = subprocess.run(
+                        [*enter, cluster.config.store],
+                        cwd=ROOT,
+                        capture_output=True,
+                        text=True,
+                        timeout=60,
+                        check=False,
+                    )
+                    assert second.stdout.startswith("busy 0 job 'train' is being trained"), second.stderr
+                    assert first.communicate("\n", timeout=60)[0] == "went on\n"
+            finally:
+                box.kill()
 
 
 class FakeTrainWorker:

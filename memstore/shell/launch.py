@@ -16,6 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from memstore.errors import ConfigError, PeerTimeout
+from memstore.shell.arena_lock import process_start_time
+from memstore.shell.host_id import read_boot_id
 
 _KEY_NBYTES = 16  # 128 random bits: two launches never draw the same
 _BLOCK_NBYTES = 256  # what rank 0 broadcasts: the key, then its launcher's name in UTF-8, padded with zeros
@@ -79,7 +81,7 @@ def detect_launch(
 
 
 def launcher_name(env: Mapping[str, str]) -> str:
-    """Return a name for what started this process: a run id if the launcher tells one, else host and parent pid.
+    """Return a name for what started this process: a run id if the launcher tells one, else its parent process.
 
     "none" is torchrun's default run id, so it tells two runs apart no more than an unset one.
     """
@@ -91,7 +93,24 @@ def launcher_name(env: Mapping[str, str]) -> str:
     ray = _ray_if_initialised()
     if ray is not None:
         return f"ray-job:{ray.get_runtime_context().get_job_id()}"
-    return f"parent:{socket.gethostname()}:{os.getppid()}"
+    pid, parent = os.getpid(), os.getppid()
+    return parent_name(
+        f"{socket.gethostname()}:{read_boot_id()}:{os.stat('/proc/self/ns/pid').st_ino}",
+        parent=(parent, process_start_time(parent) if parent > 1 else None),
+        own=(pid, process_start_time(pid)),
+    )
+
+
+def parent_name(place: str, *, parent: tuple[int, int | None], own: tuple[int, int | None]) -> str:
+    """Return a name for the parent, by pid and start, in one pid namespace of one boot of a machine.
+
+    A parent of another pid namespace is pid 0, and pid 1 adopts every orphan: either says nothing of who started the
+    process, which is then a launcher of its own. Such processes are each `docker exec` and `kubectl exec`.
+    """
+    pid, start = parent
+    if pid <= 1 or start is None:
+        return f"process:{place}:{own[0]}:{own[1]}"
+    return f"parent:{place}:{pid}:{start}"
 
 
 def _agree(rank: int | None, world_size: int | None, found: Launch | None) -> Launch:
