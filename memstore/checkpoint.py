@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.core.listing import plural
 from memstore.core.manifest import decode_manifest
 from memstore.core.natural import NaturalLayout
 from memstore.errors import ManifestMismatch
@@ -150,9 +151,9 @@ def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]
     """The one log line of a restore: what, from where, how long, and why nothing newer."""
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
-    lost = f"{got.steps_lost} steps lost" if got.steps_lost else "0 steps lost"
+    lost = f"{plural(got.steps_lost, 'step')} lost"
     count = len(got.ranks_moved)
-    moved = f" · {count} {'rank' if count == 1 else 'ranks'} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
+    moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
     unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
     return (
         f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers}{moved} · "

@@ -160,7 +160,9 @@ def describe(
     ]
     achieved = 1 + min(len(held) for held in targets.values())
     if len(topology.hosts) < replicas:
-        warnings += (f"{replicas} replicas asked, but there are {len(topology.hosts)} hosts: each shard gets {asked}",)
+        warnings += (
+            f"{replicas} replicas asked, hosts to place them on: {len(topology.hosts)}; each shard gets {asked}",
+        )
     if short:
         warnings += (
             f"{len(short)} of {len(targets)} hosts get fewer than {asked} replicas for lack of room: "

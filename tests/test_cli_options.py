@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from memstore.cli import main
 from memstore.cli.options import check_host
+from memstore.cli.status import by_cause, problem_line
 from memstore.errors import ConfigError
 
 
@@ -67,3 +68,17 @@ def test_a_step_is_a_number_or_latest(typed: str) -> None:
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert "is neither a number nor latest" in result.stderr
+
+
+def test_problems_of_one_cause_are_one_line() -> None:
+    """Six jobs without durable storage are one thing to know; what differs in cause or remedy stays apart."""
+    rows = [
+        {"severity": "note", "about": f"job{n}", "cause": "durable off", "since_s": float(n), "remedy": "durable="}
+        for n in range(6)
+    ]
+    other = {"severity": "note", "about": "h1", "cause": "dead", "since_s": None, "remedy": "a replacement"}
+    lines = [problem_line(row) for row in by_cause([*rows[:3], other, *rows[3:]])]
+    assert lines == [
+        "! job0, job1, job2 and 3 more: durable off (5.0 s ago).  Remedy: durable=",
+        "! h1: dead.  Remedy: a replacement",
+    ]

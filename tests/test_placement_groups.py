@@ -134,7 +134,7 @@ def test_too_few_hosts_is_a_visible_shortfall(strategy: str) -> None:
     """Two hosts asked for three replicas hold two, and a warning says so."""
     placement = place(_racks(1, 1), replicas=3, strategy=strategy)  # type: ignore[arg-type]
     assert (placement.replicas, placement.replicas_asked) == (2, 3)
-    assert "3 replicas asked, but there are 2 hosts" in placement.warnings[-1]
+    assert "3 replicas asked, hosts to place them on: 2" in placement.warnings[-1]
     lone = place(_racks(1), replicas=2, strategy=strategy)  # type: ignore[arg-type]
     assert (lone.replicas, lone.targets) == (1, {"r0-0": ()})
 

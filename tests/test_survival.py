@@ -232,8 +232,8 @@ def test_a_healthy_store_has_no_problem() -> None:
             {"durable": None, "survives": [{"level": "host", "tolerated": 0, "fatal": ["b"]}]},
             NOTE, "losing b now loses the run",
         ),
-        ({"ranks_alive": 1}, NOTE, "1 of 2 ranks are gone"),
-        ({"skipped": 3}, NOTE, "3 steps were skipped"),
+        ({"ranks_alive": 1}, NOTE, "1 of 2 ranks gone"),
+        ({"skipped": 3}, NOTE, "3 steps skipped"),
     ],
 )  # fmt: skip
 def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any], severity: str, cause: str) -> None:

@@ -12,6 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from memstore.core.listing import plural as plural
+
 PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -81,10 +83,3 @@ def size_text(nbytes: int | float | None) -> str:
             value = nbytes / size
             return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def plural(count: int, noun: str) -> str:
-    """Return "1 step", "2 steps", "2 copies"."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"

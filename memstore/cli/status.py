@@ -119,7 +119,7 @@ def screen(body: dict[str, Any]) -> RenderableType:
     parts += [Text(line) for line in map(copiers_line, body["jobs"]) if line]
     parts.append(host_table(body["hosts"], body["failure_domains"]))
     if body["problems"]:
-        parts += [Text(), *(Text(problem_line(row)) for row in body["problems"])]
+        parts += [Text(), *(Text(problem_line(row)) for row in by_cause(body["problems"]))]
     return Group(*parts)
 
 
@@ -229,6 +229,20 @@ def state_text(host: dict[str, Any]) -> str:
         return f"draining: {drain_text(host)} !" if host["drain_left"] else "draining: can go"
     fine = "over its limit !" if is_over_limit(host) else "ok"
     return f"repairing: sending {plural(host['pushes'], 'shard')}" if host["pushes"] else fine
+
+
+def by_cause(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with those of one cause and remedy as one, about all of them: "train, eval and 4 more"."""
+    together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        together.setdefault((row["severity"], row["cause"], row["remedy"]), []).append(row)
+    found = []
+    for same in together.values():
+        about = [row["about"] for row in same]
+        more = f" and {len(about) - 3} more" if len(about) > 3 else ""
+        ages_s = [row["since_s"] for row in same if row["since_s"] is not None]
+        found.append({**same[0], "about": ", ".join(about[:3]) + more, "since_s": max(ages_s, default=None)})
+    return found
 
 
 def problem_line(row: dict[str, Any]) -> str:

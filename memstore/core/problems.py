@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memstore.core.events import Body
+from memstore.core.listing import plural
 
 #: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
 #: and what is worth knowing although the promise holds.
@@ -156,12 +157,14 @@ def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
 def _copies_remedy(job: Body, hosts: list[Body]) -> str:
     sending = sum(host["pushes"] for host in hosts)
     if job["missing_copies"] and sending:
-        return f"none needed: repair is under way, {job['missing_copies']} copies missing, {sending} being sent"
+        return (
+            f"none needed: repair is under way, {plural(job['missing_copies'], 'copy')} missing, {sending} being sent"
+        )
     placed = len(job["targets"])
     if placed < job["replicas"]:
         return (
-            f"{placed} hosts may hold its copies, replicas={job['replicas']} needs {job['replicas']}: add hosts with "
-            "ranks of the job, or label spare ones memstore=replica"
+            f"{plural(placed, 'host')} may hold its copies, replicas={job['replicas']} needs {job['replicas']}: add "
+            "hosts with ranks of the job, or label spare ones memstore=replica"
         )
     if job["is_level_finer"]:
         return f"it mends itself when hosts in another {job['level_asked']} are back"
@@ -175,13 +178,13 @@ def _job_problems(job: Body) -> Iterator[Body]:
     gone = job["world_size"] - job["ranks_alive"]
     if is_running(job) and gone:
         yield _row(
-            NOTE, name, f"{gone} of {job['world_size']} ranks are gone without closing the store; newest commit",
+            NOTE, name, f"{gone} of {plural(job['world_size'], 'rank')} gone without closing the store; newest commit",
             job["committed_s"],
             "their launcher has to restart them; steps already committed wait for them",
         )  # fmt: skip
     if job["skipped"]:
         yield _row(
-            NOTE, name, f"{job['skipped']} steps were skipped for lack of room within stall_budget_s",
+            NOTE, name, f"{plural(job['skipped'], 'step')} skipped for lack of room within stall_budget_s",
             job["committed_s"], "put less often, raise arena_bytes, or find the slow peer above",
         )  # fmt: skip
     for pair in job.get("twins_differ", ()):
@@ -191,8 +194,10 @@ def _job_problems(job: Body) -> Iterator[Body]:
             NOTE, name, f"ranks {first} and {second} name one shard and differ since step {pair['step']} in {where}",
             pair["since_s"], "a missing all-reduce, state that is a rank's own (put it with own=), or a broken device",
         )  # fmt: skip
-    for text in (*job["warnings"], *job["unmet"]):
-        yield _row(NOTE, name, text, None, "")
+    is_said = job["committed_step"] is not None and job["copies"] < job["replicas"]  # with its remedy
+    for text in () if is_said else (*job["warnings"], *job["unmet"]):
+        way = "add hosts, or labels for the failure domains they lie in; or ask for fewer replicas"
+        yield _row(NOTE, name, text, None, way)
 
 
 def _durable_problems(job: Body) -> Iterator[Body]:
