@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from memstore.shell.rank_link import RankLink
 from memstore.shell.staged_shard import ShardRead, StagedShard
 from memstore.staged import OpenShard
 
+log = logging.getLogger("memstore")
+PATHS_SHOWN = 10
 DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
 
 
@@ -53,6 +56,7 @@ class Checkpoint:
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     own: Any = None  # what this rank put as own=; None where the step has another world size
+    not_filled: tuple[str, ...] = ()  # paths in `into` that could not be: their values are in `state` and `own` alone
 
 
 @copying()
@@ -118,6 +122,8 @@ def checkpoint(
 ) -> Checkpoint:
     """Return what get() returns, from what the controller said of the step."""
     count = staged.mended_count
+    if staged.not_filled:
+        log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
     mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
     return Checkpoint(
         step=staged.manifest.shard.step,
@@ -132,6 +138,7 @@ def checkpoint(
         bytes_by_tier=dict(answer.get("bytes", {})),
         seconds_by_phase={**{k: float(v) for k, v in answer.get("seconds", {}).items()}, "load": load_s},
         own=own,
+        not_filled=tuple(staged.not_filled),
     )
 
 
@@ -145,6 +152,16 @@ def step_infos(body: dict[str, Any]) -> list[StepInfo]:
         )
         for r in body["steps"]
     ]  # fmt: skip
+
+
+def not_filled_line(job: str, paths: Sequence[str]) -> str:
+    """Say which values into= has no place for."""
+    shown = ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
+    values = "1 value" if len(paths) == 1 else f"{len(paths)} values"
+    return (
+        f"memstore {job}: get(into=) left {values} as they were, beside a tensor or an object in a tuple, or where "
+        f"something else is in `into` now; take them from got.state, or put them in a dict: {shown}"
+    )
 
 
 def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from memstore.core.layout import decode_layout
 from memstore.core.manifest import Manifest
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.checked_stream import CheckedStream, ChunkSource
-from memstore.shell.state_decode import build_state
+from memstore.shell.state_decode import build_state, matched
 
 
 class OpenShard:
@@ -26,6 +26,7 @@ class OpenShard:
         self.manifest = manifest
         self._stream = CheckedStream(manifest, source)
         self._written: list[str] = [] if beside is None else beside._written  # which of the given states
+        self.not_filled: list[str] = [] if beside is None else beside.not_filled  # paths in them (R26)
 
     def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "into=") -> Any:
         """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.
@@ -42,11 +43,15 @@ class OpenShard:
         if layout.nbytes > max(left, 0):
             raise ProtocolError(f"a layout in {self.manifest.shard} is of {layout.nbytes} bytes, it has {left}")
         self._stream.has_written = False
+        match = matched(layout, into)
         try:
-            return build_state(layout, _Shifted(self._stream, offset), into=into)
+            state = build_state(layout, _Shifted(self._stream, offset), match)
         finally:
             if into is not None and self._stream.has_written:
                 self._written.append(name)
+        root = name.removesuffix("into=").strip("_") or "state"
+        self.not_filled += [] if match is None else [root + p.removeprefix("state") for p in match.plain.not_filled]
+        return state
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from overlap_case import WAIT_S, one_host, one_rank
 
+import memstore
 from memstore.adapters.torch import AppState
+from memstore.core.layout import decode_layout
 from memstore.errors import ManifestMismatch
-from memstore.shell.state_decode import check_into, decode_state
+from memstore.shell.state_decode import check_into, decode_state, matched
 from memstore.shell.state_encode import copy_into, plan_state
 
 
@@ -58,7 +63,7 @@ def test_tensors_are_filled_in_place() -> None:
     }
     got = decode_state(*stored(state), into=into)
     assert all(got[key] is into[key] for key in "abcne")
-    assert got["step"] == 3
+    assert got["step"] == into["step"] == 3
     assert torch.equal(into["a"], base)
     assert torch.equal(into["b"], state["b"])
     assert wide[:, 1::2].sum() == 0
@@ -82,8 +87,10 @@ def test_model_and_optimizer_resume(steps: int) -> None:
     other, fresh = trained(steps, seed=1)
     weight = other[0].weight
     state = {"model": model, "optim": optimizer, "step": 7}
-    got = decode_state(*stored(state), into={"model": other, "optim": fresh, "step": 0})
+    into = {"model": other, "optim": fresh, "step": 0}
+    got = decode_state(*stored(state), into=into)
     assert got == {"model": other, "optim": fresh, "step": 7}
+    assert into["step"] == 7
     assert other[0].weight is weight
     assert equal(model.state_dict(), other.state_dict())
     assert equal(optimizer.state_dict(), fresh.state_dict())
@@ -104,7 +111,7 @@ def test_app_state_resumes(steps: int) -> None:
     other, fresh = trained(steps, seed=1)
     into = {"app": AppState(other, fresh), "epoch": 0}
     got = decode_state(*stored({"app": AppState(model, optimizer), "epoch": 5}), into=into)
-    assert got["epoch"] == 5
+    assert got["epoch"] == into["epoch"] == 5
     assert equal(model.state_dict(), other.state_dict())
     assert equal(optimizer.state_dict()["state"], fresh.state_dict()["state"])
 
@@ -249,8 +256,11 @@ class Scaled(torch.Tensor):
 def test_a_history_that_has_grown_comes_back() -> None:
     """A restarted script begins with an empty list of losses; only what has bytes to fill must have a place."""
     state = {"a": BASE, "losses": [0.5, 0.25], "best": ()}
-    got = decode_state(*stored(state), into={"a": torch.zeros(6), "losses": [], "best": ()})
-    assert got["losses"] == [0.5, 0.25]
+    losses: list[float] = []
+    into = {"a": torch.zeros(6), "losses": losses, "best": ()}
+    got = decode_state(*stored(state), into=into)
+    assert got["losses"] == losses == [0.5, 0.25]
+    assert into["losses"] is losses
     with pytest.raises(ManifestMismatch, match=r"state\['losses'\]\[1\] was stored with tensors"):
         check_into(stored({"losses": [0.5, BASE]})[0], {"losses": [0.5]})
 
@@ -269,3 +279,101 @@ def test_wrapper_subclass_moves_as_its_inner_tensors() -> None:
         decode_state(*stored(state), into=[Scaled(torch.zeros(4, dtype=torch.int8), torch.tensor(0.0), 8)])
     with pytest.raises(ManifestMismatch, match="Scaled"):
         decode_state(*stored(state), into=[torch.zeros(4)])
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    seen: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    numpy: int
+
+
+class Best(NamedTuple):
+    loss: float
+    step: int
+
+
+def test_plain_values_go_into_entries_of_dicts_lists_and_dataclasses() -> None:
+    """As if the caller had assigned them: every container stays the one that it was, so that others see it, too."""
+    for kind in (Progress, Seeds, Best):
+        memstore.register(kind)
+    state = {
+        "w": BASE, "epoch": 3, "name": "a", "best": None, "lr": [0.1, {"warm": True}], "pair": (1, ("x", 2.0)),
+        "progress": Progress(4, [1, 2]), "seeds": Seeds(7), "record": Best(0.5, 9), "tags": {"a", "b"},
+        "text": "x" * 5000, "big": 1 << 80, "blob": b"y" * 500, "nested": {"only stored": {"x": 1}},
+    }  # fmt: skip
+    progress, rates, nested = Progress(0, []), [0.0, {"warm": False}], {}  # type: ignore[var-annotated]
+    into = {
+        "w": torch.zeros(6), "epoch": 0, "name": 5, "best": 0.25, "lr": rates, "pair": (0, ("", 0.0)),
+        "progress": progress, "seeds": Seeds(0), "record": Best(0.0, 0), "tags": set(), "nested": nested,
+    }  # fmt: skip
+    inner = rates[1]
+    match = matched(decode_layout(stored(state)[0]), into)
+    assert match is not None
+    assert match.plain.not_filled == []
+    assert into["epoch"] == 0
+    decode_state(*stored(state), into=into)
+    assert {key: value for key, value in into.items() if key != "w"} == {k: v for k, v in state.items() if k != "w"}
+    assert torch.equal(into["w"], BASE)  # type: ignore[arg-type]
+    assert (into["progress"], into["lr"], into["nested"]) == (progress, rates, nested)
+    assert into["progress"] is progress
+    assert rates[1] is inner
+
+
+def test_what_has_no_place_is_listed_by_path_and_stays() -> None:
+    """A value beside a tensor in a tuple, and what would take a live object out of the state."""
+    state = {"pair": (3, BASE), "same": (1, BASE + 1), "ema": None, "inner": ([{"deep": 1}], BASE + 2)}
+    ema = {"w": torch.zeros(2)}
+    into = {"pair": (0, torch.zeros(6)), "same": (1, torch.zeros(6)), "ema": ema, "inner": ([{}], torch.zeros(6))}
+    match = matched(decode_layout(stored(state)[0]), into)
+    assert match is not None
+    assert match.plain.not_filled == ["state['pair'][0]", "state['ema']"]
+    got = decode_state(*stored(state), into=into)
+    assert (got["pair"][0], into["pair"][0], into["ema"]) == (3, 0, ema)
+    assert into["inner"][0] == [{"deep": 1}]
+    match = matched(decode_layout(stored(5)[0]), 4)
+    assert match is not None
+    assert match.plain.not_filled == ["state"]
+
+
+def test_a_list_that_stands_twice_is_filled_once() -> None:
+    """It is stored twice, and both say the same."""
+    losses: list[float] = []
+    decode_state(*stored({"a": [1.0, 2.0], "b": [1.0, 2.0]}), into={"a": losses, "b": losses})
+    assert losses == [1.0, 2.0]
+
+
+def test_keys_that_equal_nothing_find_their_entries() -> None:
+    """NaN, alone, in a tuple and twice: by their bits, in order."""
+
+    def state(value: float) -> dict[Any, Any]:
+        nan = float("nan")
+        keys: list[Any] = [nan, float("nan"), (nan, 1), 2.5, complex(0, nan)]
+        return {key: torch.full((3,), value + number) for number, key in enumerate(keys)} | {"plain": {nan: value}}
+
+    into = state(0.0)
+    decode_state(*stored(state(10.0)), into=into)
+    assert [value[0].item() for value in list(into.values())[:-1]] == [10.0, 11.0, 12.0, 13.0, 14.0]
+    assert list(into["plain"].values()) == [10.0]
+    with pytest.raises(ManifestMismatch, match=r"state\[nan\] is in `into` and was not stored"):
+        decode_state(*stored({1.0: BASE}), into={1.0: torch.zeros(6), float("nan"): 1})
+
+
+def test_a_get_fills_the_epoch_and_says_what_it_could_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log once, with a bound, and in the checkpoint; the values come back in its state."""
+    state = {"epoch": 3, "w": BASE, "pairs": [(n, BASE + n + 1) for n in range(12)]}
+    into = {"epoch": 0, "w": torch.zeros(6), "pairs": [(-1, torch.zeros(6)) for _ in range(12)]}
+    with one_host(tmp_path) as cluster, one_rank(cluster) as store:
+        store.put(1, state).wait("committed", WAIT_S)
+        got = store.get(1, rank=0, into=into)
+    assert got is not None
+    assert into["epoch"] == 3
+    assert got.not_filled == tuple(f"state['pairs'][{n}][0]" for n in range(12))
+    assert got.state["pairs"][7][0] == 7
+    lines = [line for line in caplog.messages if "left 12 values as they were" in line]
+    assert len(lines) == 1
+    assert "state['pairs'][9][0], ..." in lines[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from memstore.core.layout import Flag, Layout, TensorSpec, decode_layout, is_den
 from memstore.core.tree import Node, Tag
 from memstore.errors import ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
 from memstore.shell import registry, subclasses
+from memstore.shell.byte_stream import ByteStream
 from memstore.shell.slot_stream import SlotStream
 from memstore.shell.state_match import StateMatch
 from memstore.shell.state_walk import FACTORIES
@@ -29,8 +30,7 @@ def check_into(layout: bytes, into: object) -> None:
         ManifestMismatch: names the first path that differs and both sides.
         ProtocolError: the layout is malformed.
     """
-    decoded = decode_layout(layout)
-    guarded(lambda: StateMatch(decoded, into, StateBuild(decoded, None).node))
+    matched(decode_layout(layout), into)
 
 
 def decode_state(
@@ -44,9 +44,9 @@ def decode_state(
     """Return the state that `plan_state` and `copy_into` stored.
 
     With `into`, tensors and arrays are filled in place and stand in the returned state themselves;
-    Stateful objects get load_state_dict() and stand there, too; everything else is new. Nothing is
-    written unless everything fits. Without it, tensors are new, on their kind of device if this
-    process has one, else in host memory.
+    Stateful objects get load_state_dict() and stand there, too; entries of dicts, lists and dataclasses
+    get the other values. Nothing is written unless everything fits. Without it, tensors are new, on
+    their kind of device if this process has one, else in host memory.
 
     Args:
         layout: From the manifest.
@@ -65,18 +65,23 @@ def decode_state(
         stream = SlotStream(views, chunk_bytes, decoded.nbytes)
     except ValueError as error:
         raise ProtocolError(f"the bytes do not fit their layout: {error}") from None
-    return build_state(decoded, stream, into=into, is_alias=not copy)
+    return build_state(decoded, stream, matched(decoded, into), is_alias=not copy)
 
 
-def build_state(layout: Layout, stream: ByteStream, *, into: object = None, is_alias: bool = False) -> Any:
+def matched(layout: Layout, into: object) -> StateMatch | None:
+    """Find where a stored state goes in the live one, if one is given; raises what `check_into` does."""
+    return None if into is None else guarded(lambda: StateMatch(layout, into, StateBuild(layout, None).node))
+
+
+def build_state(layout: Layout, stream: ByteStream, match: StateMatch | None, *, is_alias: bool = False) -> Any:
     """Do what `decode_state` does, from any stream that is as long as the layout says."""
-    match = None if into is None else guarded(lambda: StateMatch(layout, into, StateBuild(layout, None).node))
     build = StateBuild(layout, stream, match, is_alias=is_alias)
     # Everything is built before the first live byte is written, and all are written, and verified if the stream
     # does that, before any load_state_dict(), which may read the tensors of another object.
     state = guarded(lambda: build.node(layout.tree))
     guarded(build.fill)
     build.settle()
+    build.assign()
     build.load()
     return state
 
@@ -93,25 +98,6 @@ class _Malformed(Exception):
     """A value that passed the layout's checks and still means nothing."""
 
 
-class ByteStream(Protocol):
-    """Where a shard's bytes come from: its slots, or reads of its parts."""
-
-    def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy stream bytes to host memory, at the latest in the next `settle`."""
-
-    def read_to(self, offset: int, target: torch.Tensor) -> bool:
-        """Copy stream bytes into flat uint8 device memory, at the latest in the next `settle`; False if it does not."""
-
-    def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Return stream bytes as an object of their own."""
-
-    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return stream bytes without a copy, or None."""
-
-    def settle(self) -> None:
-        """Return once every read is done, and verified where this stream verifies."""
-
-
 class StateBuild:
     """Builds objects out of nodes; `match` says which tensors and Stateful objects are there already."""
 
@@ -121,9 +107,11 @@ class StateBuild:
         self._layout, self._stream, self._match, self._is_alias = layout, stream, match, is_alias
         self._places = {} if match is None else match.places
         self._statefuls = {} if match is None else match.statefuls
+        self._assigned = {} if match is None else match.plain.by_node
         self._extents: dict[tuple[int, str | None], torch.Tensor] = {}
         self._tensors: dict[int, Any] = {}
         self._loads: list[tuple[Any, Any]] = []
+        self._values: dict[int, Any] = {}  # id of a node that is assigned -> its object
         self._later: list[Callable[[], object]] = []  # what needs bytes that were read, in order
         self._waiting_bytes = 0  # of host memory that is kept for them
 
@@ -139,6 +127,8 @@ class StateBuild:
             if isinstance(error, MemstoreError):
                 raise
             raise _Malformed(f"a {node.tag.name.lower()} cannot be rebuilt: {error}") from None
+        if id(node) in self._assigned:
+            self._values[id(node)] = value
         stateful = self._statefuls.get(id(node))
         if stateful is None:
             return value
@@ -159,6 +149,11 @@ class StateBuild:
         later, self._later, self._waiting_bytes = self._later, [], 0
         for work in later:
             work()
+
+    def assign(self) -> None:
+        """Assign plain values to the entries that are there for them."""
+        for node, assign in () if self._match is None else self._match.plain.assignments:
+            assign(self._values[id(node)] if isinstance(node, Node) else node)
 
     def load(self) -> None:
         """Hand every Stateful object its state, inner ones first."""

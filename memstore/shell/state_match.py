@@ -1,14 +1,15 @@
 """Check a stored state against the live one it shall be restored into, before a byte is written (R26).
 
-Paths, kinds, dtypes, shapes and ties must agree. What a Stateful object has no place for yet, such as
-the state of an optimizer that has not stepped, is left to its load_state_dict(); a module's entries,
-though, must all be there on both sides.
+Paths, kinds, dtypes, shapes and ties must agree; plain values may differ, and go where `plain_places` says.
+What a Stateful object has no place for yet, such as the state of an optimizer that has not stepped, is left to its
+load_state_dict(); a module's entries, though, must all be there on both sides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -19,6 +20,7 @@ from memstore.core.layout import Layout, TensorSpec, row_major
 from memstore.core.tree import Node, Tag
 from memstore.errors import ManifestMismatch, UnsupportedState
 from memstore.shell import registry, subclasses
+from memstore.shell.plain_places import Place, PlainPlaces, entry, field, handled, is_mutable, item
 from memstore.shell.state_walk import StateWalk, is_stateful
 from memstore.shell.tensor_bytes import DTYPE_NAMES, Leaf, components, describe_dtype, leaf_of_array, leaf_of_tensor
 
@@ -39,10 +41,11 @@ class StateMatch:
         self.places: Places = {}
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
+        self.plain = PlainPlaces()
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
         self._homeless: list[tuple[str, Node]] = []
-        self._match(layout.tree, into, "state", is_strict=True)
+        self._match(layout.tree, into, "state", is_strict=True, place=None)
         for path, node in self._homeless:
             if self.mesh_of(node) is None:
                 raise ManifestMismatch(
@@ -54,61 +57,96 @@ class StateMatch:
         """Return a live mesh equal to the one a stored DTensor was on, or None."""
         return next((mesh for mesh in self.meshes if subclasses.describe_mesh(mesh) == node.data[:3]), None)
 
-    def _match(self, node: Any, target: Any, path: str, *, is_strict: bool) -> None:
+    def _match(self, node: Any, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
         if isinstance(node, Node) and node.tag in _HOLDS_BYTES:
             self._match_tensor(node, target, path, is_strict=is_strict)
         elif is_stateful(target):
             self._match_stateful(node, target, path)
         elif not isinstance(node, Node):
-            self._match_leaf(target, path, is_strict=is_strict)
+            self._match_leaf(node, target, path, is_strict=is_strict, place=place)
         elif node.tag in _MAPS and isinstance(target, dict):
-            self._match_dict(node, target, path, is_strict=is_strict)
+            self._match_dict(node, target, path, is_strict=is_strict, place=place)
         elif node.tag in _SEQUENCES and type(target) is (list if node.tag is Tag.LIST else tuple):
-            self._match_items(node, target, path, is_strict=is_strict)
+            self._match_items(node, target, path, is_strict=is_strict, place=place)
         elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE) and registry.registered(node.data[0]) is type(target):
-            for name, child in zip(node.data[1], node.children, strict=True):
-                self._match(child, getattr(target, name, None), f"{path}.{name}", is_strict=is_strict)
+            self._match_record(node, target, path, is_strict=is_strict, place=place)
         elif _holds_bytes(node):
             self._homeless_below(node, path, is_strict, f"a {node.tag.name.lower()}", target)
         else:
-            self._match_leaf(target, path, is_strict=is_strict)
+            self._match_leaf(node, target, path, is_strict=is_strict, place=place)
 
     def _match_stateful(self, node: Any, target: Any, path: str) -> None:
         if isinstance(target, torch.optim.Optimizer):
             params = [param for group in target.param_groups for param in group["params"]]
             self.meshes += [param.device_mesh for param in params if subclasses.is_dtensor(param)]
         # A module's parameters all exist; other objects may still have to create their state.
-        self._match(node, target.state_dict(), path, is_strict=isinstance(target, torch.nn.Module))
+        self._match(node, target.state_dict(), path, is_strict=isinstance(target, torch.nn.Module), place=handled)
         self.statefuls[id(node)] = target
         if not isinstance(node, Node):
             raise ManifestMismatch(f"{path} was stored as {_shown(node)} and is a {type(target).__name__} in `into`")
 
-    def _match_leaf(self, target: Any, path: str, *, is_strict: bool) -> None:
+    def _match_leaf(self, node: Any, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
         if is_strict and isinstance(target, torch.Tensor | np.ndarray):
             raise ManifestMismatch(f"{path} was stored as a plain object and is a {_shown(target)} in `into`")
+        self.plain.take(node, target, path, place)
 
-    def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool) -> None:
+    def _match_record(self, node: Node, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
+        names = node.data[1]
+        is_open = is_mutable(target)
+        if not is_open and not _holds_bytes(node):
+            place = self._whole(node, [getattr(target, name, None) for name in names], place)
+        for name, child in zip(names, node.children, strict=True):
+            inner = field(place, target, name) if is_open else _within(place)
+            self._match(child, getattr(target, name, None), f"{path}.{name}", is_strict=is_strict, place=inner)
+
+    def _whole(self, node: Node, items: Sequence[Any], place: Place) -> Place:
+        """Have a container that cannot be changed replaced, if that is sound; return the place of what is in it."""
+        return handled if self.plain.take_whole(node, items, place) else place
+
+    def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place) -> None:
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
-        stored = {self._keys(key): child for key, child in zip(pairs[::2], pairs[1::2], strict=True)}
+        stored = self._by_live_key(zip(pairs[::2], pairs[1::2], strict=True), target)
         for key, child in stored.items():
             where = f"{path}[{key!r}]"
+            inner = entry(place, target, key)
             if key in target:
-                self._match(child, target[key], where, is_strict=is_strict)
+                self._match(child, target[key], where, is_strict=is_strict, place=inner)
             elif _holds_bytes(child):
                 self._homeless_below(child, where, is_strict, "with tensors", None)
+            else:
+                self.plain.take(child, None, where, inner)
         missing = [key for key in target if key not in stored]
         if missing and is_strict:
             raise ManifestMismatch(f"{path}[{missing[0]!r}] is in `into` and was not stored")
 
-    def _match_items(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool) -> None:
+    def _by_live_key(self, pairs: Iterable[tuple[Any, Any]], target: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the stored values under the keys of `target`: a NaN equals no other, and is found by its bits."""
+        stored: dict[Any, Any] = {}
+        unequal: dict[bytes, list[Any]] | None = None
+        for key_node, child in pairs:
+            key = self._keys(key_node)
+            if key not in target and not isinstance(key, str | int | bytes):
+                if unequal is None:
+                    unequal = _unequal_keys(target)
+                same = unequal.get(msgpack.packb(_raw(key_node)))
+                key = same.pop(0) if same else key
+            stored[key] = child
+        return stored
+
+    def _match_items(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
         if is_strict and len(node.children) < len(target):  # what only the checkpoint has comes back
             raise ManifestMismatch(f"{path} was stored with {len(node.children)} items and has {len(target)} in `into`")
+        if not isinstance(target, list) and not _holds_bytes(node):
+            place = self._whole(node, target, place)
         for index, child in enumerate(node.children):
             where = f"{path}[{index}]"
+            inner = item(place, target, index) if isinstance(target, list) else _within(place)
             if index < len(target):
-                self._match(child, target[index], where, is_strict=is_strict)
+                self._match(child, target[index], where, is_strict=is_strict, place=inner)
             elif _holds_bytes(child):
                 self._homeless_below(child, where, is_strict, "with tensors", None)
+            else:
+                self.plain.take(child, None, where, inner)
 
     def _homeless_below(self, node: Any, path: str, is_strict: bool, stored: str, target: Any) -> None:
         """Refuse bytes without a place, or, inside a Stateful object, note what needs a mesh to exist."""
@@ -160,7 +198,9 @@ class StateMatch:
             if old != new:
                 raise ManifestMismatch(f"{path}: DTensor stored with {what} {old}, `into` has {new}")
         self.meshes.append(target.device_mesh)
-        self._match(node.children[0], subclasses.local_tensor(target), f"{path}.to_local()", is_strict=True)
+        self._match(
+            node.children[0], subclasses.local_tensor(target), f"{path}.to_local()", is_strict=True, place=handled
+        )
         self.places[id(node)] = target
 
     def _match_wrapper(self, node: Node, target: Any, path: str) -> None:
@@ -172,7 +212,7 @@ class StateMatch:
         if list(inner) != node.data[1] or packed != msgpack.packb(_raw(node.children[-1])):
             raise ManifestMismatch(f"{path}: stored {node.data[0]} and the one in `into` differ in parts or context")
         for (name, part), child in zip(inner.items(), node.children[:-1], strict=True):
-            self._match(child, part, f"{path}.{name}", is_strict=True)
+            self._match(child, part, f"{path}.{name}", is_strict=True, place=handled)
         self.places[id(node)] = target
 
     def _check_ties(self) -> None:
@@ -220,6 +260,21 @@ def _holds_bytes(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     return node.tag in _HOLDS_BYTES or any(_holds_bytes(child) for child in node.children)
+
+
+def _within(place: Place) -> Place:
+    """Return the place of an item of what cannot be changed."""
+    return handled if place is handled else None
+
+
+def _unequal_keys(target: dict[Any, Any]) -> dict[bytes, list[Any]]:
+    """Return the keys of a dict that may not equal what was stored of them, by what would be stored now."""
+    found: dict[bytes, list[Any]] = {}
+    for key in target:
+        if not isinstance(key, str | int | bytes):
+            with contextlib.suppress(UnsupportedState):
+                found.setdefault(msgpack.packb(StateWalk(key).tree), []).append(key)
+    return found
 
 
 def _raw(node: Any) -> Any:
