@@ -36,12 +36,14 @@ def digests(answers: list[dict[str, Any]]) -> list[str]:
     return [answer["digest"] for answer in answers]
 
 
+@pytest.mark.parametrize("clock_s", [0.0, -3600.0, 86_400.0])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_host_that_comes_back_with_old_memory_hides_no_newer_durable_step(fresh: bool) -> None:
-    """It knows attempt 1 alone; storage has attempt 3: that is gone on from, under a number of its own."""
+def test_a_host_that_comes_back_with_old_memory_hides_no_newer_durable_step(fresh: bool, clock_s: float) -> None:
+    """It knows attempt 1 alone; storage has attempt 3: that is gone on from, whatever the clock said meanwhile."""
     world = CatalogWorld(3, durable="/durable", durable_every=1)
     train(world, 1)
     world.kill_host("h0", keep_memory=True)
+    world.served.wall_offset_s += clock_s
     train(world, 2)
     train(world, 3, 4)
     forget_ram(world, "h1", "h2", back="h0")
@@ -56,13 +58,15 @@ def test_a_host_that_comes_back_with_old_memory_hides_no_newer_durable_step(fres
     assert world.put_all(ranks, 5, until="durable")
 
 
+@pytest.mark.parametrize("clock_s", [0.0, -3600.0])
 @pytest.mark.parametrize("old_launches", [1, 3])
-def test_an_older_run_of_the_name_on_storage_is_never_restored(old_launches: int) -> None:
+def test_an_older_run_of_the_name_on_storage_is_never_restored(old_launches: int, clock_s: float) -> None:
     """RAM was lost, the job started over without durable=, then with it: its own steps count, not those of then."""
     world = CatalogWorld(2, durable="/durable", durable_every=1)
     for number in range(old_launches):
         train(world, 10 * number + 8, 10 * number + 9)
     forget_ram(world, "h0", "h1")
+    world.served.wall_offset_s += clock_s
     config = dict(world.config)
     world.config["durable"] = None
     world.put_digests.clear()

@@ -11,9 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from memstore.cli import main
+from memstore.cluster import remove_leftovers
+from memstore.config import Config
 from memstore.shell import idle_time
+from memstore.shell.arena_folder import make_folder
 from memstore.shell.idle_time import SEEN_NAME, IdleTime
 from memstore.shell.tombstones import Tombstones, tombstone_path
+from memstore.shell.tool import store_root
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
 from memstore.testing.fleet import Fleet
@@ -259,3 +263,15 @@ def test_rm_forgets_a_story(tmp_path: Path, nursery: RankNursery) -> None:
         assert CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store]).exit_code == 0
         _, got = fleet.resume(TWO)
         assert got["step"] is None
+
+
+def test_leftovers_take_their_stories_with_them(tmp_path: Path) -> None:
+    """What `down --leftovers --discard` removes leaves nothing, whether the host's folder is there or gone."""
+    config = Config(store="left", arena_dir=str(tmp_path))
+    for host in TWO:
+        Tombstones(make_folder(tmp_path, store="left", host=host)).take("train", "its steps were dropped")
+    assert remove_leftovers(config, ["h0"]) == ["h0"]
+    assert [p.name for p in sorted(store_root(config).iterdir())] == [".dropped-h1", "h1"]
+    shutil.rmtree(store_root(config) / "h1")
+    assert remove_leftovers(config) == []
+    assert not store_root(config).exists()

@@ -12,6 +12,7 @@ The holders of a shard share its slices, so that each writes a part of it, all a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -289,7 +290,7 @@ class DurableOrders:
                 "specs": [[rank, spec_to_wire(spec)] for rank, spec in sorted(write.specs.items())],
                 "lineage": {
                     "attempt": source.ordinal, "parent_attempt": source.parent, "parent_step": source.parent_step,
-                    "opened_s": source.opened_s,
+                    "attempts": job.opened_moments(source.ordinal),
                 },
             },
         )  # fmt: skip
@@ -323,9 +324,11 @@ class DurableOrders:
             if rest:
                 parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
                 job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
-                if _is_of_another_run(job, step.attempt, rest[0].get("opened_s")):
+                named = _moments(rest[0].get("attempts"))
+                if _is_of_another_run(job, named):
                     others.add(step.attempt)
                     continue
+                job.past_opened_s.update(named)
             job.markers[step] = DurableMarker(step, len(table), table)
         if others:
             self.catalog.note(
@@ -359,14 +362,17 @@ class DurableOrders:
             state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait
 
 
-def _is_of_another_run(job: Job, ordinal: int, opened_s: object) -> bool:
-    """Tell whether a marker's attempt is not the one of that number that RAM knows, or knows to be the newest (R31).
+def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
+    """Tell whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
 
-    Such a run was forgotten: its RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
+    The moments only tell attempts apart: of two clocks nobody knows which one was right. Such a run was forgotten: its
+    RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
     """
-    newest, own = job.newest, job.attempts.get(ordinal)
-    if newest is None or newest.opened_s is None or not isinstance(opened_s, float):
-        return False  # markers say since D136 when their attempt was opened
-    if own is not None:
-        return own.opened_s is not None and own.opened_s != opened_s
-    return ordinal > newest.ordinal and opened_s < newest.opened_s
+    known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}
+    return any(known.get(ordinal, opened_s) != opened_s for ordinal, opened_s in named.items())
+
+
+def _moments(named: object) -> dict[int, float]:
+    """Return what a marker says of when attempts were opened."""
+    rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
+    return {row[0]: row[1] for row in rows if [type(value) for value in row] == [int, float]}

@@ -136,6 +136,7 @@ class Job:
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
+    past_opened_s: dict[int, float] = field(default_factory=dict)  # by their number: wall clocks, to tell them apart
     pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
     origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
@@ -184,6 +185,11 @@ class Job:
     def newest_ordinal(self) -> int:
         """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""
         return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
+
+    def opened_moments(self, ordinal: int) -> list[list[float]]:
+        """When each attempt up to this one was opened, as far as it is known: it tells runs of one name apart (R31)."""
+        own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
+        return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
     def is_abandoned(self, step: StepId) -> bool:
         """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
