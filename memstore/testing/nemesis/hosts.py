@@ -56,6 +56,7 @@ class Hosts:
         self.site.mkdir(parents=True, exist_ok=True)
         (self.site / "sitecustomize.py").write_text(_SITE.format(name=CLOCK_VARIABLE))
         self.cut: set[str] = set()  # hosts whose links are bad
+        self.former: dict[int, str] = {}  # who was replaced while it ran, by pid
         self.extra_env: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -130,12 +131,14 @@ class Hosts:
             self.mark_away(host)
             self.stopped.discard(host)
             if host in self.cluster.holders:
-                self.cluster.replace_holder(host)
+                self.former[self.cluster.replace_holder(host).pid] = f"holder of {host}"
 
     def start_controller(self) -> None:
         """Start a controller; one that runs is outranked."""
         with self.lock, self._environment("controller"):
             self.is_controller_down = self.is_controller_stopped = False
+            if self.cluster.controller is not None:
+                self.former[self.cluster.controller.pid] = "controller"
             self.cluster.start_controller()
 
     def kill_controller(self) -> None:

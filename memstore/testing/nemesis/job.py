@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import signal
 import threading
 import time
@@ -45,6 +46,7 @@ class Job(threading.Thread):
         self.ranks: list[RankProcess] = []
         self.place: list[str] = []  # host by rank
         self.attempt = -1
+        self._skips_told: set[str] = set()  # reasons since the last commit
         self.is_broken = False
         self.lives_count = 0
         self.commit_s = 0.0  # when a commit was news last
@@ -230,16 +232,24 @@ class Job(threading.Thread):
             if reply["raised"]:
                 raise JobEnded(f"put raised on rank {rank}: {reply['raised']}")
 
+    def _tell_skip(self, step: int, level: str, reason: str) -> None:
+        """Tell of steps given up: once for each reason until a commit, not for every step and rank."""
+        shape = re.sub(r"[0-9a-f]{8,}|\d+", "#", f"{level}: {reason}")
+        if level != "superseded" and shape not in self._skips_told:
+            self._skips_told.add(shape)
+            self.story.tell(f"step {step} {level}: {reason}")
+
     def _take_levels(self, levels: list[list[Any]]) -> None:
         for step, level, is_degraded, reason in levels:
             key = (self.attempt, int(step))
             if level in ("committed", "durable"):
                 if self.ledger.committed(key, degraded=bool(is_degraded)):
                     self.commit_s = time.monotonic()
+                    self._skips_told.clear()
                     self.story.add("steps_committed")
                 if level == "durable":
                     self.ledger.became_durable(key)
                     self.story.add("tickets_durable")
             elif level in ("skipped", "superseded", "failed"):
                 self.story.add(f"tickets_{level}")
-                self.story.tell(f"step {step} {level}: {reason}") if level != "superseded" else None
+                self._tell_skip(int(step), str(level), str(reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def check_processes_at_rest(hosts: Hosts, story: Story) -> None:
     while hosts.outranked() and time.monotonic() < deadline_s:
         time.sleep(0.2)
     for process in hosts.outranked():
-        story.violate("leak", f"an outranked controller (pid {process.pid}) still runs")
+        state = re.findall(r"^State:\s*(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        name = hosts.former.get(process.pid, "process")
+        story.violate("leak", f"the {name} that was replaced (pid {process.pid}, {state}) still runs")
 
 
 def check_rank_growth(first: list[dict[str, int]], last: list[dict[str, int]], story: Story) -> None:
