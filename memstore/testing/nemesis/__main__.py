@@ -7,6 +7,7 @@ its story and the logs of all processes in a folder.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import secrets
@@ -20,7 +21,7 @@ from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.nursery import LockedNursery
 from memstore.testing.nemesis.record import Part, append, parts_of
 from memstore.testing.nemesis.round import Round
-from memstore.testing.nemesis.schedule import COMPOSED, draw
+from memstore.testing.nemesis.schedule import COMPOSED, draw, without
 from memstore.testing.nemesis.story import Story
 
 DEFAULT_FOLDER = Path("nemesis-report")
@@ -33,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     part, broken = Part(seed), 0
     rng, began_s = random.Random(seed), time.monotonic()
     run = secrets.token_hex(8)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of our own questions
     os.environ[leaks.RUN_VARIABLE] = run
     os.environ.pop("RAY_ADDRESS", None)
     with LockedNursery() as nursery, LoadMeter() as meter:
@@ -57,7 +60,9 @@ def _play(
     options: argparse.Namespace, seed: int, nursery: LockedNursery, meter: LoadMeter, run: str, part: Part
 ) -> bool:
     """Play one round and say how it went; return whether it broke a promise."""
-    scenario = draw(seed, shape=options.shape, is_short=options.short)
+    scenario = without(
+        draw(seed, shape="ray" if options.ray else options.shape, is_short=options.short), options.without
+    )
     folder = options.folder / f"round-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     began_s = time.monotonic()
@@ -91,8 +96,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=20.0, help="begin no round after so many minutes (20)")
     parser.add_argument("--seed", type=int, help="seed of the rounds' seeds (default: one more than parts recorded)")
     parser.add_argument("--round-seed", type=int, help="play this one round")
-    parser.add_argument("--shape", choices=("random", "kills", *COMPOSED), default="", help="only rounds of this shape")
+    parser.add_argument(
+        "--shape", choices=("random", "kills", "ray", *COMPOSED), default="", help="only rounds of this shape"
+    )
     parser.add_argument("--short", action="store_true", help="rounds of some seconds")
+    parser.add_argument("--ray", action="store_true", help="hosts are raylets of a Ray cluster on this machine")
+    parser.add_argument("--without", action="append", default=[], help="leave out the faults of a kind")
     parser.add_argument("--stop-at-first", action="store_true", help="end with the first broken promise")
     parser.add_argument("--keep", action="store_true", help="keep story and logs of clean rounds as well")
     parser.add_argument("--out", type=Path, help="append to this record")

@@ -52,7 +52,7 @@ class FaultBase:
     def expendable(self, rng: random.Random, planned: Planned) -> str:
         """Return a host whose memory may go within the promise; "" if its loss would be one too many."""
         host = self.up(rng, planned)
-        if not host:
+        if not host or host in self.hosts.undying:
             return ""
         with self.ledger.lock:
             newest = self.ledger.newest_commit()

@@ -17,6 +17,7 @@ from typing import Any
 
 from memstore.testing.nemesis.faults_files import FileFaults
 from memstore.testing.nemesis.faults_network import NetworkFaults
+from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.schedule import Planned
 
 SPARE_FDS = 0  # a full table: whoever wants one more gets EMFILE
@@ -92,21 +93,27 @@ class Faults(FileFaults, NetworkFaults):
     def kill_everything(self, rng: random.Random, planned: Planned) -> None:
         """All holders and the controller, as with a lost Ray head; the ranks live or die with them."""
         self.story.fault("kill_everything", f"for {planned.for_s:g} s")
-        hosts = list(self.hosts)
-        for host in hosts:
-            self.hosts.kill_holder(host)
-        self.hosts.kill_controller()
+        self.hosts.kill_everything()
         if rng.random() < 0.7:
             self.job.hold("everything was killed")
             self.held_for_restart = True
-        order = rng.sample(hosts, len(hosts))
+        order = rng.sample(list(self.hosts), len(list(self.hosts)))
+        self.later(planned, lambda: self.hosts.start_everything(order))
 
-        def restart() -> None:
-            self.hosts.start_controller()
-            for host in order:
-                self.start(host)
+    def kill_raylet(self, rng: random.Random, planned: Planned) -> None:
+        """On Ray: a raylet and all below it die; another one joins, with the host's memory."""
+        host = self.up(rng, planned)
+        if isinstance(self.hosts, RayHosts) and host and host not in self.hosts.undying:
+            self.story.fault("kill_raylet", host)
+            self.hosts.replace_raylet(host)
 
-        self.later(planned, restart)
+    def stop_gcs(self, rng: random.Random, planned: Planned) -> None:
+        """On Ray: the GCS is silent for a while."""
+        if isinstance(self.hosts, RayHosts):
+            hosts = self.hosts
+            self.story.fault("stop_gcs", f"for {planned.for_s:g} s")
+            hosts.signal_gcs(signal.SIGSTOP)
+            self.later(planned, lambda: hosts.signal_gcs(signal.SIGCONT))
 
     # -- controllers ----------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class Hosts:
         self.site.mkdir(parents=True, exist_ok=True)
         (self.site / "sitecustomize.py").write_text(_SITE.format(name=CLOCK_VARIABLE))
         self.cut: set[str] = set()  # hosts whose links are bad
+        self.undying: set[str] = set()  # hosts whose machine cannot be lost
+        self.frozen: dict[str, int] = {}  # host -> its process that has SIGSTOP, where the host may have another by now
         self.former: dict[int, str] = {}  # who was replaced while it ran, by pid
         self.extra_env: dict[str, str] = {}
 
@@ -88,6 +90,10 @@ class Hosts:
         """Start everything and wait until all hosts are live."""
         with self._environment(""):
             self.cluster.__enter__()
+
+    def close(self) -> None:
+        """Kill what runs; remove the arenas."""
+        self.cluster.stop()
 
     def start_holder(self, host: str) -> None:
         """Start a holder; it adopts what the folder has."""
@@ -162,6 +168,19 @@ class Hosts:
         """The pid of a host's holder that runs."""
         process = self.cluster.holders.get(host)
         return process.pid if process is not None and process.poll() is None else None
+
+    def kill_everything(self) -> None:
+        """SIGKILL every holder and the controller; the hosts' memory stays."""
+        for host in self:
+            self.kill_holder(host)
+        self.kill_controller()
+
+    def start_everything(self, order: list[str]) -> None:
+        """Start what `kill_everything` killed, host by host."""
+        self.start_controller()
+        for host in order:
+            if host in self.down:
+                self.start_holder(host)
 
     def supervise(self) -> None:
         """Start successors of holders and controllers that ended by themselves, as Ray and the controller would."""

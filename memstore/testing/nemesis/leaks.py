@@ -78,6 +78,9 @@ def leased(hosts: Hosts) -> dict[str, int]:
 
 def check_gone(run: str, known: set[int], arena_dir: Path, story: Story) -> None:
     """When all is over nothing of the round is left."""
+    deadline_s = time.monotonic() + RECLAIMED_S
+    while processes(run) - known and time.monotonic() < deadline_s:
+        time.sleep(0.2)
     for pid in sorted(processes(run) - known):
         story.violate("leak", f"process {pid} is left: {_command(pid)}")
     left = sorted(str(path.relative_to(arena_dir)) for path in arena_dir.rglob("*") if path.is_file())

@@ -17,6 +17,7 @@ NOTED_FROM_S = 0.01
 KEPT = 100_000
 _PROGRAM = f"""
 import sys, time
+print(0, 0, flush=True)
 while True:
     began = time.monotonic()
     time.sleep({TICK_S})
@@ -37,6 +38,8 @@ class LoadMeter:
             [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it runs
         self._thread = threading.Thread(target=self._read, name="nemesis-load", daemon=True)
         self._thread.start()
         self._began_s = time.monotonic()

@@ -20,6 +20,7 @@ from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.nursery import LockedNursery
 from memstore.testing.nemesis.observer import Observer, incomplete
+from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
 from memstore.testing.nemesis.schedule import Planned, Scenario
 from memstore.testing.nemesis.storage import Storage
@@ -69,12 +70,11 @@ class Round:
     def _play(self, stack: contextlib.ExitStack) -> None:
         scenario = self.scenario
         storage = stack.enter_context(Storage(scenario.storage, self.folder / "storage"))
-        cluster = ProcessCluster(
-            self.folder / "cluster", scenario.hosts, arena_bytes=ARENA_BYTES, arena_dir=str(self.arena_dir),
-            proxied=list(scenario.hosts) if scenario.has_proxies else (), **scenario.store_fields,
-        )  # fmt: skip
-        stack.callback(cluster.stop)
-        self.hosts = Hosts(cluster, self.ledger, self.story, self.domains)
+        if scenario.shape == "ray":
+            self.hosts: Hosts = RayHosts.of(scenario, self.ledger, self.story, self.folder, self.arena_dir, ARENA_BYTES)
+        else:
+            self.hosts = Hosts(self._processes(), self.ledger, self.story, self.domains)
+        stack.callback(self.hosts.close)
         self.hosts.extra_env = storage.environment
         if storage.url is not None:
             scenario.job_fields.update(durable=storage.url, durable_every=5)
@@ -90,6 +90,13 @@ class Round:
             return
         self._break_things()
         self._mend_and_check()
+
+    def _processes(self) -> ProcessCluster:
+        scenario = self.scenario
+        return ProcessCluster(
+            self.folder / "cluster", scenario.hosts, arena_bytes=ARENA_BYTES, arena_dir=str(self.arena_dir),
+            proxied=list(scenario.hosts) if scenario.has_proxies else (), **scenario.store_fields,
+        )  # fmt: skip
 
     # -- phases -------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ does not.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Fault kinds by how often a random schedule draws them; `faults.py` has a method of each name.
@@ -29,6 +30,11 @@ KILLS = (
     "read",
     "ask_cli",
 )
+RAY_KINDS: dict[str, float] = {
+    "kill_holder": 3, "stop_holder": 2, "kill_controller": 2, "stop_controller": 2, "kill_rank": 3, "stop_rank": 1,
+    "lose_host": 3, "kill_raylet": 2, "stop_gcs": 2, "kill_everything": 1, "lose_file_under_ranks": 1,
+    "remove_live_files": 1, "rot_slots": 1, "read": 3, "ask_cli": 1,
+}  # fmt: skip
 COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder")
 COMPOSED_SHARE = 0.45
 STORAGES = ("", "", "directory", "s3")
@@ -49,7 +55,7 @@ class Scenario:
     """One round."""
 
     seed: int
-    shape: str  # "random", "kills" (of processes alone), or one of COMPOSED
+    shape: str  # "random", "kills" (of processes alone), "ray" (on raylets), or one of COMPOSED
     hosts: dict[str, dict[str, str]]  # labels by host id
     replicas: int
     keep_steps: int
@@ -110,7 +116,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     world_size = rng.randint(2, 5) if shape != "rack_then_host" else 4
     storage = rng.choice(STORAGES) if shape == "random" and not is_short else ""
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
-    orphan_ttl_s = rng.uniform(4.0, 8.0) if has_days else 86_400.0
+    orphan_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
     job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
     is_tight = shape == "rack_then_host"  # little room, and a launcher that notices late
     replay = Scenario(
@@ -122,12 +128,17 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
         has_proxies=shape == "random" and rng.random() < 0.4, storage=storage, orphan_ttl_s=orphan_ttl_s,
         job_ttl_s=job_ttl_s, faults=(), ending=rng.choice(("running", "running", "dead", "closed")),
     )  # fmt: skip
-    if shape in ("random", "kills"):
+    if shape in ("random", "kills", "ray"):
         faults = _random_faults(rng, replay, 6.0 if is_short else rng.uniform(15.0, 35.0))
     else:
         faults = globals()[f"_{shape}"](rng, replay)
     ending = "dead" if shape in ("rack_then_host", "days_then_restart") else replay.ending
     return _with(replay, faults, ending)
+
+
+def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
+    """Return the round without the faults of some kinds; all else as it was drawn."""
+    return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.kind not in kinds))
 
 
 def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
@@ -139,12 +150,15 @@ def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
         "job_ttl_s": scenario.job_ttl_s,
     }  # fmt: skip
-    values = {**scenario.__dict__, "faults": tuple(sorted(faults, key=lambda f: f.at_s)), "ending": ending}
-    return Scenario(**{**values, "store_fields": fields, "job_fields": job_fields})
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return replace(scenario, faults=ordered, ending=ending, store_fields=fields, job_fields=job_fields)
 
 
 def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> list[Planned]:
-    kinds = {kind: weight for kind, weight in KINDS.items() if scenario.shape == "random" or kind in KILLS}
+    if scenario.shape == "ray":
+        kinds = dict(RAY_KINDS)
+    else:
+        kinds = {kind: weight for kind, weight in KINDS.items() if scenario.shape == "random" or kind in KILLS}
     if not scenario.has_proxies:
         for kind in ("cut_link", "slow_link", "reset_links"):
             kinds.pop(kind, None)
