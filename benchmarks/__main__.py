@@ -17,6 +17,7 @@ from benchmarks import (
     bench_memory,
     bench_natural,
     bench_overlap,
+    bench_placement,
     bench_planner,
     bench_put_stall,
     bench_put_waits,
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "loader": bench_loader.run,
     "catalog": bench_catalog.run,
     "controller": bench_controller.run,
+    "placement": bench_placement.run,
     "planner": bench_planner.run,
     "sharing": bench_sharing.run,
 }

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_catalog, bench_controller, bench_planner, targets
+from benchmarks import bench_catalog, bench_controller, bench_placement, bench_planner, targets
 from benchmarks.harness import Options
 from memstore.core import wire
+from placement import place
 from recovery.lineage import Span
 from recovery.simulate import what_if
 
@@ -52,6 +53,18 @@ def test_the_planners_record_answers_both_of_its_lines() -> None:
     held = [ratio.target for ratio in record.ratios if ratio.target is not None]
     assert held == [targets.PLANNER, targets.PLANNER_MEMORY]
     assert len(record.seconds) == 4
+
+
+def test_the_placements_record_answers_both_of_its_lines() -> None:
+    """Seconds of the large cluster, and how they grew from the small one; a wrong placement is no number."""
+    record = bench_placement.measure((3, 6), TINY)
+    assert [ratio.target for ratio in record.ratios] == [targets.PLACEMENT, targets.PLACEMENT_GROWTH]
+    topology = bench_placement.topology_of(3)
+    placement = place(topology, replicas=bench_placement.REPLICAS)
+    bench_placement.check(placement, topology)
+    owner, held = next(iter(placement.targets.items()))
+    with pytest.raises(RuntimeError, match="the placement is wrong"):
+        bench_placement.check(replace(placement, targets={**placement.targets, owner: held[:1]}), topology)
 
 
 def test_a_plan_that_reads_from_a_dead_host_stops_the_benchmark() -> None:
