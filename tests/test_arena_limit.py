@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from memstore.cli import main
+from memstore.shell.arena_folder import arena_folder
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
-from memstore.testing.rank_process import RankNursery
+from memstore.testing.rank_process import RankFailed, RankNursery
 
 MIB = 1 << 20
 
@@ -58,3 +62,42 @@ def test_a_restart_keeps_the_limit_and_a_second_job_is_admitted(tmp_path: Path, 
         second.begin(["h0", "h1"], last_step=1)
         assert cluster.job("second")["committed_step"] == 1
         assert not [row for row in cluster.status()["problems"] if "over the limit" in row["cause"]]
+
+
+def pages(cluster: ProcessCluster, host: str) -> int:
+    """Bytes of memory behind a host's arena, as the file system counts them."""
+    folder = arena_folder(cluster.config.arena_dir, store=cluster.config.store, host=host)
+    return (folder / "arena").stat().st_blocks * 512
+
+
+def test_rm_and_a_refused_first_put_give_their_memory_back(tmp_path: Path, nursery: RankNursery) -> None:
+    """Real processes: what a job had goes with it; a host that had room for a put that another refused keeps none."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        small = Fleet(cluster, nursery, job="small", kib=1024)
+        for rank in small.begin(["h0", "h1"], last_step=1):
+            rank.kill()
+        only_small = pages(cluster, "h0")
+        large = Fleet(cluster, nursery, job="large", kib=8192)
+        for rank in large.begin(["h0", "h1"], last_step=1):
+            rank.kill()
+        assert pages(cluster, "h0") > only_small + 15 * MIB
+        for job in ("large", "small"):
+            wait_for(lambda job=job: cluster.job(job)["ranks_alive"] == 0, f"the end of {job}")
+            result = CliRunner().invoke(main, ["rm", job, "--yes", "--store", cluster.config.store])
+            assert result.exit_code == 0, result.output
+            limit = only_small if job == "large" else 0
+            wait_for(lambda limit=limit: pages(cluster, "h0") <= limit, f"the memory of {job}")
+        wait_for(lambda: all(s["claimed_bytes"] == 0 for s in stats(cluster).values()), "status to say so")
+
+        cluster.config = replace(cluster.config, arena_bytes=4 * MIB)
+        cluster.kill_holder("h1")
+        cluster.start_holder("h1")
+        cluster.wait_live("h0", "h1")
+        ranks = Fleet(cluster, nursery, job="refused", kib=8192).launch(["h0", "h1"])
+        for rank in ranks:
+            rank.begin("put", step=0)
+        for rank in ranks:
+            with pytest.raises(RankFailed, match=r"(?s)CapacityError.*refused does not fit on h1.*may take 4.0 MiB"):
+                rank.finish()
+            rank.kill()
+        wait_for(lambda: pages(cluster, "h0") == 0, "the memory of the refused put")

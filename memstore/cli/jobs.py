@@ -18,7 +18,10 @@ from memstore.errors import CapacityError
 @address_option
 @store_options
 def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as_json: bool) -> None:
-    """Drop every copy of JOB in RAM, and what the store knows of it; durable steps stay where they are."""
+    """Drop every copy of JOB in RAM, and what the store knows of it; durable steps stay where they are.
+
+    The memory that no other job has reserved goes back to the machine.
+    """
     where = Where(config, address)
     status = where.status()
     check_job(status, job)

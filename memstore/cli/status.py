@@ -200,11 +200,17 @@ def host_table(hosts: list[dict[str, Any]], failure_domains: list[str]) -> Table
     """Return the table of hosts; a failure domain that labels none of them has no column."""
     levels = [level for level in failure_domains if any(level in host["labels"] for host in hosts)]
     table = plain_table(
-        "HOST", *(level.upper() for level in levels), "HOLDER", "ARENA used/reserved/limit", "ADDRESS", "HOLDS", "STATE"
+        "HOST",
+        *(level.upper() for level in levels),
+        "HOLDER",
+        "ARENA used/reserved/claimed/limit",
+        "ADDRESS",
+        "HOLDS",
+        "STATE",
     )
     for host in hosts:
         is_dead, stats = host["status"] == "dead", host["stats"]
-        sizes = [size_text(stats.get(f"{key}_bytes")) for key in ("used", "reserved", "limit")]
+        sizes = [size_text(stats.get(f"{key}_bytes")) for key in ("used", "reserved", "claimed", "limit")]
         table.add_row(
             host["host"], *(host["labels"].get(level, "-") for level in levels),
             "down" if is_dead else f"up {age_text(host['up_s'])}",

@@ -309,6 +309,11 @@ class Shelf:
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
         return others + unshared + share.total + max(0, foreign - share.total // (share.versions + 1))
 
+    def spare_count(self) -> int:
+        """Free slots that no present job's reservation needs beside what its replicas lie in (R9)."""
+        wanted = sum(max(0, share.total - self._held_count(name)) for name, share in self.shares.items())
+        return max(0, len(self.table.free) - wanted)
+
     def _held_count(self, job: str) -> int:
         """Slots that a job's replicas lie in; those that several of them share count once."""
         held = (shelved.slots for shelved in self.shards.values() if shelved.shard.job == job)
@@ -346,7 +351,7 @@ class Shelf:
         expected = [len(draft.wanted) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
         if len(expected) >= GUEST_DRAFTS_MAX:
             return f"{len(expected)} shards of other hosts are unfinished here, the limit is {GUEST_DRAFTS_MAX}"
-        if sum(expected) + chunks_count > len(self.table.slots):
+        if sum(expected) + chunks_count > self.table.claimed_count:
             return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
             # Drafts of jobs without a share hold no slot yet for what has not arrived.

@@ -4,6 +4,8 @@
       '------------- offer, stage -----------^   '--abort--> free
     leased --owner proved dead--> free
 
+    free --its pages are given back--> hollow --they are claimed again--> free     (R9)
+
 A sealed slot is never written. References are counted here and never stored: on adoption they are
 counted again from the manifests (R6). `take_dirty` returns the slots whose header must be written.
 """
@@ -52,6 +54,7 @@ class SlotTable:
     def __init__(self, slots_count: int = 0) -> None:
         self.slots: list[Slot] = [Slot() for _ in range(slots_count)]
         self.free: list[int] = list(range(slots_count - 1, -1, -1))  # popped from the end: low numbers first
+        self.hollow: list[int] = []  # state FREE as well, and without pages: nobody gets one before it is filled
         self.index: dict[bytes, int] = {}
         self.leases: dict[Owner, set[int]] = {}
         self.handed: dict[Owner, set[int]] = {}  # handed over and not sealed yet: no shard and no draft counts them
@@ -71,9 +74,29 @@ class SlotTable:
         elif slot.state is SlotState.LEASED and slot.owner is not None:
             self.leases.setdefault(slot.owner, set()).add(number)
 
-    def rebuild_free(self) -> None:
-        """Make the free list anew after `restore` calls."""
-        self.free = [n for n in range(len(self.slots) - 1, -1, -1) if self.slots[n].state is SlotState.FREE]
+    def rebuild_free(self, hollow: Collection[int] = ()) -> None:
+        """Make the free list anew after `restore` calls; some of the free slots have no pages."""
+        free, without = [n for n, slot in enumerate(self.slots) if slot.state is SlotState.FREE], set(hollow)
+        self.hollow = [n for n in free if n in without]
+        self.free = [n for n in reversed(free) if n not in without]
+
+    @property
+    def claimed_count(self) -> int:
+        """Slots that have pages."""
+        return len(self.slots) - len(self.hollow)
+
+    def empty(self, count: int, kept: Collection[int]) -> list[int]:
+        """Make up to `count` free slots hollow, those that were free for longest, and none of `kept`; return them."""
+        chosen = [n for n in self.free if n not in kept][:count]
+        without = set(chosen)
+        self.free = [n for n in self.free if n not in without]
+        self.hollow = sorted({*self.hollow, *chosen})
+        return sorted(chosen)
+
+    def fill(self, numbers: Collection[int]) -> None:
+        """Hollow slots have their pages again."""
+        self.hollow = sorted(set(self.hollow).difference(numbers))
+        self.free[:0] = sorted(numbers, reverse=True)
 
     def take_dirty(self) -> set[int]:
         """Return the slots changed since the last call."""
@@ -226,8 +249,8 @@ class SlotTable:
 
     def validate(self) -> None:
         """Raise AssertionError naming the first broken invariant; for tests and the simulator."""
-        free = set(self.free)
-        assert len(free) == len(self.free), "a slot is twice in the free list"
+        free = {*self.free, *self.hollow}
+        assert len(free) == len(self.free) + len(self.hollow), "a slot is twice in the free list, or free and hollow"
         for number, slot in enumerate(self.slots):
             assert (slot.state is SlotState.FREE) == (number in free), f"slot {number} free list disagrees"
             assert slot.refs >= 0, f"slot {number} has {slot.refs} references"

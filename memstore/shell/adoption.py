@@ -43,7 +43,7 @@ def adopt(
                 table.dirty.add(number)
         elif slot.state is not SlotState.FREE:
             table.dirty.add(number)
-    table.rebuild_free()
+    table.rebuild_free(arena.hollow)
     for name, data in manifests.load_all():
         why = _adopt_manifest(shelf, name, data)
         if why:

@@ -2,7 +2,9 @@
 
 The file is as long as the limit from the start and sparse, so that it is mapped once. Room is
 claimed by `grow`: allocated (a full file system says ENOSPC here, where it is an error, and not
-later, where it would be a SIGBUS), pre-faulted, and only then written down as claimed.
+later, where it would be a SIGBUS), pre-faulted, and only then written down as claimed. Free slots
+may be made hollow: `give_back` punches holes, `fill` claims the pages again before a slot is used.
+Which slots are hollow is written nowhere: the file system says it, so that no death can make it wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena_folder import check_folder, open_file
 from memstore.shell.arena_lock import ArenaLock
 from memstore.shell.arena_mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping
-from memstore.shell.slot_headers import SLOTS_NAME, SlotHeaders
+from memstore.shell.page_locks import lock_free, runs
+from memstore.shell.slot_headers import SLOTS_NAME, SlotHeaders, SlotState
 from memstore.shell.tombstones import tombstone_path
 
 CHUNK_NBYTES_MAX = 1 << 30
@@ -40,7 +43,8 @@ class Arena:
         self.chunk_bytes = headers.chunk_bytes
         self.limit_slots = limit_slots
         self.freed: dict[int, str] = {}  # slots whose record could not be true on adoption, and why
-        self._fd = fd
+        self.hollow: list[int] = []  # free slots without pages, as found on adoption
+        self._fd, self._records_fd = fd, open_file(folder, SLOTS_NAME, os.O_RDWR)
         self.mapping = ArenaMapping(folder, fd, open_file(folder, SLOTS_NAME, os.O_RDONLY))
 
     @classmethod
@@ -71,14 +75,14 @@ class Arena:
             limit_slots = max(limit_slots, headers.slots_count)
             if os.fstat(fd).st_size < limit_slots * chunk_bytes:
                 os.ftruncate(fd, limit_slots * chunk_bytes)
-            _settle(path, fd, headers.slots_count * chunk_bytes)
+            hollow = _settle(path, fd, headers)
             arena = cls(path, fd, headers, limit_slots)
         except BaseException:
             if headers is not None:
                 headers.close()
             os.close(fd)
             raise
-        arena.freed = freed
+        arena.freed, arena.hollow = freed, hollow
         return arena
 
     @staticmethod
@@ -105,13 +109,8 @@ class Arena:
 
     @property
     def slots_count(self) -> int:
-        """Slots claimed, so usable."""
+        """Slots claimed so far, hollow ones included."""
         return self.headers.slots_count
-
-    @property
-    def claimed_bytes(self) -> int:
-        """Bytes of memory behind the claimed slots."""
-        return self.slots_count * self.chunk_bytes
 
     def grow(
         self, slots_count: int, should_stop: Callable[[], bool] | None = None,
@@ -137,22 +136,43 @@ class Arena:
                 needed_bytes=slots_count * self.chunk_bytes,
                 limit_bytes=self.limit_slots * self.chunk_bytes,
             )
-        start, end = before * self.chunk_bytes, slots_count * self.chunk_bytes
-        is_whole = False
+        if self._claim(range(before, slots_count), should_stop, on_step):
+            self.headers.slots_count = slots_count
+        return self.slots_count
+
+    def fill(self, slots: Sequence[int], on_step: Callable[[int, int], None]) -> None:
+        """Claim the pages of hollow slots again, all or none of them; as `grow` does."""
+        self._claim(slots, None, on_step)
+
+    def give_back(self, slots: Sequence[int]) -> list[int]:
+        """Give back the pages of free slots that are leased to nobody; return those that some process still needs."""
+        kept = set(slots)
+        for first, count in runs(sorted(slots)):
+            for free, free_count in lock_free(self._records_fd, first, count):
+                _punch_hole(self._fd, free * self.chunk_bytes, free_count * self.chunk_bytes)
+                kept.difference_update(range(free, free + free_count))
+        return sorted(kept)
+
+    def _claim(
+        self, slots: Sequence[int], should_stop: Callable[[], bool] | None, on_step: Callable[[int, int], None]
+    ) -> bool:
+        """Allocate and pre-fault slots step by step; False, with all of it given back, if it was stopped."""
+        wanted, done, is_whole = len(slots) * self.chunk_bytes, 0, False
         try:
-            for at in range(start, end, STEP_NBYTES):
+            for first, count in runs(slots, max(1, STEP_NBYTES // self.chunk_bytes)):
                 if should_stop and should_stop():
-                    return before
-                nbytes = min(STEP_NBYTES, end - at)
-                _allocate(self.folder, self._fd, at, nbytes, wanted=(start, end))
+                    return False
+                at, nbytes = first * self.chunk_bytes, count * self.chunk_bytes
+                _allocate(self.folder, self._fd, at, nbytes, done_bytes=done, wanted_bytes=wanted)
                 self.mapping.populate(at, nbytes)
-                on_step(at + nbytes - start, end - start)
+                done += nbytes
+                on_step(done, wanted)
             is_whole = True
         finally:
             if not is_whole:
-                _punch_hole(self._fd, start, end - start)
-        self.headers.slots_count = slots_count
-        return slots_count
+                for first, count in runs(slots):
+                    _punch_hole(self._fd, first * self.chunk_bytes, count * self.chunk_bytes)
+        return True
 
     @property
     def identity(self) -> str:
@@ -171,27 +191,55 @@ class Arena:
         """Unmap and close; the files stay for the next holder. Idempotent."""
         self.mapping.close()
         self.headers.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self._fd, self._records_fd = (self._fd, self._records_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
 
-def _settle(folder: Path, fd: int, claimed_bytes: int) -> None:
-    """Make memory and table agree on adoption.
+def _settle(folder: Path, fd: int, headers: SlotHeaders) -> list[int]:
+    """Make memory and table agree on adoption; return the free slots without pages.
 
-    What a predecessor had allocated beyond its last word, when it died in `grow`, is given back; a
-    file that lost pages gets them again (as zeros, which the digests will tell), or else they
-    would be a SIGBUS.
+    What a predecessor had allocated beyond its last word, when it died in `grow`, is given back, and so is what it had
+    of a slot when it died in `fill`. A slot in use that lost pages gets them again (as zeros, which the digests will
+    tell), or else they would be a SIGBUS.
     """
-    length = os.fstat(fd).st_size
+    chunk_bytes, length = headers.chunk_bytes, os.fstat(fd).st_size
+    claimed_bytes = headers.slots_count * chunk_bytes
     if length > claimed_bytes:
         _punch_hole(fd, claimed_bytes, length - claimed_bytes)
-    if os.fstat(fd).st_blocks * 512 < claimed_bytes:
-        _allocate(folder, fd, 0, claimed_bytes, wanted=(0, claimed_bytes))
+    if os.fstat(fd).st_blocks * 512 >= claimed_bytes:
+        return []
+    is_free = headers.all()["state"] == SlotState.FREE
+    lacking = _with_holes(fd, chunk_bytes, headers.slots_count)
+    hollow = [slot for slot in lacking if is_free[slot]]
+    for first, count in runs(hollow):
+        _punch_hole(fd, first * chunk_bytes, count * chunk_bytes)
+    used = [slot for slot in lacking if not is_free[slot]]
+    for first, count in runs(used):
+        at, nbytes = first * chunk_bytes, count * chunk_bytes
+        _allocate(folder, fd, at, nbytes, done_bytes=0, wanted_bytes=len(used) * chunk_bytes)
+    return hollow
 
 
-def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, wanted: tuple[int, int]) -> None:
-    """posix_fallocate a range; it releases the GIL."""
+def _with_holes(fd: int, chunk_bytes: int, slots_count: int) -> list[int]:
+    """Return the slots that lack some page, or have one that was allocated and never touched."""
+    found: list[int] = []
+    at, end = 0, slots_count * chunk_bytes
+    while (hole := os.lseek(fd, at, os.SEEK_HOLE)) < end:
+        try:
+            at = min(os.lseek(fd, hole, os.SEEK_DATA), end)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            at = end  # nothing but hole
+        first = hole // chunk_bytes
+        found += range(max(first, found[-1] + 1 if found else 0), -(-at // chunk_bytes))
+    return found
+
+
+def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, done_bytes: int, wanted_bytes: int) -> None:
+    """posix_fallocate a range, the next part of some; it releases the GIL."""
     try:
         os.posix_fallocate(fd, at, nbytes)
     except OSError as error:
@@ -199,14 +247,13 @@ def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, wanted: tuple[int,
             raise
         room = os.fstatvfs(fd)
         free_bytes, total_bytes = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-        start, end = wanted
         raise CapacityError(
-            f"arena {folder} has {start} bytes and cannot grow by {end - start}: {error.strerror} at byte {at};"
-            f" its file system has {free_bytes} of {total_bytes} bytes free with {at - start} of the growth claimed"
+            f"arena {folder} cannot grow by {wanted_bytes} bytes: {error.strerror} at byte {at};"
+            f" its file system has {free_bytes} of {total_bytes} bytes free with {done_bytes} of the growth claimed"
             " (given back now); do one of: enlarge it (mount -o remount,size=..., docker --shm-size, a larger emptyDir)"
             " · set arena_dir to a larger memory file system · lower arena_bytes, replicas or keep_steps",
-            needed_bytes=end - start,
-            free_bytes=free_bytes + at - start,
+            needed_bytes=wanted_bytes,
+            free_bytes=free_bytes + done_bytes,
             total_bytes=total_bytes,
         ) from error
 

@@ -1,7 +1,8 @@
 """The arena file mapped into one process: views of slots, pre-faulting, and forks (R8, R9).
 
-The holder and every rank map the whole file once, whatever is claimed of it; only claimed slots
-have memory behind them, and only those can be viewed, since touching another would be a SIGBUS.
+The holder and every rank map the whole file once, whatever is claimed of it; only claimed slots have memory behind
+them, and only those can be viewed, since touching another could be a SIGBUS. A claimed slot that nothing uses may be
+hollow, its pages given back: it gets them again before it is leased.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from memstore.errors import CapacityError, ClosedError, ConfigError
 from memstore.shell.arena_folder import check_folder, open_file
+from memstore.shell.page_locks import PageHold, hold, runs
 from memstore.shell.slot_headers import SLOTS_NAME, read_file_header
 
 ARENA_NAME = "arena"
@@ -139,6 +141,16 @@ class ArenaMapping:
         self._check_slot(slot)
         return self._address + slot * self.chunk_bytes
 
+    def hold(self, first: int, count: int) -> bool:
+        """Keep the pages of slots for as long as this is mapped, leased or not; False if they are being given back."""
+        self._check_open()
+        return hold(self._slots_fd, first, count)
+
+    def reading(self) -> PageHold:
+        """Return what keeps the pages of the slots that one reader looks at, until it is closed."""
+        self._check_open()
+        return PageHold(self._slots_fd)
+
     def slot_at(self, address: int) -> int | None:
         """Return the slot that an address lies in, or None if it is not of this mapping."""
         slot = (address - self._address) // self.chunk_bytes
@@ -216,16 +228,7 @@ class ArenaMapping:
 
     def _steps(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (offset, bytes) of neighbouring slots joined, in steps of at most 64 MiB."""
-        step_slots = max(1, STEP_NBYTES // self.chunk_bytes)
-        first = count = 0
-        for slot in slots:
-            if count and (slot != first + count or count == step_slots):
-                yield first * self.chunk_bytes, count * self.chunk_bytes
-                count = 0
-            if not count:
-                first = slot
-            count += 1
-        if count:
+        for first, count in runs(slots, max(1, STEP_NBYTES // self.chunk_bytes)):
             yield first * self.chunk_bytes, count * self.chunk_bytes
 
     def _check_slot(self, slot: int) -> None:

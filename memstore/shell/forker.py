@@ -69,8 +69,11 @@ def drop_unknown_shares(vault: Vault, jobs: Collection[str]) -> None:
     with vault.lock:
         drafts = {draft.shard.job for draft in vault.shelf.drafts.values()}
         known = {*jobs, *drafts, *(shard.job for shard, _ in vault.shelf.shards)}
-        for job in [job for job in vault.shelf.shares if job not in known]:
+        unknown = [job for job in vault.shelf.shares if job not in known]
+        for job in unknown:
             vault.shelf.drop_share(job, vault.shelf.shares[job].attempt)
+    if unknown:
+        vault.room.release()
 
 
 def _renamed(vault: Vault, shelved: Shelved, new: ShardId) -> Manifest:

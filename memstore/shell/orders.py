@@ -118,12 +118,17 @@ class Orders:
         self.holder.report("reserved", reply)
         self.holder.ranks.grant_job(job)
 
+    def release(self) -> None:
+        """Give back what no job has reserved, after what is being reserved: what a process had leased is free."""
+        with contextlib.suppress(RuntimeError):  # the holder ends
+            self.reserves.submit(self.holder.logged, self.vault.room.release)
+
     def _grow(self, body: dict[str, Any]) -> None:
         """Memory and streams for the puts that may follow a restore, if there is any: nothing is claimed (R10)."""
         job, share = str(body["job"]), share_from_wire(body)
         self.workers.submit(self.holder.logged, self.holder.pusher.connect, job)
         with self.vault.lock:
-            missing = self.vault.shelf.slots_needed(job, share) - len(self.vault.table.slots)
+            missing = self.vault.shelf.slots_needed(job, share) - self.vault.table.claimed_count
             count = len(self.vault.table.free) + missing
         with contextlib.suppress(CapacityError):
             self.vault.ensure_free(count)

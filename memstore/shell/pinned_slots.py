@@ -1,8 +1,8 @@
 """Slots that a GPU reads and writes without a staging buffer: registered as pinned memory in this process (R11).
 
-Registered are ranges of whole slots, each once, until the mapping is closed. That is safe because pages behind a
-claimed slot stay the same while it is mapped: holes are only punched behind the claimed ones (`Arena.grow`). Without
-CUDA, or where the driver refuses, copies go on as they would from any memory.
+Registered are ranges of whole slots, each once, until the mapping is closed. That is safe because pages behind them
+stay the same while it is mapped: they are held against being given back (`page_locks`) before they are registered.
+Without CUDA, or where the driver refuses, copies go on as they would from any memory.
 
 CUDA keeps a refused call as the last error of the thread that made it, where torch would raise it from training's next
 kernel: so none of these calls is made in a thread that computes.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from memstore.shell.arena_mapping import ArenaMapping
+from memstore.shell.page_locks import runs
 
 log = logging.getLogger("memstore")
 RANGE_BYTES = 64 << 20  # of one call, which nothing interrupts
@@ -55,8 +56,10 @@ class PinnedSlots:
             fresh = sorted(set(slots) - self._slots)
             if cuda is None or self._is_over or not fresh:
                 return
-            for first, count in ranges(fresh, max(1, RANGE_BYTES // self._mapping.chunk_bytes)):
+            for first, count in runs(fresh, max(1, RANGE_BYTES // self._mapping.chunk_bytes)):
                 address, nbytes = self._mapping.address(first), count * self._mapping.chunk_bytes
+                if not self._mapping.hold(first, count):
+                    continue  # free slots that the holder is giving back: not leased to this rank any more
                 refusal = call(cuda, device, "cudaHostRegister", address, nbytes, REGISTER_PORTABLE)
                 if refusal:
                     self._is_over = True
@@ -94,21 +97,3 @@ def call(cuda: Any, device: int, name: str, *arguments: int) -> str:
     except RuntimeError as exc:  # a device that failed before: training hears of it by itself
         return repr(exc)
     return f"error {code}" if code else ""
-
-
-def ranges(slots: Iterable[int], count_max: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of neighbours among sorted slots, at most `count_max` together.
-
-    >>> list(ranges([1, 2, 3, 5], 2))
-    [(1, 2), (3, 1), (5, 1)]
-    """
-    first = count = 0
-    for slot in slots:
-        if count and (slot != first + count or count == count_max):
-            yield first, count
-            count = 0
-        if not count:
-            first = slot
-        count += 1
-    if count:
-        yield first, count

@@ -262,6 +262,7 @@ class RankServer:
             self.lendings.forget(link.owner)
             self.vault.table.reclaim(link.owner)
             self.vault.flush()
+        self.holder.orders.release()
         if link.parent:
             self.grant_job(link.job)
 
@@ -354,6 +355,7 @@ class RankServer:
             if link is not None:
                 link.channel.close()
             self.holder.rank_gone(nonce)
+            self.holder.orders.release()
         with self.lock:
             known = set(self.owners.values())
             jobs = {link.job for link in self.links.values() if link.job}

@@ -18,6 +18,7 @@ import numpy as np
 from memstore.core.layout import pieces
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
+from memstore.shell.page_locks import PageHold
 from memstore.shell.rank_link import RankLink
 from memstore.shell.slot_stream import address_of, copy_bytes
 from recovery.inventory import ShardId
@@ -62,6 +63,7 @@ class OpenRanges:
     views: dict[int, memoryview]  # by chunk
     pin: int
     link: RankLink
+    hold: PageHold
 
     def copy(self, offset: int, address: int, nbytes: int) -> None:
         """Copy stream bytes to host memory, unverified. IntegrityError if they were not asked for."""
@@ -87,6 +89,7 @@ class OpenRanges:
 
     def close(self) -> None:
         """Let go of the slots."""
+        self.hold.close()
         self.link.notify({"k": "unpin", "pin": self.pin})
 
 
@@ -143,12 +146,11 @@ class ShardRanges:
         )  # fmt: skip
         if shard != wanted:
             raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
-        views = {
-            index: self.link.view(int(slot), manifest.chunks[index].nbytes)
-            for index, slot in enumerate(answer["slots"])
-            if slot is not None
-        }
-        return OpenRanges(manifest, step, attempt, views, int(answer["pin"]), self.link)
+        slots = {index: int(slot) for index, slot in enumerate(answer["slots"]) if slot is not None}
+        hold = self.link.mapping.open().reading()
+        hold.add(slots.values())
+        views = {index: self.link.view(slot, manifest.chunks[index].nbytes) for index, slot in slots.items()}
+        return OpenRanges(manifest, step, attempt, views, int(answer["pin"]), self.link, hold)
 
     def drop(self, asked: Asked) -> None:
         """Nobody opens it any more: what it has brought here, or still brings, is given back."""

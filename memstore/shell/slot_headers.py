@@ -82,7 +82,7 @@ class FileHeader:
     """What every process that maps the arena must know."""
 
     chunk_bytes: int
-    slots_count: int  # claimed: these slots have memory behind them
+    slots_count: int  # claimed: these slots have memory behind them, but for free ones that gave it back
     arena_id: bytes  # 16 random bytes, drawn when the table was made
 
 

@@ -16,6 +16,7 @@ from memstore.errors import IntegrityError, PeerTimeout
 from memstore.shell.answers import answer_of
 from memstore.shell.checked_stream import Views
 from memstore.shell.copy_pass import waiting
+from memstore.shell.page_locks import PageHold
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.slot_stream import address_of
@@ -34,7 +35,8 @@ class StagedShard:
     def __init__(self, link: RankLink, manifest: Manifest, answer: dict[str, Any]) -> None:
         self.link, self.manifest = link, manifest
         self._slots: list[int | None] = list(answer["slots"])
-        self._pin = answer["pin"]
+        self._pin, self._hold = answer["pin"], link.mapping.open().reading()
+        self._hold.add(slot for slot in self._slots if slot is not None)
         if len(self._slots) != len(manifest.chunks):
             raise IntegrityError(
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(self._slots)} slots: "
@@ -69,6 +71,7 @@ class StagedShard:
 
     def close(self) -> None:
         """Let go of the slots."""
+        self._hold.close()
         self.link.notify({"k": "unpin", "pin": self._pin})
 
 
@@ -87,6 +90,7 @@ class ShardRead:
         self._until_s = time.monotonic() + timeout_s
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come, not taken yet
+        self._hold: PageHold | None = None  # of those that were taken
         self._staged: StagedShard | None = None
         self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
         number = link.hear(self._heard)
@@ -102,6 +106,8 @@ class ShardRead:
     ) -> None:
         self._link.hear_no_more(self._number)
         self._link.forget_call(self._future)
+        if self._hold is not None:
+            self._hold.close()
         if self._staged is not None:
             self._staged.close()
         else:
@@ -129,6 +135,8 @@ class ShardRead:
             came = [(index, self._slots.pop(index)) for index in wanted if index in self._slots]
             if came:
                 sizes = self.manifest().chunks
+                self._hold = self._hold or self._link.mapping.open().reading()
+                self._hold.add(slot for _, slot in came)
                 return [(index, self._link.view(slot, sizes[index].nbytes)) for index, slot in came]
             self._listen()
         return self._staged.take(wanted)

@@ -350,11 +350,14 @@ class Vault:
         if removed is not None:
             with self.room.lock, self.lock:  # after a claim that is under way, which would put it back
                 self.shelf.drop_share(str(removed[0]), int(removed[1]))
+            self.room.release()
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
         with self.lock:
-            self._discard(self.shelf.expire_pins(self.clock.monotonic()))
+            expired = self.shelf.expire_pins(self.clock.monotonic())
+            self.room.overlooked.update(n for shelved in expired for n in shelved.slots if n is not None)
+            self._discard(expired)
 
     def _discard(self, gone: Sequence[Shelved]) -> None:
         """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
@@ -366,12 +369,12 @@ class Vault:
     def stats(self) -> dict[str, int]:
         """Bytes used, reserved, claimed and allowed, for status."""
         with self.lock:
-            used = len(self.table.slots) - len(self.table.free)
+            used = self.table.claimed_count - len(self.table.free)
             reserved = sum(share.total for share in self.shelf.shares.values())
             return {
                 "used_bytes": used * self.chunk_bytes,
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
-                "claimed_bytes": len(self.table.slots) * self.chunk_bytes,
+                "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
                 "limit_bytes": self.room.limit_bytes,
                 "shards": len(self.shelf.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),

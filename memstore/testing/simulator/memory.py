@@ -6,7 +6,7 @@ operation: what was written stays, what was to come never happens, not even clea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Memory:
         self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
+        self.hollow: set[int] = set()  # slots without pages: whoever touches one is killed
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
         self.crash_in: int | None = None
@@ -51,6 +52,7 @@ class Memory:
         self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
         self.spoilt.clear()
         self.hurt.clear()
+        self.hollow.clear()
         self.version += 1
 
     def spoil(self, slot: int, now: float) -> None:
@@ -114,6 +116,7 @@ class MemoryArena(Arena):
         self.memory = memory
         self.chunk_bytes, self.limit_slots = memory.chunk_bytes, limit_slots
         self.headers = MemoryHeaders(memory)  # type: ignore[assignment]
+        self.hollow = sorted(memory.hollow)
 
     @property
     def slots_count(self) -> int:
@@ -122,6 +125,8 @@ class MemoryArena(Arena):
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a slot's bytes."""
+        if slot in self.memory.hollow:
+            raise AssertionError(f"slot {slot} of {self.memory.host_id} is used without memory behind it: a SIGBUS")
         return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
 
     def grow(self, slots_count: int, should_stop: Any = None, on_step: Any = None) -> int:
@@ -134,6 +139,21 @@ class MemoryArena(Arena):
             memory.slots += [bytearray(self.chunk_bytes) for _ in range(count)]
             memory.headers += [SlotHeader() for _ in range(count)]
         return len(memory.slots)
+
+    def fill(self, slots: Sequence[int], on_step: Any = None) -> None:
+        """Claim the pages of hollow slots again; CapacityError if the file system is full."""
+        if self.memory.is_full:
+            raise CapacityError(f"the simulated file system has no room for {len(slots)} slots")
+        if self.memory.write():
+            self.memory.hollow.difference_update(slots)
+
+    def give_back(self, slots: Sequence[int]) -> list[int]:
+        """Give the pages of slots back, each in an operation of its own: they are zeros from then on."""
+        for slot in slots:
+            if self.memory.write():
+                self.memory.hollow.add(slot)
+                self.memory.slots[slot] = bytearray(self.chunk_bytes)
+        return []
 
     def close(self) -> None:
         """Nothing is open."""
