@@ -70,6 +70,7 @@ class DurableMarker:
     step: StepId
     world_size: int
     specs: Mapping[int, ShardSpec]  # rank -> shard
+    key: str = ""  # name of the key that all its slices are under; "" if they are not encrypted
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def test_marker_records_round_trip_and_no_damage_passes(marker: DurableMarker, c
 
 
 GOOD = (
-    '{"job": "j", "attempt": 1, "step": 2, "world_size": 1, '
+    '{"job": "j", "attempt": 1, "step": 2, "world_size": 1, "key": "", '
     '"lineage": {"attempt": 1, "parent_attempt": null, "parent_step": null}, "parts": [["'
     + "0" * 32
     + '", 9, 4, 3, 1]]}'
@@ -74,6 +74,8 @@ GOOD = (
         ('"world_size": 1', '"world_size": 0'),
         ('"world_size": 1', '"world_size": 1000000000'),
         ('"job": "j"', '"job": 1'),
+        ('"key": ""', '"key": 7'),
+        ('"key": ""', '"key": "../marker"'),
         ('{"attempt": 1, "par', '{"attempt": 2, "par'),
         ('"parent_step": null', '"parent_step": "x"'),
         ("9, 4, 3, 1", "9, 4, 2, 1"),
@@ -90,7 +92,7 @@ def test_marker_with_a_sound_digest_and_bad_fields_is_refused(old: str, new: str
     """The digest is not trusted to vouch for the contents: every field is checked."""
 
     def sealed(text: str) -> bytes:
-        record = b"memstore-marker 2\n" + text.encode(errors="surrogateescape") + b"\n"
+        record = b"memstore-marker 3\n" + text.encode(errors="surrogateescape") + b"\n"
         return record + xxhash.xxh3_128_hexdigest(record).encode() + b"\n"
 
     assert decode_marker(sealed(GOOD)).marker.step == StepId(1, 2)

@@ -20,6 +20,7 @@ from memstore.core.cadence_rounds import CadenceRounds
 from memstore.core.cluster_view import ClusterView
 from memstore.core.compaction import compact
 from memstore.core.drains import Drains
+from memstore.core.durable_markers import DurableMarkers
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
     Action,
@@ -124,6 +125,7 @@ class Catalog:
         self.staging = Staging(self)
         self.repair = Repair(self)
         self.durable = DurableOrders(self)
+        self.durable_markers = DurableMarkers(self)
         self.queries = Queries(self)
         self.observer = Observer(self)
         self._asks = {
@@ -262,7 +264,7 @@ class Catalog:
         elif kind == "persisted":
             self.durable.persisted(self.now, host, body)
         elif kind == "markers":
-            why = self.durable.markers_listed(body)
+            why = self.durable_markers.listed(host, body)
             self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
             self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
             self.forks.markers_listed(str(body["job"]), int(body["call"]), why)
@@ -313,6 +315,8 @@ class Catalog:
         if isinstance(fact, f.AttemptOpened):
             self.attempts.apply_opened(now, fact, is_replay=is_replay)
             self.orphans.begun(fact.job)
+            if not is_replay:
+                self.durable.keys.ask(self.jobs[fact.job])
         elif isinstance(fact, f.RoomClaimed):
             self.room.apply_claimed(fact, is_replay=is_replay)
         elif isinstance(fact, f.CadenceSet):

@@ -1,7 +1,7 @@
 """The marker that makes a durable step count: three lines of text that carry their own digest (R31). Pure.
 
-    memstore-marker 2
-    {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "lineage": {...}, "parts": [[digest, ...], ...]}
+    memstore-marker 3
+    {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "key": ..., "lineage": {...}, "parts": [[digest, ...]]}
     <hex xxh3-128 of the two lines above>
 
 Text, because a person who finds the folder years later reads it with `cat`. The digest finds faults, not forgers (R14),
@@ -22,9 +22,12 @@ from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
 MARKER_LIMIT_BYTES = 32 << 20  # about 80 bytes a rank: four hundred thousand ranks
-_FIRST_LINE = b"memstore-marker 2\n"
+VERSION = 3
+_FIRST_LINE = b"memstore-marker %d\n" % VERSION
+_ANY_FIRST_LINE = re.compile(rb"memstore-marker ([0-9]{1,9})\n")
 _DIGEST_NBYTES = 33  # 32 hex digits and the newline
 _HEX = re.compile(r"[0-9a-f]{32}\Z")
+_KEY = re.compile(r"(?:[0-9a-f]{16})?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def encode_marker(job: str, marker: DurableMarker, lineage: Mapping[str, Any]) -
         "attempt": marker.step.attempt,
         "step": marker.step.step,
         "world_size": marker.world_size,
+        "key": marker.key,
         "lineage": dict(lineage),
         "parts": [
             [spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size]
@@ -78,6 +82,11 @@ def decode_marker(data: bytes) -> MarkerRecord:
     actual = xxhash.xxh3_128_hexdigest(record)
     if digest != actual.encode() + b"\n":
         raise IntegrityError(f"marker of {len(data)} bytes is torn or altered: its text has digest {actual}")
+    found = _ANY_FIRST_LINE.match(record)
+    if found is not None and int(found[1]) != VERSION:
+        raise IntegrityError(
+            f"marker format {int(found[1])}, this memstore reads {VERSION}: read it with its writer's version"
+        )
     if not record.startswith(_FIRST_LINE):
         raise IntegrityError(f"marker starts with {record[:24]!r} instead of {_FIRST_LINE!r}")
     try:
@@ -90,18 +99,20 @@ def _record_from_body(body: dict[str, Any]) -> MarkerRecord:
     """Check every field; ValueError, TypeError or KeyError for a bad one."""
     step = StepId(_count(body["attempt"], "attempt"), _count(body["step"], "step"))
     world_size = _count(body["world_size"], "world_size")
-    job, parts, lineage = body["job"], body["parts"], body["lineage"]
+    job, parts, lineage, key = body["job"], body["parts"], body["lineage"], body["key"]
     if not isinstance(job, str) or not isinstance(parts, list) or not isinstance(lineage, dict):
         raise TypeError("job, parts and lineage must be a string, a list and a map")
+    if not isinstance(key, str) or not _KEY.match(key):
+        raise ValueError(f"key {key!r} is no key's name")
     if world_size < 1 or len(parts) != world_size:
         raise ValueError(f"{len(parts)} parts for world size {world_size}")
     if lineage["attempt"] != step.attempt:
         raise ValueError(f"lineage of attempt {lineage['attempt']} in a marker of attempt {step.attempt}")
-    for key in ("parent_attempt", "parent_step"):
-        if lineage[key] is not None:
-            _count(lineage[key], key)
+    for name in ("parent_attempt", "parent_step"):
+        if lineage[name] is not None:
+            _count(lineage[name], name)
     specs = {rank: _spec(part, rank, world_size) for rank, part in enumerate(parts)}
-    return MarkerRecord(job, DurableMarker(step, world_size, specs), lineage)
+    return MarkerRecord(job, DurableMarker(step, world_size, specs, key), lineage)
 
 
 def _spec(part: list[Any], rank: int, world_size: int) -> ShardSpec:

@@ -1,6 +1,6 @@
 """Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
 
-idle --due--> writing (every host its slices) --all slices reported--> marking --> done: idle
+idle --due--> [asking for keys] --> writing (every host its slices) --all slices reported--> marking --> done: idle
                  |  ^--------- next is due: abandoned and counted ----------'
                  |  a slice failed, or its writer died: another holder of the shard writes it
                  |--nobody is left to write it--> idle, with the reason in status; tried again when next due
@@ -12,18 +12,17 @@ The holders of a shard share its slices, so that each writes a part of it, all a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from memstore.core.durable_keys import DurableKeys, chosen
 from memstore.core.durable_part import slices_count
 from memstore.core.durable_place import place_of
 from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
-from memstore.core.events import Body, shard_to_wire, spec_from_wire, spec_to_wire
+from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
-from memstore.core.listing import listed
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
-from recovery.lineage import AttemptFact, in_lineage
+from recovery.lineage import in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -42,7 +41,8 @@ class Write:
     since_s: float
     waits: dict[Piece, str]  # what is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
-    phase: Literal["writing", "marking"] = "writing"
+    phase: Literal["asking", "writing", "marking"] = "asking"
+    key: str = ""  # name of the key that all its slices are under
     failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
     reported: set[str] = field(default_factory=set)  # hosts that wrote something
 
@@ -63,6 +63,7 @@ class DurableState:
     abandoned_count: int = 0
     failures_count: int = 0
     problem: str = ""
+    key: str | None = None  # of the last write
     last_done_s: float | None = None
     write_s: float | None = None  # what the last write took
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
@@ -76,6 +77,7 @@ class DurableOrders:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.states: dict[str, DurableState] = {}
+        self.keys = DurableKeys(catalog)
         self.calls_count = 0
 
     def state(self, job: str) -> DurableState:
@@ -94,6 +96,8 @@ class DurableOrders:
             return
         state = self.state(job.name)
         self._give_up_retired(now, job, attempt, state)
+        if state.active is not None and state.active.phase == "asking" and self.keys.is_known(job.name):
+            self._begin(job, attempt, state, state.active)
         spans = job.spans(attempt.ordinal)
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
         committed = [s for s in mine if self._is_whole(job, s)]
@@ -124,7 +128,7 @@ class DurableOrders:
         step removed once, until a host says that it is: a former one may have died with the marker's order on its way.
         """
         write = state.active
-        if write is not None and write.step in job.retired and write.phase == "writing":
+        if write is not None and write.step in job.retired and write.phase != "marking":
             self._tell_retired(job, write)
             self._stop(job, state)
             self._remove(job, attempt, write.step, is_torn=False)
@@ -161,16 +165,38 @@ class DurableOrders:
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, {}, {})
+        state.active, state.last_started_s, state.last_started_step = write, now, step
+        self.keys.ask(job)
+        if self.keys.is_known(job.name):
+            self._begin(job, attempt, state, write)
+
+    def _begin(self, job: Job, attempt: Attempt, state: DurableState, write: Write) -> None:
+        """Share the slices among the holders that have the write's key, and order them."""
+        keys, step = self.keys.state(job.name), write.step
+        if not self._is_whole(job, step):
+            self._abandon(job, state, f"step {step.step} has no live copy of some shard any more")
+            return
+        if attempt.config.get("durable_key_file"):
+            key = chosen(keys.names, [self._writers(job, step, rank) for rank in job.copies[step]], state.key)
+            if key is None:
+                why = f"step {step.step} cannot be written under one key. {keys.problem or 'No host said its key'}"
+                self._fail(job, state, write, why)
+                return
+            write.key = state.key = key
+        write.phase = "writing"
         for rank, hosts in job.copies[step].items():
-            owner, able = self.catalog.view.owner_host(job, attempt, rank), self._writers(job, step, rank)
+            owner = self.catalog.view.owner_host(job, attempt, rank)
+            able = [host for host in self._writers(job, step, rank) if self._has_key(job, write, host)]
             able = sorted(able, key=owner.__ne__)  # the owner first: it alone writes a small shard
             spec = write.specs[rank] = hosts[able[0]].spec
             able = [host for host in able if hosts[host].spec == spec]
             able = [host for host in able if host not in state.stuck] or able
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
-        state.active, state.last_started_s, state.last_started_step = write, now, step
         self._order_slices(job, attempt, write, set(write.waits))
+
+    def _has_key(self, job: Job, write: Write, host: str) -> bool:
+        return not write.key or self.keys.state(job.name).names.get(host) == write.key
 
     def _order_slices(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece]) -> None:
         """Tell every host which of `pieces` it writes."""
@@ -186,7 +212,7 @@ class DurableOrders:
                 ]
                 for rank, mine in ranks.items()
             ]
-            self._tell(job, attempt, host, "parts", write.step, {"parts": parts})
+            self._tell(job, attempt, host, "parts", write.step, {"parts": parts, "key": write.key})
 
     def _move(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece], gone: str) -> bool:
         """Give slices to other holders of their shards, the least busy first; False if some slice has none left."""
@@ -194,7 +220,7 @@ class DurableOrders:
             write.failed.setdefault(piece, set()).add(gone)
             copies, spec = job.copies.get(write.step, {}).get(piece[0], {}), write.specs[piece[0]]
             holders = [host for host in self._writers(job, write.step, piece[0]) if copies[host].spec == spec]
-            able = [host for host in holders if host not in write.failed[piece]]
+            able = [h for h in holders if h not in write.failed[piece] and self._has_key(job, write, h)]
             if not able:
                 return False
             busy = list(write.waits.values())
@@ -215,6 +241,12 @@ class DurableOrders:
         state.abandoned_count += 1
         state.problem = why
 
+    def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
+        self._stop(job, state)
+        state.problem = why
+        self.catalog.observer.durable(job.name, write.step, "failed", write.since_s, why)
+        state.failures_count += 1
+
     def _stop(self, job: Job, state: DurableState) -> None:
         """End the write, on every host that is still at it."""
         if state.active is not None and job.newest is not None:
@@ -229,9 +261,14 @@ class DurableOrders:
         write = state.active
         step = StepId(int(body["step"][0]), int(body["step"][1]))
         attempt = job.newest if job is not None else None
+        if body["what"] == "key":
+            self.keys.answered(host_id, body)
+            if job is not None:
+                self.consider(now, job)
+            return
         if body["what"] == "marker":
-            self._take_back_again(state, step)  # it was written after all, perhaps after the removal
-        elif body["what"] == "remove":
+            self.take_back_again(str(body["job"]), step)  # it was written after all, perhaps after the removal
+        if body["what"] == "remove":
             if body["ok"]:
                 state.taken_back.add(step)
             else:
@@ -243,17 +280,10 @@ class DurableOrders:
         piece = (int(body["rank"]), int(body["slice"])) if body["what"] == "parts" else MARKER
         if write.waits.get(piece) != host_id:
             return  # another host was given the slice meanwhile; what this one wrote is the same
+        if body["ok"] and body["key"] != write.key:
+            body = {**body, "ok": False, "why": f"it was written under key {body['key']}, ordered was {write.key}"}
         if not body["ok"]:
-            if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
-                why = f"durable write of step {step.step} failed on {host_id}: {body['why']}"
-                self.catalog.note(f"job {job.name!r}: {why}", "warning")
-            if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
-                return
-            self._stop(job, state)
-            self._tell(job, attempt, host_id, "remove", step, {"only_unmarked": True})  # full storage needs the room
-            state.problem = str(body["why"])
-            self.catalog.observer.durable(job.name, step, "failed", write.since_s, state.problem)
-            state.failures_count += 1
+            self._piece_failed(job, attempt, state, write, host_id, piece, body)
             return
         del write.waits[piece]
         write.reported.add(host_id)
@@ -267,17 +297,36 @@ class DurableOrders:
             self._tell_retired(job, write)
             self._give_up_retired(now, job, attempt, state)
             return
-        job.markers[step], state.last_done_s = DurableMarker(step, len(write.specs), dict(write.specs)), now
+        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key)
+        state.last_done_s = now
         state.write_s = now - write.since_s
         self.catalog.observer.durable(job.name, step, "", write.since_s)
         self.catalog.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
-        for old in retire([s for s in job.markers if in_lineage(spans, s)], int(attempt.config["durable_keep"])):
-            del job.markers[old]
-            self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
+        keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
+        if not self.keys.state(job.name).problem:  # else it is open whose key will be had when a step is needed
+            for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
+                del job.markers[old]
+                self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
         self.catalog.retention.retain(job)
 
-    def _take_back_again(self, state: DurableState, step: StepId) -> None:
+    def _piece_failed(
+        self, job: Job, attempt: Attempt, state: DurableState, write: Write, host_id: str, piece: Piece, body: Body
+    ) -> None:
+        """Give a slice to another holder of its shard; the write is over if there is none."""
+        if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
+            why = f"durable write of step {write.step.step} failed on {host_id}: {body['why']}"
+            self.catalog.note(f"job {job.name!r}: {why}", "warning")
+        if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
+            return
+        self._fail(job, state, write, str(body["why"]))
+        self._tell(job, attempt, host_id, "remove", write.step, {"only_unmarked": True})  # full storage needs the room
+        if body["key"] != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
+            state.last_started_s = state.last_started_step = None
+
+    def take_back_again(self, name: str, step: StepId) -> None:
+        """A torn step has a marker after all: have it removed once more."""
+        state = self.state(name)
         state.taken_back.discard(step)
         state.ordered_back_s.pop(step, None)
 
@@ -287,6 +336,7 @@ class DurableOrders:
         self._tell(
             job, attempt, host_id, "marker", write.step,
             {
+                "key": write.key,
                 "specs": [[rank, spec_to_wire(spec)] for rank, spec in sorted(write.specs.items())],
                 "lineage": {
                     "attempt": source.ordinal, "parent_attempt": source.parent, "parent_step": source.parent_step,
@@ -295,57 +345,16 @@ class DurableOrders:
             },
         )  # fmt: skip
 
-    def markers_listed(self, body: Body) -> str:
-        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
-
-        Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
-        """
-        name = str(body["job"])
-        if not body["ok"]:
-            self.state(name).problem = str(body["why"])
-            return str(body["why"])
-        damaged = str(body["why"])  # of markers that are there and say nothing
-        if damaged:
-            self.state(name).problem = damaged
-            self.catalog.note(f"job {name!r}: durable storage: {damaged}", "warning")
-        if body["markers"]:
-            self.catalog.jobs.setdefault(name, Job(name))
-        job = self.catalog.jobs.get(name)
-        if job is None:
-            return damaged
-        job.markers.clear()
-        others = set[int]()
-        for attempt, number, specs, *rest in body["markers"]:
-            table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
-            step = StepId(int(attempt), int(number))
-            if step in job.torn:  # its removal failed, or a late write came after it: once more
-                self._take_back_again(self.state(name), step)
-                continue
-            if rest:
-                parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
-                job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
-                named = _moments(rest[0].get("attempts"))
-                if _is_of_another_run(job, named):
-                    others.add(step.attempt)
-                    continue
-                job.past_opened_s.update(named)
-            job.markers[step] = DurableMarker(step, len(table), table)
-        if others:
-            self.catalog.note(
-                f"job {name!r}: durable storage has attempts {listed(sorted(others))} of another, older run of this "
-                "name: they are left alone and are not restored",
-                "warning",
-            )
-        return "" if body["markers"] else damaged
-
     def forget(self, name: str) -> None:
         """The job was removed: another one of its name begins anew."""
         self.states.pop(name, None)
+        self.keys.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
         """A writer died: what it owed goes to other holders; if there are none the write is over."""
         state, attempt = self.state(job.name), job.newest
         write = state.active
+        self.keys.lost(job.name, host_id)
         state.stuck.discard(host_id)  # its next process has another way to the storage
         if write is None or attempt is None or host_id not in write.waits.values():
             return
@@ -360,19 +369,3 @@ class DurableOrders:
             self._abandon(job, state, f"host {host_id} died while it wrote, and nobody else can write what it owed")
             state.last_started_step = None
             state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait
-
-
-def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
-    """Tell whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
-
-    The moments only tell attempts apart: of two clocks nobody knows which one was right. Such a run was forgotten: its
-    RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
-    """
-    known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}
-    return any(known.get(ordinal, opened_s) != opened_s for ordinal, opened_s in named.items())
-
-
-def _moments(named: object) -> dict[int, float]:
-    """Return what a marker says of when attempts were opened."""
-    rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
-    return {row[0]: row[1] for row in rows if [type(value) for value in row] == [int, float]}

@@ -7,30 +7,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from memstore.errors import ConfigError
+from recovery.inventory import DurableMarker
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z", re.ASCII)
-_FILE = re.compile(r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}\Z", re.ASCII)
+_FILE = re.compile(
+    r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}(?:\.[0-9a-f]{16})?\Z", re.ASCII
+)
 MARKER = "marker"
 
 
-def place_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a holder needs to know to reach a job's durable storage; None if it has none."""
+def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> dict[str, Any] | None:
+    """Return what a holder needs to know to reach a job's durable storage; None if it has none.
+
+    Args:
+        marker: Of the step that will be read, whose slices carry its key's name.
+    """
     if not config.get("durable"):
         return None
     fields = {name: config.get(f"durable_{name}") for name in ("compression", "key_file", "bytes_per_s")}
-    return {"url": config["durable"], **fields}
+    return {"url": config["durable"], **fields, **({"key": marker.key} if marker is not None else {})}
 
 
-def slice_name(rank: int, number: int, digest: str) -> str:
-    """Return the name of a slice's file or object.
+def slice_name(rank: int, number: int, digest: str, key: str = "") -> str:
+    """Return the name of a slice's file or object; of one under a key it carries the key's name.
+
+    So slices of one step under two keys never meet, and a marker that names one key cannot count the other's.
 
     Raises:
         ConfigError: the rank is not a whole number from 0; it must not lead out of the folder.
     """
     if type(rank) is not int or not 0 <= rank < 10**18:
         raise ConfigError(f"rank {rank!r} is not a whole number from 0")
-    return f"rank-{rank}.{number}.{digest}"
+    return f"rank-{rank}.{number}.{digest}" + (f".{key}" if key else "")
 
 
 def step_path(where: str, job: str, *names: object) -> str:

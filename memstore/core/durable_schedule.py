@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memstore.core.cadence import optimal_interval_s
@@ -157,15 +157,23 @@ def paced(now: float, free_s: float, nbytes: int, bytes_per_s: int | None) -> tu
     return start_s, start_s + nbytes / bytes_per_s if bytes_per_s else now
 
 
-def retire(durable_steps: Iterable[StepId], keep: int) -> tuple[StepId, ...]:
+def retire(durable_steps: Mapping[StepId, str], keep: int, key: str = "") -> tuple[StepId, ...]:
     """Return the steps of one lineage that `durable_keep` lets go, oldest first; never the newest.
+
+    Steps under another key than `key` are not counted as kept: they go once `keep` newer ones are under it.
+
+    Args:
+        durable_steps: Step -> the name of its key.
+        keep: How many steps under `key` stay.
+        key: The present key's name.
 
     Raises:
         ConfigError: `keep` is below 1.
 
-    >>> retire([StepId(1, 30), StepId(1, 10), StepId(2, 20)], 2)
+    >>> retire({StepId(1, 30): "", StepId(1, 10): "", StepId(2, 20): ""}, 2)
     (StepId(attempt=1, step=10),)
     """
     if keep < 1:
         raise ConfigError(f"durable_keep={keep}: at least 1 step must be kept, or set durable=None")
-    return tuple(sorted(set(durable_steps))[:-keep])
+    kept = sorted(step for step, name in durable_steps.items() if name == key)[-keep:]
+    return tuple(sorted(step for step in durable_steps if step < kept[0])) if len(kept) == keep else ()

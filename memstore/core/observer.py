@@ -325,6 +325,11 @@ class Observer:
         self.scrubbed[key] = found
 
     @aside
+    def durable_keys(self, job: str, why: str) -> None:
+        """Hosts do not have one durable_key_file (R31)."""
+        self.add("durable_keys", job=job, why=why[:300])
+
+    @aside
     def durable(self, job: str, step: StepId, outcome: str, since_s: float, why: str = "") -> None:
         """A durable write ended: "" as asked, "failed" or "abandoned" (R31)."""
         took_s = rounded(self.catalog.now - since_s)

@@ -24,6 +24,8 @@ class DurableTier(Protocol):
     I/O error or a stale handle: no evidence about the bytes in the sense of R25).
     """
 
+    key: str  # name of the key that it writes under, "" without one
+
     def write_slice(
         self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
         should_stop: Callable[[], bool],

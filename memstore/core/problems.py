@@ -214,6 +214,11 @@ def _durable_problems(job: Body) -> Iterator[Body]:
             NOTE, name, f"durable off: {loses} {can} the run", None,
             'connect with Config(durable="/a/shared/directory")',
         )  # fmt: skip
+    elif job["durable_keys"]:
+        yield _row(
+            DEGRADED, name, f"durable {job['durable']}: {job['durable_keys']}", job["durable_s"],
+            "put one file on every host; the next write, or `memstore persist JOB`, asks again",
+        )  # fmt: skip
     elif job["durable_problem"]:
         yield _row(
             DEGRADED, name, f"durable {job['durable']}: {job['durable_problem']}", job["durable_s"],

@@ -191,7 +191,7 @@ class Queries:
             {
                 "job": job.name, "round": -self.count, "rank": rank, "shard": shard_to_wire(shard),
                 "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": place_of(attempt.config),
+                "durable": place_of(attempt.config, job.markers.get(result.step)),
                 "chunks": call.body.get("chunks"), "stream": call.body.get("stream"),
                 "runs": [
                     [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank

@@ -83,7 +83,7 @@ class Staging:
         runs: dict[int, list[list[Any]]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
-        durable = place_of(job.attempts[active.attempt].config)
+        durable = place_of(job.attempts[active.attempt].config, job.markers.get(result.step))
         for rank, home in sorted(active.homes.items()):
             shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
             holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.catalog.hosts.is_live(h)]

@@ -152,6 +152,7 @@ class StatusReport:
             durable=attempt.config.get("durable"),
             durable_step=max((s.step for s in job.markers if in_lineage(spans, s)), default=None),
             durable_problem=durable.problem,
+            durable_keys=self.catalog.durable.keys.state(job.name).problem,
             durable_abandoned=durable.abandoned_count,
             durable_s=self.catalog.now - durable.last_done_s if durable.last_done_s is not None else None,
             resume_step=attempt.resume_step,

@@ -40,6 +40,11 @@ class Codec:
     is_compressing: bool = False
     key: bytes | None = None
 
+    @property
+    def key_name(self) -> str:
+        """Return what the key is called in names and messages, "" without one."""
+        return key_name(self.key).hex() if self.key is not None else ""
+
     def seal(self, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes]) -> list[bytes]:
         """Return the pieces of a slice's file: header, manifest, chunks."""
         packed = [_compressed(chunk) if self.is_compressing else None for chunk in chunks]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,8 +36,11 @@ from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 class PartsTier(DurableTier):
     """Durable parts and markers on `files`, which every host of the job sees alike."""
 
-    def __init__(self, files: DurableFiles, codec: Codec | None = None) -> None:
+    def __init__(self, files: DurableFiles, codec: Codec | None = None, read_under: str | None = None) -> None:
+        """Read slices whose names carry the key `read_under`; by default those under the codec's own key."""
         self.files, self.codec = files, codec or Codec()
+        self.key = self.codec.key_name
+        self.read_under = self.key if read_under is None else read_under
 
     def probe(self) -> None:
         """Raise ConfigError unless a file can be written here."""
@@ -52,7 +56,7 @@ class PartsTier(DurableTier):
         """
         if len(manifest) > MANIFEST_LIMIT_BYTES:
             raise CapacityError(f"manifest of {len(manifest)} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
-        name = slice_name(shard.rank, number, spec.digest)
+        name = slice_name(shard.rank, number, spec.digest, self.key)
         head = manifest if number == 0 else b""
         pieces: list[bytes] = []
         for chunk in chunks:
@@ -70,11 +74,7 @@ class PartsTier(DurableTier):
         """Write the marker of a step whose parts are all there; see `DurableTier.write_marker`."""
         record, path = encode_marker(job, marker, lineage), self.files.path(job, marker.step.attempt, marker.step.step)
         found = self.files.names(job, marker.step)
-        missing = sorted(
-            rank
-            for rank, spec in marker.specs.items()
-            if not found.issuperset(slice_name(rank, number, spec.digest) for number in range(slices_count(spec)))
-        )
+        missing = sorted(rank for rank in marker.specs if not found.issuperset(_part_names(marker, rank)))
         if missing:
             raise IntegrityError(
                 f"{path} as seen from this host lacks {len(missing)} of {marker.world_size} parts, or slices of them, "
@@ -86,14 +86,17 @@ class PartsTier(DurableTier):
                 return
 
     def _has_equal_marker(self, job: str, marker: DurableMarker, path: str) -> bool:
-        """Say whether this very marker is there; a damaged one may be replaced, one of other bytes may not."""
+        """Say whether this very marker is there.
+
+        One that is damaged, or names another key, may be replaced; one of other bytes may not.
+        """
         try:
             there = self._read_marker(job, marker.step)
         except IntegrityError:
             return False
-        if there is not None and there.marker != marker:
+        if there is not None and replace(there.marker, key=marker.key) != marker:
             raise IntegrityError(f"{path} is marked complete with other parts: remove the step first")
-        return there is not None
+        return there is not None and there.marker.key == marker.key
 
     def markers(self, job: str) -> tuple[list[DurableMarker], list[str]]:
         """Return the job's markers, oldest first, and what is wrong with the others."""
@@ -120,7 +123,7 @@ class PartsTier(DurableTier):
 
     def read_manifest(self, shard: ShardId, spec: ShardSpec) -> bytes:
         """Return the shard's manifest, checked against its digest."""
-        name = slice_name(shard.rank, 0, spec.digest)
+        name = slice_name(shard.rank, 0, spec.digest, self.read_under)
         with self.files.opened(shard.job, _step_of(shard), name) as reader:
             header = self._header(reader, shard, spec, 0)
             stored = bytearray(header.manifest_nbytes)
@@ -145,7 +148,7 @@ class PartsTier(DurableTier):
                 f"of {spec.chunk_bytes} bytes, {spec.nbytes} in all"
             )
         number = index // slice_chunks(spec)
-        name = slice_name(shard.rank, number, spec.digest)
+        name = slice_name(shard.rank, number, spec.digest, self.read_under)
         with self.files.opened(shard.job, _step_of(shard), name) as reader:
             header = self._header(reader, shard, spec, number)
             offset, nbytes, is_compressed = header.chunk_place(index)
@@ -219,6 +222,12 @@ class PartsTier(DurableTier):
         return self.files.path(shard.job, shard.attempt, shard.step)
 
 
+def _part_names(marker: DurableMarker, rank: int) -> list[str]:
+    """Return the names of all slices of a rank's part."""
+    spec = marker.specs[rank]
+    return [slice_name(rank, number, spec.digest, marker.key) for number in range(slices_count(spec))]
+
+
 def _step_of(shard: ShardId) -> StepId:
     return StepId(shard.attempt, shard.step)
 
@@ -231,7 +240,7 @@ def open_tier(place: Mapping[str, Any]) -> DurableTier:
     """
     key_file = place["key_file"]
     codec = Codec(place["compression"] == "auto", read_key(str(key_file)) if key_file is not None else None)
-    return PartsTier(files_from_url(str(place["url"])), codec)
+    return PartsTier(files_from_url(str(place["url"])), codec, place.get("key"))
 
 
 def files_from_url(url: str) -> DurableFiles:

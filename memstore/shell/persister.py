@@ -63,6 +63,8 @@ class Persister:
                     self._pool(body).submit(self._guard, body, work, [shard[3], number])
         elif body["what"] == "marker":
             self.writers.submit(self._guard, body, lambda: self._marker(body, step), [-1, 0])
+        elif body["what"] == "key":
+            self.listers.submit(self._guard, body, lambda: self._say_key(body), [-1, 0])
         elif body["what"] == "remove" and body.get("is_torn"):
             self.writers.submit(self._guard, body, lambda: self._remove(body, step), [-1, 0])
         elif body["what"] == "remove":
@@ -85,8 +87,7 @@ class Persister:
         return self.stops[key]
 
     def _guard(self, body: dict[str, Any], work: Any, piece: list[int]) -> None:
-        report = {key: body[key] for key in ("job", "what", "step")}
-        report.update(rank=piece[0], slice=piece[1], ok=True, why="")
+        report = _report(body, piece)
         try:
             if not work():
                 return
@@ -96,6 +97,11 @@ class Persister:
             log.exception("durable write")
             report.update(ok=False, why=repr(exc))
         self.holder.report("persisted", report)
+
+    def _say_key(self, body: dict[str, Any]) -> bool:
+        """Report the name of the key that is in the file now."""
+        self.holder.report("persisted", {**_report(body, [-1, 0]), "key": open_tier(body["durable"]).key})
+        return False
 
     def _remove(self, body: dict[str, Any], step: StepId) -> bool:
         open_tier(body["durable"]).remove_step(str(body["job"]), step, only_unmarked=bool(body["only_unmarked"]))
@@ -119,7 +125,13 @@ class Persister:
             raise IntegrityError(f"{shard_body} is not here any more")
         shelved, pin = pinned
         try:
-            nbytes = open_tier(body["durable"]).write_slice(
+            tier = open_tier(body["durable"])
+            if tier.key != body["key"]:
+                why = f"durable_key_file has key {tier.key} here, ordered was {body['key']}: put the same "
+                report = {**_report(body, [shard.rank, number]), "key": tier.key}
+                self.holder.report("persisted", {**report, "ok": False, "why": f"{why}file on all hosts"})
+                return False
+            nbytes = tier.write_slice(
                 shard, shelved.spec, number, self.holder.vault.manifest(shelved), self._chunks(shelved, number),
                 should_stop=stop.is_set,
             )  # fmt: skip
@@ -150,7 +162,7 @@ class Persister:
     def _marker(self, body: dict[str, Any], step: StepId) -> bool:
         specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
         tier = open_tier(body["durable"])
-        tier.write_marker(str(body["job"]), DurableMarker(step, len(specs), specs), body["lineage"])
+        tier.write_marker(str(body["job"]), DurableMarker(step, len(specs), specs, body["key"]), body["lineage"])
         self.writers.submit(self._quietly, lambda: tier.sweep(str(body["job"]), {step}))  # abandoned writes before it
         return True
 
@@ -159,14 +171,17 @@ class Persister:
         self.listers.submit(self._list, body)
 
     def _list(self, body: dict[str, Any]) -> None:
-        report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": []}
+        report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": [], "key": ""}
         try:
-            records, problems = open_tier(body["durable"]).marker_records(str(body["job"]))
+            tier = open_tier(body["durable"])
+            report["key"] = tier.key
+            records, problems = tier.marker_records(str(body["job"]))
             report["markers"] = [
                 [
                     r.marker.step.attempt,
                     r.marker.step.step,
                     [[rank, spec_to_wire(spec)] for rank, spec in sorted(r.marker.specs.items())],
+                    r.marker.key,
                     dict(r.lineage),
                 ]
                 for r in records
@@ -178,3 +193,9 @@ class Persister:
             log.exception("durable markers")
             report.update(ok=False, why=repr(exc))
         self.holder.report("markers", report)
+
+
+def _report(body: dict[str, Any], piece: list[int]) -> dict[str, Any]:
+    """Return the report that an order was carried out."""
+    report = {key: body[key] for key in ("job", "what", "step")}
+    return {**report, "rank": piece[0], "slice": piece[1], "ok": True, "why": "", "key": body.get("key", "")}

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgpack
 
-from memstore.core.durable_part import slices_count
 from memstore.core.events import (
     Body,
     Event,
@@ -26,9 +25,9 @@ from memstore.core.events import (
     shard_from_wire,
     shard_to_wire,
     spec_from_wire,
-    spec_to_wire,
 )
 from memstore.core.records import journal_after, whole_order
+from memstore.testing.catalog_durable import Durable, list_markers, persist
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
@@ -72,21 +71,6 @@ class FakeRank:
         return ": ".join(found[-1]) if found else ""
 
 
-@dataclass
-class Durable:
-    """Durable storage that all hosts see: slices of parts, then markers."""
-
-    slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
-    damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
-    discarded: list[tuple[str, int, int]] = field(default_factory=list)  # what abandoned writes left was removed
-    problem: str = ""
-
-    def has_part(self, shard: ShardId, spec: ShardSpec) -> bool:
-        """Say whether every slice of a shard is there."""
-        return all((shard, spec, number) in self.slices for number in range(slices_count(spec)))
-
-
 class FakeHolder:
     """One host; `send` takes events for the controller, `peer` finds another live holder, `later` delays work."""
 
@@ -102,6 +86,7 @@ class FakeHolder:
         self.info, self.durable = info, durable
         self.durable_problem = ""  # of this host alone
         self.idle_s, self.stories = 0.0, dict[str, str]()
+        self.durable_key = ""  # name of the key in its durable_key_file
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[bytes] = []
@@ -346,41 +331,10 @@ class FakeHolder:
         self._later(self, lambda: self._persist(body))
 
     def _persist(self, body: Body) -> None:
-        job, (attempt, step), what = body["job"], body["step"], body["what"]
-        why = self.durable.problem or self.durable_problem
-        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "ok": not why, "why": why}
-        if what == "parts":
-            for item, _, numbers in body["parts"]:
-                shard = shard_from_wire(item)
-                for number in numbers:
-                    if shard in self.copies and not why:
-                        key = (shard, self.copies[shard].spec, int(number))
-                        self.durable.slices.setdefault(key, []).append(self.info.host_id)
-                    self.report("persisted", {**reply, "rank": shard.rank, "slice": number})
-        elif what == "marker":
-            specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-            if not why:
-                self.durable.markers[job, attempt, step] = (specs, dict(body["lineage"]))
-            self.report("persisted", reply)
-        elif what == "remove" and body["only_unmarked"]:
-            self.durable.discarded.append((job, attempt, step))
-        elif what == "remove":
-            if not why:
-                self.durable.markers.pop((job, attempt, step), None)
-            if body.get("is_torn"):
-                self.report("persisted", reply)
+        persist(self, body)
 
     def _on_markers(self, body: Body) -> None:
-        rows = [
-            [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())], lineage]
-            for (job, attempt, step), (specs, lineage) in sorted(self.durable.markers.items())
-            if job == body["job"]
-        ]
-        why = self.durable.problem
-        damaged = [row for row in rows if (row[0], row[1]) in self.durable.damaged]
-        rows = [row for row in rows if row not in damaged]
-        said = why or "; ".join(f"marker of step {row[1]} is torn" for row in damaged)
-        self.report("markers", {"job": body["job"], "call": body["call"], "ok": not why, "why": said, "markers": rows})
+        list_markers(self, body)
 
     def _on_ask(self, body: Body) -> None:
         self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})

@@ -31,7 +31,8 @@ from memstore.core.events import (
     Tick,
 )
 from memstore.core.job import Job
-from memstore.testing.catalog_holder import CHUNKS, Durable, FakeHolder, FakeRank, plain, plain_event
+from memstore.testing.catalog_durable import Durable
+from memstore.testing.catalog_holder import CHUNKS, FakeHolder, FakeRank, plain, plain_event
 from recovery.inventory import ShardId, ShardSpec, StepId
 
 TICK_S = 0.2

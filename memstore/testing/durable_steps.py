@@ -83,7 +83,7 @@ def write_step(tier: DurableTier, step: int, *, ranks: int = 2, nbytes: int = 3 
     for rank in range(ranks):
         write_part(tier, shard_of(step, rank), nbytes)
         specs[rank] = spec_of(shard_of(step, rank), nbytes, ranks)
-    marker = DurableMarker(StepId(1, step), ranks, specs)
+    marker = DurableMarker(StepId(1, step), ranks, specs, tier.key)
     tier.write_marker(JOB, marker, lineage_of(1))
     return marker
 

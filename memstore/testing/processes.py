@@ -81,6 +81,7 @@ class ProcessCluster:
             "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
         }  # fmt: skip
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
+        self.working_folders: dict[str, Path] = {}  # of holders: where one host's files are to differ from another's
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
         self.started_s: dict[str, float] = {}  # by host: when its newest holder was started
@@ -131,6 +132,7 @@ class ProcessCluster:
                 [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.process_main"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, **self.environ.get(on_host if role == "holder" else "", {})},
+                cwd=self.working_folders.get(on_host),
             )  # fmt: skip
         if process.stdin is not None:
             with process.stdin as stdin:  # not an argument: everybody on the machine could read the secret there

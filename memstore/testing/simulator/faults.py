@@ -270,6 +270,14 @@ def _durable_slow(world: Simulation, each: Fault) -> None:
     world.at(each.for_s, lambda: setattr(world.durable, "delay_s", 0.05))
 
 
+@fault("rotate-key")
+def _rotate_key(world: Simulation, each: Fault) -> None:
+    """The key file is replaced on one host, on the others at the end."""
+    key = f"{int(each.at_s * 1000):016x}"
+    world.durable.keys[_names(world, each)[0]] = key
+    world.at(each.for_s, lambda: world.durable.keys.update(dict.fromkeys(world.holders, key)))
+
+
 @fault("durable-torn")
 def _durable_torn(world: Simulation, each: Fault) -> None:
     world.durable.tears += each.count

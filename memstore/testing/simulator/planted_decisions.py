@@ -284,15 +284,37 @@ def steps_mixed() -> Any:
 @planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True)
 def marker_before_parts() -> Any:
     """The durable marker is ordered together with the parts."""
-    begin = DurableOrders._start
+    begin = DurableOrders._begin
 
-    def start(self: DurableOrders, now: float, job: Job, attempt: Any, state: Any, step: StepId) -> None:
-        begin(self, now, job, attempt, state, step)
-        write = state.active
+    def start(self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
+        begin(self, job, attempt, state, write)
         write.phase = "marking"
         self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
 
-    return patch.object(DurableOrders, "_start", start)
+    return patch.object(DurableOrders, "_begin", start)
+
+
+@planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
+def keys_not_compared() -> Any:
+    """Each host writes its slices under the key that it has, and a report's key is not looked at."""
+    order, persisted = DurableOrders._order_slices, DurableOrders.persisted
+
+    def ordered(self: DurableOrders, job: Job, attempt: Any, write: Any, pieces: Any) -> None:
+        before = len(self.catalog.actions)
+        order(self, job, attempt, write, pieces)
+        for action in self.catalog.actions[before:]:
+            if isinstance(action, Tell):
+                action.body["key"] = self.keys.state(job.name).names.get(action.host_id, "")
+
+    def reported(self: DurableOrders, now: float, host_id: str, body: Any) -> None:
+        write = self.state(str(body["job"])).active
+        persisted(self, now, host_id, {**body, "key": write.key} if write and body["what"] == "parts" else body)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(DurableOrders, "_order_slices", ordered))
+    stack.enter_context(patch.object(DurableOrders, "_has_key", lambda self, job, write, host: True))
+    stack.enter_context(patch.object(DurableOrders, "persisted", reported))
+    return stack
 
 
 @planted(

@@ -106,7 +106,7 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
-        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed)])),
+        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed), *_rotation(seed)])),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
 
@@ -131,6 +131,12 @@ def _notice(seed: int) -> list[Fault]:
     """A preemption in one scenario of six; from a stream of its own, so that seeds of old still draw what they drew."""
     rng = random.Random(f"notice {seed}")
     return [replace(_fault(rng), kind="preempt", for_s=rng.choice([2.0, 5.0, 9.0]))] if rng.random() < 1 / 6 else []
+
+
+def _rotation(seed: int) -> list[Fault]:
+    """A key file that is replaced host by host in one scenario of nine; from a stream of its own."""
+    rng = random.Random(f"rotation {seed}")
+    return [replace(_fault(rng), kind="rotate-key")] if rng.random() < 1 / 9 else []
 
 
 def _history(seed: int) -> list[Fault]:

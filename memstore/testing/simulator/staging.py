@@ -157,8 +157,8 @@ class Stager:
                     sources.remove(source)
                 except TransportError:
                     is_unreachable = True
-            part = holder.world.durable.part(shard, digest)
-            if body.get("durable") and part is not None and not holder.world.durable.problem:
+            part = holder.world.durable.part_for(body, shard, digest)
+            if part is not None and not holder.world.durable.problem:
                 return part[0]
             if not is_unreachable:
                 return None
@@ -186,7 +186,7 @@ class Stager:
                     break
                 host = turns[turn % len(turns)]
                 try:
-                    lacking = yield from self._fetch_from(host, draft, digest, todo, sizes)
+                    lacking = yield from self._fetch_from(body, host, draft, digest, todo, sizes)
                 except IntegrityError:
                     lacking = todo
                 except TransportError as exc:
@@ -202,13 +202,13 @@ class Stager:
         return problem
 
     def _fetch_from(
-        self, host: str, draft: Draft, digest: str, todo: list[int], sizes: list[int]
+        self, body: Body, host: str, draft: Draft, digest: str, todo: list[int], sizes: list[int]
     ) -> Generator[Wait, None, list[int]]:
         """Pull chunks; return those the source says it lacks."""
         holder, vault = self.holder, self.holder.vault
         if host == "durable":
             yield holder.world.durable.delay_s
-            _, chunks = holder.world.durable.part(draft.shard, digest) or (b"", [])
+            _, chunks = holder.world.durable.part_for(body, draft.shard, digest) or (b"", [])
             found = {i: chunks[i] if i < len(chunks) and not holder.world.durable.problem else b"" for i in todo}
         else:
             peer = yield from holder.pusher.reach(host)

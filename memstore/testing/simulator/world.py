@@ -85,6 +85,7 @@ class Simulation:
         self.config = Config(
             replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0, max_restores=1000,
             durable="/durable" if scenario.has_durable else None, durable_every=3, stall_budget_s=1.0,
+            durable_key_file="/key" if any(each.kind == "rotate-key" for each in scenario.faults) else None,
         ).job_fields()  # fmt: skip
         self.memories: dict[str, Memory] = {}
         self.holders: dict[str, SimHolder] = {}
