@@ -138,14 +138,16 @@ class Puts:
         return plan
 
     def begin(
-        self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None
-    ) -> tuple[Ticket, OpenPut | None]:
+        self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None,
+        growth_s: float = 0.0,
+    ) -> tuple[Ticket, OpenPut | None]:  # fmt: skip
         """Take room for a put whose bytes the caller copies and hands over itself.
 
         Args:
             began_s: When the put began to block training, monotonic.
             extra_slots: Slots beyond `nbytes`, for what is known only later.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
+            growth_s: Longest wait for more room than the rank has claimed so far; without it such a step is skipped.
 
         Returns:
             The put's ticket, and its room, or None if the step was skipped (R12).
@@ -161,7 +163,7 @@ class Puts:
         self.overlap.wait()
         ticket = self._new_ticket(step, nbytes, began_s)
         try:
-            taken = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s)
+            taken = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s, growth_s)
         except BaseException:
             self._forget(step)
             raise
@@ -287,13 +289,13 @@ class Puts:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None) -> Taken | None:
+    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None, growth_s: float) -> Taken | None:
         """Return leased slots, or None if the step is skipped."""
         if ticket.step < self._resume_step:
             ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
             return None
         if count > self._reserved_slots or self._reserved_slots == 0:
-            self._reserve(ticket, count)
+            self._reserve(ticket, count, growth_s)
             if ticket.is_over:
                 return None
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
@@ -341,7 +343,7 @@ class Puts:
         )  # fmt: skip
         return self._preparation.begin()
 
-    def _reserve(self, ticket: Ticket, count: int) -> None:
+    def _reserve(self, ticket: Ticket, count: int, growth_s: float) -> None:
         """Claim room: a collective round at the first put, in the background later (R10, R11)."""
         known = self._preparation
         if known is not None and known.is_ready and count <= known.slots_count:
@@ -365,9 +367,11 @@ class Puts:
                 self.link.put_back(*taken)
             preparation.say_waited(time.monotonic() - began_s)
             return
-        self.link.call_soon("reserve", self.body(slots=count)).add_done_callback(
-            lambda f: self._grown(count, f.exception())
-        )
+        grown = self.link.call_soon("reserve", self.body(slots=count))
+        grown.add_done_callback(lambda f: self._grown(count, f.exception()))
+        with waiting():
+            if growth_s and wait([grown], growth_s).done and grown.exception() is None:
+                return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
     def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:

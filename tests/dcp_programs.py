@@ -296,12 +296,35 @@ def save_in_group(rank: DcpRank, step: int, members: list[int]) -> dict[str, Any
     """Some ranks save through DCP, in a group of their own; the others put what they have."""
     group = dist.new_group(members, backend="gloo")
     if rank.rank in members:
-        dcp.save({"w": full(step, 9, 9), "n": step}, storage_writer=rank.store.dcp_writer(step), process_group=group)
+        writer = rank.store.dcp_writer(step, wait=None)
+        dcp.save({"w": full(step, 9, 9), "n": step}, storage_writer=writer, process_group=group)
+        writer.ticket.wait("committed", 120)
     else:
         rank.store.put(step, {}).wait("committed", 120)
     state: State = {"w": torch.zeros(9, 9), "n": 0}
     rank.load(state, step)
     return {"differing": differing(state, {"w": full(step, 9, 9), "n": step})}
+
+
+def save_in_group_and_wait(rank: DcpRank, step: int, members: list[int]) -> dict[str, Any]:
+    """Some ranks save and wait; the others do nothing."""
+    group = dist.new_group(members, backend="gloo")
+    if rank.rank in members:
+        dcp.save({"w": full(step, 9, 9)}, storage_writer=rank.store.dcp_writer(step), process_group=group)
+    return {}
+
+
+def save_and_outgrow(rank: DcpRank, step: int, how: str) -> dict[str, Any]:
+    """Save a small state, then one of three times the chunks."""
+    for number, rows in enumerate((400, 1200)):
+        writer = rank.store.dcp_writer(step + number)
+        state = {"w": full(step, rows, 100) + rank.rank, f"rank {rank.rank}": full(step, rows, 50)}
+        if how == "sync":
+            dcp.save(state, storage_writer=writer)
+        else:
+            dcp.async_save(state, storage_writer=writer).result(120)
+        writer.ticket.wait("committed", 60)
+    return {}
 
 
 def load_parts(rank: DcpRank, seed: int, step: int, names: list[str]) -> dict[str, Any]:

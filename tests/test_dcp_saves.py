@@ -186,3 +186,19 @@ def test_a_group_of_some_ranks_saves_while_the_others_put(site: Site) -> None:
     """The coordinator is not rank 0; every rank of the job can load what the group saved."""
     replies = run(site.ranks, "save_in_group", step=next(site.steps), members=[1, 3])
     assert [reply["differing"] for reply in replies] == [[]] * len(HOSTS)
+
+
+@pytest.mark.parametrize("members", [[1, 3], [0], [2]], ids=str)
+def test_some_ranks_that_would_wait_for_the_others_are_refused_as_they_plan(site: Site, members: list[int]) -> None:
+    """On all ranks of the group, with both numbers; the next save of all is as ever."""
+    failures = site.save_fails("save_in_group_and_wait", members=members)
+    assert len(failures) == len(members)
+    assert all(f"{len(members)} of the 4 ranks" in text and "wait=None" in text for text in failures)
+    site.check(site.save(what="placed"))
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> None:
+    """Where a put would skip its step: a save that waits for its commit has nobody to tell."""
+    first = next(site.steps)
+    run(site.ranks, "save_and_outgrow", step=first, how=how)

@@ -236,6 +236,23 @@ def test_safetensors_hold_the_global_tensors_and_name_what_is_left_out(cluster: 
     assert "no tensor" in refused(cluster, "weights", tmp_path / "no", *options[:3], "absent.")
 
 
+def test_names_that_safetensors_cannot_hold_are_refused_or_left_out_with_the_reason(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    """The header's own name, and none; under a prefix they are other names."""
+    ones = torch.ones(4)
+    put(cluster, "names", [{"__metadata__": ones, "": ones, "w": ones, "m": {"__metadata__": ones, "x": ones}}])
+    said = refused(cluster, "names", tmp_path / "out", "--format", "safetensors")
+    assert "'__metadata__' cannot be written" in said
+    assert "--prefix" in said
+    said = refused(cluster, "names", tmp_path / "out", "--format", "safetensors", "--prefix", "m.")
+    assert "'m.__metadata__' cannot be written" in said
+    put(cluster, "nameless", [{"": ones, "w": ones}])
+    assert export(cluster, "nameless", tmp_path / "a", "--format", "safetensors")["left_out"] == {"": "it has no name"}
+    said = refused(cluster, "nameless", tmp_path / "b", "--format", "safetensors", "--prefix", "w")
+    assert "no tensor" in said
+
+
 STOPPED = """
 import signal
 import sys

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from memstore.shell.copy_pass import copying
 from memstore.shell.slot_stream import SlotStream, address_of, byte_array
 from memstore.shell.tensor_bytes import Source, flat_source
 from memstore.ticket import LEVELS, Ticket
+
+FRAMES_MAX = 8  # between dcp.save and a writer, with a subclass's in between
 
 
 class DcpWriter(StorageWriter, AsyncStager):
@@ -67,6 +71,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._tail: list[bytes] = []  # objects and metadata, which stand behind the tensors
         self._is_coordinator = False
         self._is_global = True
+        self._has_group = False  # this save's ranks plan together, however few they are
         self._skipped = ""  # why the training process had no room
         self._names: dict[str, int] = {}
 
@@ -97,7 +102,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         began_s = time.monotonic()
         hollow = hollow_out(state_dict)
         self._names = hollow.dims
-        self._begin(hollow.nbytes, estimate_bytes(hollow.dims, self.puts.world_size), began_s)
+        self._begin(hollow.nbytes, estimate_bytes(hollow.dims, self.puts.world_size), began_s, self._stall_s)
         if self._room is not None:
             self._copy(lambda stream: copy_sources(hollow.placed, stream, hollow.nbytes), hollow.nbytes)
         self._end = hollow.nbytes
@@ -132,6 +137,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Hear who writes the metadata, and whether for all ranks."""
         self._is_coordinator = is_coordinator
         self._is_global = bool(kwargs.get("use_collectives", True))
+        self._has_group = _has_group(sys._getframe(1))
         if not self._is_global:
             self._is_coordinator = True
         if isinstance(self.puts, SaveProcess):
@@ -142,7 +148,20 @@ class DcpWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are; the coordinator learns how much there is to describe."""
+        """The plans as they are; the coordinator learns how much there is to describe.
+
+        Raises:
+            ConfigError: Only some of the job's ranks save together, and would wait for what the others have to put.
+        """
+        is_part = self._is_global and (self._has_group or len(plans) > 1) and len(plans) != self.puts.world_size
+        if is_part and self.wait is not None:
+            error = ConfigError(
+                f"{len(plans)} of the {self.puts.world_size} ranks of job {self.puts.job!r} save step {self.step}: "
+                "it is committed once all of them have put it: save with all ranks (process_group=None), or, where the "
+                "others put() this step, with dcp_writer(step, wait=None)", field="process_group",
+            )  # fmt: skip
+            self._fail(error)
+            raise error
         items = [item for plan in plans for item in plan.items]
         self._names |= {i.index.fqn: len(i.tensor_data.size) if i.tensor_data else 0 for i in items}
         return plans
@@ -193,11 +212,13 @@ class DcpWriter(StorageWriter, AsyncStager):
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _begin(self, nbytes: int, tail_bytes: int, began_s: float) -> None:
+    def _begin(self, nbytes: int, tail_bytes: int, began_s: float, growth_s: float) -> None:
         if self.ticket is not None or not isinstance(self.puts, Puts):
             raise ConfigError(f"this writer has saved step {self.step}: make one for every step", field="step")
         extra = 1 + tail_bytes // self.puts.chunk_bytes
-        self.ticket, self._room = self.puts.begin(self.step, nbytes, began_s=began_s, extra_slots=extra)
+        self.ticket, self._room = self.puts.begin(
+            self.step, nbytes, began_s=began_s, extra_slots=extra, growth_s=growth_s
+        )
 
     def _adopt(self, puts: SaveProcess) -> None:
         """In the save process: what was staged is ours from now on."""
@@ -206,6 +227,11 @@ class DcpWriter(StorageWriter, AsyncStager):
             self.ticket.rise("skipped", self._skipped)
             return
         self.ticket, self._room = puts.adopt(self.step)
+
+    @property
+    def _stall_s(self) -> float:
+        """How long what blocks training may wait."""
+        return self.puts.config.stall_budget_s if isinstance(self.puts, Puts) else 0.0
 
     def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
         room = self._room
@@ -237,7 +263,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             end = _aligned(end + sources[number].nbytes)
         if self._is_coordinator:
             tail_bytes += estimate_bytes(self._names, self.puts.world_size if self._is_global else 1)
-        self._begin(end, tail_bytes, began_s)
+        self._begin(end, tail_bytes, began_s, self.wait_s if self.wait is not None else self._stall_s)
         if self._room is not None:
             self._copy(lambda stream: copy_sources(placed, stream, end), end)
         if self.ticket is not None:
@@ -318,6 +344,17 @@ class DcpWriter(StorageWriter, AsyncStager):
         finally:
             if isinstance(self.puts, SaveProcess):
                 self.puts.close()
+
+
+def _has_group(frame: FrameType | None) -> bool:
+    """Tell whether the dcp.save that called uses a process group: one rank has one plan either way."""
+    for _ in range(FRAMES_MAX):
+        if frame is None:
+            break
+        if "distW" in frame.f_locals:
+            return bool(getattr(frame.f_locals["distW"], "use_dist", False))
+        frame = frame.f_back
+    return False
 
 
 def _aligned(offset: int) -> int:

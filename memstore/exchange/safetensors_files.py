@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from memstore.errors import ConfigError
+from memstore.errors import ConfigError, UnsupportedState
 from memstore.exchange.step_view import Item, StepView
 
+HEADER_NAME = "__metadata__"
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -32,13 +33,22 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
     A file has at most `file_bytes` of tensors, or one tensor; one file's tensors are in memory at a time.
 
     Raises:
-        ConfigError: nothing is left to write. What reading the items raises, and OSError.
+        ConfigError: nothing is left to write.
+        UnsupportedState: a tensor has the name of a file's own header.
+        What reading the items raises, and OSError.
     """
     parts: dict[str, list[Item]] = defaultdict(list)
     for _, items in view.by_rank(are_interleaved=True):
         for item in items:
             parts[item.index.fqn].append(item)
     left_out = _left_out(view, prefix)
+    reserved = prefix + HEADER_NAME
+    if reserved in parts and reserved not in left_out:
+        raise UnsupportedState(
+            f"{reserved!r} cannot be written: safetensors files keep their header under {HEADER_NAME!r}. Export with "
+            "another --prefix or as dcp, or put the tensor under another name",
+            path=reserved,
+        )
     batches = _batches({name: _entry(view, name) for name in parts if name not in left_out}, file_bytes)
     if not batches:
         raise ConfigError(f"no tensor's name begins with {prefix!r}: see {sorted(parts)[:5]}", field="prefix")
@@ -61,8 +71,12 @@ def _left_out(view: StepView, prefix: str) -> dict[str, str]:
     for name, entry in view.entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             found[name] = "an object, not a tensor"
-        elif not name.startswith(prefix) or name == prefix:
+        elif not name.startswith(prefix):
             found[name] = f"its name does not begin with {prefix!r}"
+        elif name == prefix:
+            found[name] = (
+                f"its name is the prefix {prefix!r}, and nothing is left of it" if prefix else "it has no name"
+            )
         elif not _has_type(entry.properties.dtype):
             found[name] = f"safetensors has no type for {entry.properties.dtype}"
     return found
