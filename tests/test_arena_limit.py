@@ -13,7 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from memstore.cli import main
+from memstore.cli.lifecycle import bill
+from memstore.config import Config
+from memstore.errors import ConfigError
 from memstore.shell.arena_folder import arena_folder
+from memstore.shell.arena_limit import arena_limit
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
 from memstore.testing.rank_process import RankFailed, RankNursery
@@ -97,7 +101,39 @@ def test_rm_and_a_refused_first_put_give_their_memory_back(tmp_path: Path, nurse
         for rank in ranks:
             rank.begin("put", step=0)
         for rank in ranks:
-            with pytest.raises(RankFailed, match=r"(?s)CapacityError.*refused does not fit on h1.*may take 4.0 MiB"):
+            with pytest.raises(
+                RankFailed,
+                match=r"(?s)CapacityError.*refused does not fit on h1.*may take 4.0 MiB.*--arena-bytes.*2 versions",
+            ):
                 rank.finish()
             rank.kill()
         wait_for(lambda: pages(cluster, "h0") == 0, "the memory of the refused put")
+
+
+def test_an_arena_that_can_never_be_is_refused_and_a_small_one_is_warned_about(tmp_path: Path) -> None:
+    """1 TiB on 64 MiB, the 64 MiB of a container's /dev/shm, none for one chunk: each with cause and remedy."""
+    with memory_file_system(tmp_path / "shm", 64) as shm:
+        folder = shm / "h0"
+        with pytest.raises(ConfigError, match=r"arena_bytes is 1024\.0 GiB, and 64\.0 MiB can ever be had.*--shm-size"):
+            arena_limit(Config(arena_dir=str(shm), arena_bytes="1TiB"), folder)
+        small = arena_limit(Config(arena_dir=str(shm)), folder)
+        assert small.nbytes < 58 * MIB
+        assert "has free" in small.why
+        assert "--shm-size" in small.warning
+        assert "--arena-bytes" in small.warning
+        (shm / "other").write_bytes(bytes(40 * MIB))
+        later = arena_limit(Config(arena_dir=str(shm), arena_bytes=48 * MIB), folder)
+        assert "24.0 MiB can be had now" in later.warning
+        with pytest.raises(ConfigError, match=r"has no room for one chunk of chunk_bytes.*--shm-size.*--arena-bytes"):
+            arena_limit(Config(arena_dir=str(shm), chunk_bytes=32 * MIB), folder)
+
+
+def test_up_prints_the_bill() -> None:
+    """Limit, why, what fits, for hosts alike in one line, and the warning with its remedy."""
+    stats = {"limit_bytes": 50 * MIB, "limit_why": "0.9 of what /dev/shm has free", "limit_warning": "it is small"}
+    lines = bill([{"host": name, "status": "live", "stats": stats} for name in ("h0", "h1")])
+    assert lines == [
+        "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 10.0 MiB per host with replicas=2, "
+        "keep_steps=1",
+        "warning: h0, h1: it is small",
+    ]

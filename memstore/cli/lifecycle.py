@@ -18,6 +18,8 @@ from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreach
 from memstore.shell.ray_reach import REACH_S
 
 POLL_S = 0.2
+BEAT_S = 5.0  # a holder that has just joined says within this what it may have
+VERSIONS = 5  # of one host's state: replicas x (keep_steps + 1) + 1, the last one room to rebuild a neighbour's copies
 RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 
 
@@ -58,15 +60,37 @@ def up(
         start(config)
         where = Where(config, address)
         body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, timeout_s)
+        deadline_s = time.monotonic() + BEAT_S
+        while any(not h["stats"] for h in body["hosts"] if h["status"] == "live") and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            body = where.status()
     live = [host["host"] for host in body["hosts"] if host["status"] == "live"]
     if as_json:
         print_json({"store": config.store, "hosts": live, "jobs": [job["job"] for job in body["jobs"]]})
         return
     words = f"store {config.store} is up on {plural(len(live), 'host')}: {', '.join(live[:10])}"
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
+    for line in bill(body["hosts"]):
+        say(line)
     adopted = [job["job"] for job in body["jobs"]]
     if adopted:
         say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")
+
+
+def bill(hosts: list[dict[str, Any]]) -> list[str]:
+    """Return what the arenas may have, why, and what fits: a line for each kind of host, and warnings."""
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for host in hosts:
+        stats = host["stats"]
+        if host["status"] == "live" and "limit_bytes" in stats:
+            limit, fits = size_text(stats["limit_bytes"]), size_text(stats["limit_bytes"] // VERSIONS)
+            kinds.setdefault((limit, fits, stats["limit_why"], stats["limit_warning"]), []).append(host["host"])
+    lines = []
+    for (limit, fits, why, warning), names in kinds.items():
+        who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        lines.append(f"{who}: up to {limit} ({why}); fits a state of {fits} per host with replicas=2, keep_steps=1")
+        lines += [f"warning: {who}: {warning}"] if warning else []
+    return lines
 
 
 def store_config(config: Config, fields: dict[str, Any]) -> Config:
