@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
+
 from memstore.core.events import Report, shard_to_wire
+from memstore.testing.catalog_holder import CHUNKS
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
 from recovery.inventory import ShardId, StepId
@@ -144,3 +147,56 @@ def test_copies_stay_while_the_cluster_cannot_hold_enough_apart() -> None:
     world.kill_host("h0")
     world.run(10.0)
     assert world.holders_of(StepId(1, 1), 0) == ["h1", "h2"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rack_replaced_host_by_host_before_the_job_dies_is_filled(seed: int) -> None:
+    """Copies of a step that no rank will finish take no room of the newest commit's: it has two copies again (R29)."""
+    labels = {f"h{n}": {"rack": f"r{n // 2}"} for n in range(4)}
+    world, ranks = trained(4, last=5, labels=labels, keep_steps=1, seed=seed)
+    for rank in (ranks[0], ranks[2], ranks[3]):
+        world.put(rank, 6)
+    for lost in ("h1", "h0"):
+        world.kill_host(lost)
+        world.run(0.2)
+        world.return_host(lost)
+        world.run(0.1)
+    for rank in ranks[2:]:
+        world.kill_rank(rank)
+    world.run(20.0)
+    assert [len(world.holders_of(StepId(1, 5), rank)) for rank in range(4)] == [2, 2, 2, 2]
+    world.kill_host("h3")
+    answers = world.get(world.launch(4))
+    world.check_restored(answers)
+    assert {answer["step"] for answer in answers} <= {5, 6}
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
+    """A kept step's copy that is refused takes the room of an open step's, but only once a rank is dead (R29)."""
+    world, ranks = trained(2)
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    if is_ended:
+        world.kill_rank(ranks[1])
+    full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
+    full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
+    del full.copies[kept]
+    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(kept)]}))
+    world.run(20.0)
+    assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
+    assert world.holders_of(StepId(1, 2), 0) == (["h0"] if is_ended else ["h0", "h1"])
+
+
+def test_surplus_copies_of_an_open_step_go() -> None:
+    """What was pushed to a stand-in while a host was away is freed once that host has its copies again (R29)."""
+    world, ranks = trained(4)
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    before = world.holders_of(StepId(1, 2), 0)
+    stand_in = next(host for host in ("h1", "h2", "h3") if host not in before)
+    world.holders["h0"].push(ShardId(JOB, 1, 2, 0), stand_in)
+    world.run(0.05)
+    assert stand_in in world.holders_of(StepId(1, 2), 0)
+    world.run(5.0)
+    assert world.holders_of(StepId(1, 2), 0) == before

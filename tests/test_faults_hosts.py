@@ -103,3 +103,28 @@ def test_a_lost_rack_degrades_commits_until_it_returns(tmp_path: Path, nursery: 
         cluster.wait_live("h2", "h3")
         wait_for(lambda: not cluster.job("train")["degraded"], "a whole commit of step 4")
         assert not together(ranks, "train", first=5, last=6)[0]["degraded"]
+
+
+def test_a_rack_replaced_host_by_host_before_the_job_dies_is_filled(tmp_path: Path, nursery: RankNursery) -> None:
+    """Two hosts of a rack are lost within a second and come back blank, the job dies: the newest commit is repaired."""
+    labels = {f"h{i}": {"rack": "ab"[i // 2]} for i in range(4)}
+    with ProcessCluster(tmp_path, labels) as cluster:
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1", "h2", "h3"], last_step=4)
+        for rank in (ranks[0], ranks[2], ranks[3]):
+            rank.begin("put", step=5)
+        for rank in (ranks[0], ranks[2], ranks[3]):
+            rank.finish()
+        for lost in (1, 0):
+            ranks[lost].kill()
+            cluster.lose_host(f"h{lost}")
+            wait_for(lambda host=f"h{lost}": cluster.host_status().get(host) == "dead", "the death of a host")
+            cluster.start_holder(f"h{lost}")
+        fleet.kill(ranks[2:])
+        cluster.wait_live("h0", "h1")
+        wait_for(
+            lambda: (job := cluster.job("train")) and (job["copies"], job["missing_copies"]) == (2, 0), "all copies"
+        )
+        cluster.lose_host("h3")
+        ranks, got = fleet.resume(["h0", "h1", "h2", "h2"])
+        assert got["step"] in (4, 5)

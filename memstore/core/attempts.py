@@ -7,15 +7,15 @@ fencing --every live host answered--> open --all ranks closed--> closed
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
-from memstore.core.job import Attempt, Call, Job, Seat
+from memstore.core.gathering import Gathering
+from memstore.core.job import Attempt, Call, Job, Seat, seat_of
 from memstore.core.listing import listed
 from memstore.core.ordinals import Ordinals
-from recovery.inventory import StepId
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -24,20 +24,6 @@ ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not 
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
 WORLD_SIZE_MAX = 1 << 20  # what is missing of a launch is listed rank by rank
 FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
-
-
-@dataclass(slots=True)
-class Gathering:
-    """Joins of one launch that wait for the rest of their ranks."""
-
-    key: str | None
-    world_size: int
-    joins: dict[int, Call] = field(default_factory=dict)
-    rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
-    rewind_to: StepId | None = None  # that step, once it is found
-    order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
-    markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
-    listing_since_s: float = 0.0
 
 
 class Attempts:
@@ -238,13 +224,14 @@ class Attempts:
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
         """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
         job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
-        pids = {c.body["nonce"]: int(c.body.get("pid", 0)) for c in self.opening.get(fact.job, ())}
-        old = job.attempts.get(fact.attempt)
+        joined = {call.body["nonce"]: call.body for call in self.opening.get(fact.job, ())}
         seats = {
-            rank: Seat(rank, host, nonce, pids.get(nonce, 0), last_active_s=now)
+            rank: seat_of(rank, host, nonce, joined.get(nonce, {}), now)
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
-        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+        if (
+            old := job.attempts.get(fact.attempt)
+        ) is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
             old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
@@ -336,12 +323,13 @@ class Attempts:
     def rank_gone(self, now: float, nonce: str) -> None:
         """A rank's process is dead: its seat is free and a half-gathered join of it is void."""
         for name, gathering in list(self.gatherings.items()):
-            for rank, call in list(gathering.joins.items()):
-                if call.body["nonce"] == nonce:
-                    del gathering.joins[rank]
-                    gathering.markers_call = 0  # asked again when its place is taken
+            for rank in [rank for rank, call in gathering.joins.items() if call.body["nonce"] == nonce]:
+                del gathering.joins[rank]
+                gathering.markers_call = 0  # asked again when its place is taken
             if not gathering.joins:
                 del self.gatherings[name]
+        for call in (c for calls in self.opening.values() for c in calls if c.body["nonce"] == nonce):
+            call.body["is_gone"] = True  # its seat comes when the attempt's fact has spread
         for job in self.catalog.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:

@@ -39,6 +39,11 @@ class Seat:
         return not self.is_gone and self.last_active_s > -math.inf
 
 
+def seat_of(rank: int, host: str, nonce: str, join: Mapping[str, Any], now: float) -> Seat:
+    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
+    return Seat(rank, host, nonce, int(join.get("pid", 0)), bool(join.get("is_gone")), last_active_s=now)
+
+
 @dataclass(slots=True)
 class Attempt:
     """One launch of the job's worker group; `ordinal` fences the older ones (R20, R21)."""

@@ -1,7 +1,8 @@
 """Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
 
 Only death starts repair. Copies that placement no longer names are dropped once the ones it names
-are there, so memory stays within what was reserved.
+are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, nobody finishes its open
+steps: kept steps are rebuilt before them, and their copies give way where a host has no room for a kept step's.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Repair:
         self.refused_s: dict[tuple[ShardId, str], float] = {}
         self.passes: dict[tuple[str, StepId], Pass] = {}
         self._load: Counter[str] = Counter()  # pushes by source
+        self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
 
     def tick(self, now: float) -> None:
         """Consider every job; forget pushes and refusals that are too old."""
@@ -71,15 +73,21 @@ class Repair:
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
         self._forget(job)
-        held = self.catalog.retention.held(job, attempt)
-        self._load = Counter(source for source, _ in self.pushes.values())
-        for step in sorted(job.copies, reverse=True):
-            is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            is_settled = job.settled.get(step) == job.changes.get(step)
-            if not is_settled and (is_open or (step in held and not is_waiting)):
-                self._consider_step(now, job, attempt, step, may_drop=step in held)
-            if is_open and step in job.hurt and attempt.steps[step.step] == "open":
+        held, is_ended = self.catalog.retention.held(job, attempt), self._is_ended(attempt)
+        self._load, self._awaiting = Counter(source for source, _ in self.pushes.values()), set()
+        for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
+            phase = attempt.steps.get(step.step) if step.attempt == attempt.ordinal else None
+            is_open = phase in ("open", "committing")
+            is_due = not is_waiting or (is_open and not is_ended)
+            if is_due and (is_open or step in held) and job.settled.get(step) != job.changes.get(step):
+                self._consider_step(now, job, attempt, step, may_drop=step in held or phase == "open")
+            if step in job.hurt and phase == "open":
                 self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
+
+    def _is_ended(self, attempt: Attempt) -> bool:
+        """True if no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
+        live = self.catalog.hosts.is_live
+        return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
 
     def fact(self, name: str) -> None:
         """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
@@ -145,8 +153,11 @@ class Repair:
         surplus = [h for h in copies if h not in wanted and h != seat]
         if not commit and seat not in copies and wanted[0] not in copies:
             return False  # still being put: its owner pushes it
+        if commit:
+            self._awaiting.update(lacking)
         for target in lacking:
-            self._push(now, shard, target, good, attempt)
+            if commit or target not in self._awaiting or not self._is_ended(attempt):
+                self._push(now, shard, target, good, attempt)
         is_over = may_drop and not lacking and bool(surplus)
         if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
@@ -201,7 +212,33 @@ class Repair:
                 key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
             }
             job.refusals = {**kept, (shard, target): why}
+            self._make_room(job, shard, target)
             self.catalog.steps.evaluate(job, StepId(shard.attempt, shard.step))
+
+    def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
+        """A host refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
+
+        It claims room for the newest attempt, which may have ended before its first put did so. If it has, as much of
+        what no rank will finish goes from there: what is not whole first, then the oldest.
+        """
+        attempt, spec = job.newest, job.spec(shard)
+        if attempt is None or spec is None or not self._is_ended(attempt):
+            return
+        retention = self.catalog.retention
+        if StepId(shard.attempt, shard.step) not in retention.held(job, attempt):
+            return
+        if self.catalog.room.order(job, attempt, only=(target,), is_news_only=True):
+            return
+        here = {rank for rank, seat in attempt.seats.items() if seat.host_id == target}
+        spared, wanted = job.commits.keys() | retention.busy(job, attempt), spec.chunks_count
+        unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
+        for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):
+            for rank in sorted(job.on_host[target][step] - here):
+                other = ShardId(job.name, step.attempt, step.step, rank)
+                if wanted > 0 and not self.catalog.queries.is_read(other):
+                    wanted -= job.copies[step][rank][target].spec.chunks_count
+                    self.catalog.tell(target, "drop", {"shards": [shard_to_wire(other)]})
+                    job.drop_copy(other, target)
 
     def host_died(self, host_id: str) -> None:
         """Pushes from or to a dead host will not finish."""

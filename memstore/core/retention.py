@@ -42,7 +42,7 @@ class Retention:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
         kept = self.kept(job, attempt)
-        busy = self._busy(job, attempt) | self.catalog.pins.steps(job)
+        busy = self.busy(job, attempt) | self.catalog.pins.steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
                 continue
@@ -70,7 +70,7 @@ class Retention:
         if attempt is None:
             return
         attempt.has_shed = True
-        spans, busy = job.spans(attempt.ordinal), self._busy(job, attempt) | self.catalog.pins.steps(job)
+        spans, busy = job.spans(attempt.ordinal), self.busy(job, attempt) | self.catalog.pins.steps(job)
         kept = self.kept(job, attempt)
         # What is kept and what lies beyond it share all versions but the one that the put needs.
         spare = self.catalog.room.versions(job, attempt) - 1 - len(kept & job.copies.keys())
@@ -86,7 +86,7 @@ class Retention:
             elif is_beyond:
                 spare -= 1
 
-    def _busy(self, job: Job, attempt: Attempt) -> set[StepId]:
+    def busy(self, job: Job, attempt: Attempt) -> set[StepId]:
         """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""
         busy = self.catalog.steps_in_use(job)
         gathering = self.catalog.attempts.gatherings.get(job.name)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memstore.core.attempts import Gathering
 from memstore.core.committed import Refusal, named_step
 from memstore.core.durable_place import place_of
+from memstore.core.gathering import Gathering
 from memstore.core.job import Attempt, Call, Job
 from recovery.inventory import StepId
 from recovery.lineage import Span

@@ -28,6 +28,7 @@ from memstore.core.events import (
 )
 from memstore.core.records import journal_after, whole_order
 from memstore.testing.catalog_durable import Durable, list_markers, persist
+from memstore.testing.catalog_room import guest_refusal
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
@@ -247,8 +248,11 @@ class FakeHolder:
         why = f"cannot reach {target}"
         if other is not None:
             is_known = other.copies.get(shard) is not None
-            room = "" if shard.job in other.rooms else f"no room is reserved for job {shard.job!r} here"
-            why = "" if is_known else other.refuses_copies or room
+            why = (
+                ""
+                if is_known
+                else other.refuses_copies or guest_refusal(other.rooms.get(shard.job), other.copies, shard, CHUNKS)
+            )
             if not why and max(shard.attempt, self.fences.get(shard.job, 0)) < other.fences.get(shard.job, 0):
                 why = "fenced"
         if why or other is None:

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memstore.testing.simulator.checker import Violation
+from memstore.testing.simulator.page import describe
 from memstore.testing.simulator.scenario import Scenario, draw
-from memstore.testing.simulator.world import Simulation, describe
+from memstore.testing.simulator.world import Simulation
 
 COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time

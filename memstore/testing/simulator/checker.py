@@ -15,6 +15,7 @@ from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shar
 from memstore.core.records import entry_from_record, place_of_record
 from memstore.core.shelf import Shelved
 from memstore.core.slots import SlotState
+from memstore.testing.simulator.kept_copies import newest_there
 from recovery.inventory import ShardId, StepId
 
 if TYPE_CHECKING:
@@ -316,11 +317,11 @@ class Checker:
 
     def look_at_redundancy(self) -> None:
         """A newest step that stays without copies while nothing hinders repair is never mended (R29)."""
-        newest, now = max(self.facts, default=None), self.world.now
-        if newest is None or newest != self._short[0] or not self._is_calm() or not self._lacking(newest):
+        newest, now = newest_there(self), self.world.now
+        if newest is None or newest != self._short[0] or not self._is_calm() or not self.lacking(newest):
             self._short = (newest, now)
         elif now - self._short[1] > REPAIR_S:
-            raise Violation("R29", f"for {REPAIR_S:g} s {self._lacking(newest)}, and nothing hinders repair")
+            raise Violation("R29", f"for {REPAIR_S:g} s {self.lacking(newest)}, and nothing hinders repair")
 
     def _is_calm(self) -> bool:
         """True if every process and link works and the newest attempt trains."""
@@ -343,7 +344,8 @@ class Checker:
         """Say what is still missing, or ""."""
         if self.acked_after_heal < COMMITS_WANTED:
             return f"{self.acked_after_heal} whole commits since then, wanted {COMMITS_WANTED}. {self.degraded}"
-        return self._lacking(max(self.facts)) or (
+        newest = newest_there(self)
+        return (self.lacking(newest) if newest is not None else "") or (
             self.world.history.lacking(self._old_copies_wanted()) if self.world.scenario.is_strict else ""
         )
 
@@ -360,7 +362,7 @@ class Checker:
         hosts = controller.catalog.hosts if controller is not None else None
         return [h for h in self.world.holders if hosts and not hosts.is_on_probation(self.world.now, h)]
 
-    def _lacking(self, newest: StepId) -> str:
+    def lacking(self, newest: StepId) -> str:
         """Say which rank's shard of a committed step lies whole on too few hosts or in too few racks, or ""."""
         trusted, wanted = self.trusted(), self._copies_wanted()
         for rank, digest in enumerate(self.facts[newest].digests):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,14 @@ STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: nobody gives a host up for this
 Inject = Callable[["Simulation", Fault], None]
 INJECT: dict[str, Inject] = {}
-NEEDS_QUIET = {"kill-host", "kill-rack", "flap-host", "flip-at-rest", "durable-torn"}  # whatever their length
+NEEDS_QUIET = {
+    "kill-host",
+    "kill-rack",
+    "wear-rack",
+    "flap-host",
+    "flip-at-rest",
+    "durable-torn",
+}  # whatever their length
 
 
 def fault(name: str) -> Callable[[Inject], Inject]:
@@ -139,16 +147,38 @@ def _preempt(world: Simulation, each: Fault) -> None:
     world.at(each.for_s, end)
 
 
+def _rack(world: Simulation, each: Fault) -> list[str]:
+    rack = _holder(world, each).info.labels.get("rack")
+    if rack is None:
+        return _names(world, each)[: world.scenario.replicas - 1]
+    if world.scenario.is_strict and world.scenario.replicas > 2:
+        return []  # with three copies over two racks a rack may hold two of them
+    return [h for h, x in sorted(world.holders.items()) if x.info.labels.get("rack") == rack]
+
+
 @fault("kill-rack")
 def _kill_rack(world: Simulation, each: Fault) -> None:
-    rack = _holder(world, each).info.labels.get("rack")
-    hosts = [h for h, x in sorted(world.holders.items()) if x.info.labels.get("rack") == rack]
-    if rack is None:
-        hosts = _names(world, each)[: world.scenario.replicas - 1]
-    elif world.scenario.is_strict and world.scenario.replicas > 2:
-        return  # with three copies over two racks a rack may hold two of them
-    for name in hosts:
+    for name in _rack(world, each):
         world.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("wear-rack")
+def _wear_rack(world: Simulation, each: Fault) -> None:
+    """The hosts of a rack are lost one after another, each replaced by a blank one before the next goes (R29)."""
+    world.wears_until_s = (
+        world.now + len(world.holders) * each.for_s
+    )  # a second grave fault would be beyond the promise
+    for n, name in enumerate(_rack(world, each)):
+        end = functools.partial(world.kill_host, name, back_after_s=min(0.2 * each.count, each.for_s))
+        world.at(n * each.for_s, lambda end=end: _blamed(world, each.kind, end))  # type: ignore[misc]
+
+
+@fault("end-job")
+def _end_job(world: Simulation, each: Fault) -> None:
+    """Every rank dies, and no launch follows before the store had time to be whole again (R29)."""
+    world.is_job_over = True
+    for rank in world.ranks:
+        world.kill_rank(rank, "the job was ended")
 
 
 @fault("flap-host")

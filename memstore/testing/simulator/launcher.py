@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def launches(world: Simulation) -> Generator[Wait, None, None]:
-    """One launch after the other until the end: what Ray Train does."""
+    """One launch after the other until the end: what Ray Train does. None while the job is said to be over."""
     while not world.is_over:
-        yield lambda: any(h.is_serving for h in world.holders.values())
+        yield lambda: not world.is_job_over and any(h.is_serving for h in world.holders.values())
         hosts = [n for n, h in sorted(world.holders.items()) if h.is_serving]
         key = f"key-{next(world.ids)}"
         world.ranks = _ranks(world, hosts, key)

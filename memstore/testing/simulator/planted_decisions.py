@@ -346,3 +346,11 @@ def journals_not_read() -> Any:
     """A successor begins with the copies alone and reads no journal."""
     adopt = FactLog.adopt
     return patch.object(FactLog, "adopt", lambda self, journals: adopt(self, []))
+
+
+@planted("open-steps-first", "R29", "R29", Fault(15.79, "slow-link", (0,), for_s=9.0, count=2),
+         Fault(18.27, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.7, "end-job"), duration_s=26.0, hosts=4, racks=2,
+         world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
+def open_steps_first() -> Any:
+    """Copies of steps that no rank will finish are rebuilt before a kept step's, and stay where that has no room."""
+    return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)

@@ -87,6 +87,7 @@ WEIGHTS = {
 
 CLOCK_SEEDS = (0, 1, 4)  # modulo 20
 TWIN_SEEDS = (3, 9, 18)  # modulo 20
+ENDING_SEEDS = (0, 1)  # modulo 20; none of the corpus was one when this came, so all replay
 
 
 def draw(seed: int) -> Scenario:
@@ -106,7 +107,9 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
-        faults=tuple(sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed), *_rotation(seed)])),
+        faults=tuple(
+            sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed), *_rotation(seed), *_ending(seed)])
+        ),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
 
@@ -137,6 +140,16 @@ def _rotation(seed: int) -> list[Fault]:
     """A key file that is replaced host by host in one scenario of nine; from a stream of its own."""
     rng = random.Random(f"rotation {seed}")
     return [replace(_fault(rng), kind="rotate-key")] if rng.random() < 1 / 9 else []
+
+
+def _ending(seed: int) -> list[Fault]:
+    """The job dies for good, most often soon after a rack was lost host by host."""
+    rng = random.Random(f"ending {seed}")
+    if seed % 20 not in ENDING_SEEDS:
+        return []
+    worn = replace(_fault(rng), kind="wear-rack", for_s=rng.choice([0.3, 1.2, 2.5]))
+    end = replace(_fault(rng), kind="end-job", at_s=round(worn.at_s + rng.uniform(0.1, 6.0), 2))
+    return [worn, end] if rng.random() < 0.8 else [end]
 
 
 def _history(seed: int) -> list[Fault]:

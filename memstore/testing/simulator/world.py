@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from memstore.config import Config
 from memstore.core.catalog import Rules
@@ -22,6 +22,7 @@ from memstore.testing.simulator.durable import Durable
 from memstore.testing.simulator.faults import inject
 from memstore.testing.simulator.history import History
 from memstore.testing.simulator.holder import REAP_S, SimHolder
+from memstore.testing.simulator.kept_copies import why_not_kept
 from memstore.testing.simulator.launcher import launches
 from memstore.testing.simulator.memory import Crashed, Memory
 from memstore.testing.simulator.natural import Natural
@@ -37,6 +38,7 @@ BEAT_S = 0.5
 SCRUB_S = 4.0
 RESTART_S = 1.0
 LIVENESS_S = 90.0
+REFILL_S = 60.0  # the copies of a job without ranks are complete again within this
 GRACE_S = 8.0
 ORPHAN_TTL_S = 12.0  # longer than any fault keeps all holders away, or launches
 COMMITS_WANTED = 3
@@ -77,6 +79,8 @@ class Simulation:
         self.clock_ahead_s = 0.0  # the wall clock of the machine where controllers start, by which faults step it
         self.drains: dict[str, float] = {}  # what Ray says of its nodes: host -> the moment of its end
         self.is_over = False
+        self.wears_until_s = 0.0  # hosts of a rack go one after another
+        self.is_job_over = False  # all ranks were ended, and no launch follows before every copy is back
         self.starts_over = False  # everything was lost, beyond the promise: the user says connect(fresh=True)
         self.rules = Rules(
             orphan_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
@@ -182,6 +186,7 @@ class Simulation:
         """Play the scenario, heal, demand liveness, look at everything once more. Raises Violation."""
         self._run_until(self.scenario.duration_s)
         self.heal()
+        self._demand_copies()
         self.checker.healed()
         if not self._run_until(self.now + LIVENESS_S, self.checker.is_live):
             raise Violation("I16", f"not whole {LIVENESS_S:g} s after the last fault: {self.checker.why_not_live()}")
@@ -191,6 +196,12 @@ class Simulation:
         self._run_until(self.now + 10.0)
         self.checker.at_the_end()
         return self
+
+    def _demand_copies(self) -> None:
+        """With no rank alive kept steps get all their copies as well; then the job is launched again (R29)."""
+        if self.is_job_over and not self._run_until(self.now + REFILL_S, lambda: not why_not_kept(self.checker)):
+            raise Violation("R29", f"{REFILL_S:g} s after the last fault, all ranks dead: {why_not_kept(self.checker)}")
+        self.is_job_over = False
 
     def note(self, text: str) -> None:
         """Keep a line for a failing run's page, and its mark for the run's fingerprint."""
@@ -347,7 +358,7 @@ class Simulation:
     def is_quiet(self) -> bool:
         """True if every host answers, no byte is spoilt, and the store claims every copy of its newest step."""
         controller = self.served()
-        if controller is None or self.network.cut:
+        if controller is None or self.network.cut or self.now < self.wears_until_s:
             return False
         if any(not h.is_serving or h.memory.spoilt or h.session is None for h in self.holders.values()):
             return False
@@ -383,18 +394,3 @@ def _each(those: Iterable[T], work: Callable[[T], None]) -> None:
 def _beat(holder: SimHolder) -> None:
     if holder.is_serving and holder.session is not None:
         holder.tell(Heard(holder.host_id, clock_s=holder.session.clock_s))
-
-
-def describe(world: Simulation, notes_count: int = 40) -> str:
-    """A page about a failed run."""
-    rows: list[str] = [world.scenario.text(), "", *world.notes[-notes_count:]]
-    for rank in world.ranks:
-        state = "dead" if rank.is_dead else "frozen" if rank.is_frozen else "alive"
-        rows.append(
-            f"rank {rank.rank} on {rank.host_id}: {state} {rank.why} attempt {rank.attempt} {_last(rank.tickets)}"
-        )
-    return "\n".join(rows)
-
-
-def _last(tickets: Mapping[int, str]) -> dict[int, Any]:
-    return {step: tickets[step] for step in sorted(tickets)[-4:]}

@@ -1,0 +1,19 @@
+"""Room on a holder without an arena: what a peer's copy counts for, as the real shelf does (R10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from recovery.inventory import ShardId
+
+
+def guest_refusal(room: Mapping[str, Any] | None, held: Iterable[ShardId], shard: ShardId, chunks: int) -> str:
+    """Say why a peer's copy of `chunks` slots does not fit what was ordered for its job here, or ""."""
+    if room is None:
+        return f"no room is reserved for job {shard.job!r} here"
+    ranks = {rank for rank, _ in room.get("ranks", ())}
+    if not room or shard.rank in ranks:
+        return ""  # memory that no share claims, or its own rank's
+    used, limit = chunks * sum(s.job == shard.job and s.rank not in ranks for s in held), int(room["guest_slots"])
+    return f"guest share full: {used} of {limit} slots used, {chunks} needed" if used + chunks > limit else ""
