@@ -25,6 +25,7 @@ from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Store
 from memstore.store_start import StoreStart, begin_start
+from memstore.stores import others_here
 
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
@@ -57,14 +58,18 @@ def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank
             if is_over or not is_new:
                 try:
                     folder = holder_folder(config, start.node_labels if start is not None else None)
-                    return RankLink(folder, nonce=nonce, job=job, rank=rank)
+                    link = RankLink(folder, nonce=nonce, job=job, rank=rank)
+                    if is_new and rank == 0:
+                        warn_of_new_store(config, job)
+                    return link
                 except (TransportError, ConfigError) as exc:
                     problem = exc
             waited_s = time.monotonic() - began_s
             if waited_s > limit_s:
                 raise _not_there(config, problem, start)
+            may_create = world_size == 1 and not isinstance(problem, ConfigError)
             if start is None and (is_new or waited_s > min(START_AFTER_S, limit_s / 2)):
-                start = begin_start(config, address=address, may_create=world_size == 1, limit_s=limit_s - waited_s)
+                start = begin_start(config, address=address, may_create=may_create, limit_s=limit_s - waited_s)
             elif start is not None and not is_over and start.poll():
                 is_over = True
                 _check_start(start, problem, is_new=is_new)
@@ -72,6 +77,13 @@ def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank
     finally:
         if start is not None:
             start.give_up()
+
+
+def warn_of_new_store(config: Config, job: str) -> None:
+    """Say loudly that a store was begun, and which others are here: its name may be mistyped."""
+    others = others_here(config, job)
+    more = f"; {others}" if others else ""
+    log.warning("memstore: store %r was not on this machine and has been started%s", config.store, more)
 
 
 def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
@@ -275,12 +287,21 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
     config = config or Config()
     check_name("job", job)
     try:
-        tool = Tool(holder_folder(config))
+        return Reader(job, _reading_tool(config, address))
+    except (ConfigError, PeerUnreachable) as error:
+        others = others_here(config, job)
+        if not others:
+            raise
+        raise type(error)(f"{error}; {others}") from error
+
+
+def _reading_tool(config: Config, address: str | None) -> Tool:
+    try:
+        return Tool(holder_folder(config))
     except (ConfigError, PeerUnreachable):
         if address is None:
             raise
         from memstore.cluster import join_ray
 
         join_ray(address, may_create=False, limit_s=config.connect_timeout_s)
-        tool = Tool(holder_folder(config))
-    return Reader(job, tool)
+        return Tool(holder_folder(config))

@@ -126,6 +126,9 @@ def _create(config: Config) -> Any:
     parse_put_every(config.put_every)
     parse_every(config.durable_every)
     Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
+    others = _stores_on_ray()
+    if others:
+        log.warning("memstore: starting a new store %r on a Ray cluster that runs %s", config.store, ", ".join(others))
     head = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
@@ -140,6 +143,14 @@ def _create(config: Config) -> Any:
         )
         .remote(config.start_fields(), _secret(config))
     )  # fmt: skip
+
+
+def _stores_on_ray() -> list[str]:
+    """Return the names of the stores whose controller runs on the Ray cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [str(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE]
+    ends = controller_name("/").split("/")
+    return sorted(name[len(ends[0]) : -len(ends[1])] for name in names if name.endswith(ends[1]))
 
 
 def _secret(config: Config) -> bytes:

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 import memstore
 import memstore.api
 from memstore.cli import main
+from memstore.cluster import remove_leftovers
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.testing.embedded import EmbeddedCluster
@@ -141,3 +142,14 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         status = memstore.status(config=config)
         assert [host["status"] for host in status.hosts] == ["live", "live"]
         assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("train", 0)]
+        mistyped = Config(store=f"{name}x")
+        run = subprocess.run(
+            [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
+        assert f"job 'train' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
+        assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
+        memstore.stop(config=mistyped, keep_data=False, force=True)
+        remove_leftovers(mistyped)

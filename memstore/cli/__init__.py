@@ -26,6 +26,7 @@ from memstore.cli.options import is_debug, is_json
 from memstore.cli.output import ExitCode, print_json, say
 from memstore.cli.plan import plan
 from memstore.cli.status import status
+from memstore.cli.stores import stores
 from memstore.cli.timeline import ls
 from memstore.cli.verify import verify
 from memstore.distribution import installed_version
@@ -113,6 +114,7 @@ for _verb in (
     up,
     down,
     status,
+    stores,
     events,
     ls,
     pin,

@@ -1,0 +1,68 @@
+"""Which stores of this user lie on this machine, and which of them know a job: a mistyped name starts an empty one."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memstore.config import Config
+from memstore.errors import MemstoreError
+from memstore.shell.arena_lock import is_held
+from memstore.shell.tool import any_tool, store_root
+
+ASK_S = 2.0
+
+
+@dataclass(frozen=True)
+class StoreHere:
+    """A store with arenas on this machine; `jobs` are those that a live one tells, with their newest committed step."""
+
+    store: str
+    hosts: list[str]
+    nbytes: int
+    is_live: bool
+    jobs: dict[str, int | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-able."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        jobs = ", ".join(job if step is None else f"{job} at step {step}" for job, step in self.jobs.items())
+        return f"{self.store} (live: {jobs or 'no job'})" if self.is_live else f"{self.store} (left over)"
+
+
+def stores_here(config: Config) -> list[StoreHere]:
+    """Return this user's stores under `arena_dir` by name; a live one is asked for its jobs, with a short limit."""
+    found = []
+    top = store_root(config).parent
+    for root in sorted(top.iterdir()) if top.is_dir() else []:
+        with contextlib.suppress(OSError):  # gone, or not ours
+            hosts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+            if hosts:
+                found.append(_store_here(config.with_fields({"store": root.name}), hosts))
+    return found
+
+
+def _store_here(config: Config, hosts: list[Path]) -> StoreHere:
+    is_live = any(is_held(folder) for folder in hosts)
+    arenas = [folder / "arena" for folder in hosts]
+    jobs: dict[str, int | None] = {}
+    if is_live:
+        with contextlib.suppress(MemstoreError), any_tool(config) as tool:
+            jobs = {row["job"]: row.get("committed_step") for row in tool.ask("status", timeout_s=ASK_S)["jobs"]}
+    nbytes = sum(arena.stat().st_blocks * 512 for arena in arenas if arena.exists())
+    return StoreHere(config.store, [folder.name for folder in hosts], nbytes, is_live, jobs)
+
+
+def others_here(config: Config, job: str) -> str:
+    """Return words about this user's other stores on this machine, first those that know the job; "" if none is."""
+    others = [store for store in stores_here(config) if store.store != config.store]
+    knowing = [store.store for store in others if job in store.jobs]
+    listed = ", ".join(str(store) for store in others[:10])
+    if knowing:
+        where = " and ".join(knowing)
+        return f"job {job!r} has history in store {where}: is store={config.store!r} mistyped? ({listed})"
+    return f"other stores here: {listed}" if others else ""

@@ -1,0 +1,63 @@
+"""Stores of one user on one machine: listed, and named where a mistyped name would begin or read an empty one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import memstore
+from memstore.cli import main
+from memstore.config import Config
+from memstore.errors import PeerUnreachable
+from memstore.stores import others_here, stores_here
+from memstore.testing.processes import ProcessCluster
+
+
+@pytest.fixture
+def arena_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder for arenas of this test's stores alone."""
+    folder = Path("/dev/shm") / f"memstore-stores-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_other_stores_are_listed_and_those_that_know_the_job_named(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with (
+        ProcessCluster(tmp_path / "a", {"h1": {}, "h2": {}}, arena_dir=str(arena_dir)) as live,
+        ProcessCluster(tmp_path / "b", {"h3": {}}, arena_dir=str(arena_dir)) as left,
+    ):
+        with memstore.connect("train", rank=0, world_size=1, config=live.config.with_fields({"replicas": 1})) as store:
+            store.get()
+            store.put(7, {"a": 1}).wait("committed", 20)
+        left.kill_all()
+        names = {live.config.store: True, left.config.store: False}
+        found = {store.store: store for store in stores_here(live.config)}
+        assert {name: store.is_live for name, store in found.items()} == names
+        assert found[live.config.store].jobs == {"train": 7}
+        assert found[live.config.store].hosts == ["h1", "h2"]
+        assert found[live.config.store].nbytes > 0
+
+        wrong = Config(store="defualt", arena_dir=str(arena_dir))
+        assert f"job 'train' has history in store {live.config.store}: is store='defualt' mistyped?" in others_here(
+            wrong, "train"
+        )
+        assert others_here(wrong, "other").startswith("other stores here: ")
+        with pytest.raises(PeerUnreachable, match=f"has history in store {live.config.store}"):
+            memstore.reader("train", config=wrong)
+
+        where = ["stores", "--arena-dir", str(arena_dir)]
+        rows = json.loads(CliRunner().invoke(main, [*where, "--json"]).stdout)["stores"]
+        assert {row["store"]: row["is_live"] for row in rows} == names
+        shown = CliRunner().invoke(main, where).stdout
+        assert "train (7)" in shown
+        assert "left over" in shown
