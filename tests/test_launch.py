@@ -95,7 +95,10 @@ def test_contradiction_names_both_values(rank: int | None, world_size: int | Non
 @pytest.mark.parametrize(
     ("kwargs", "env", "text"),
     [
-        ({}, {}, "rank and world_size not known"),
+        ({}, {"SLURM_NTASKS": "8"}, "rank and world_size not known"),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2 says"),
+        ({}, {"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX=0 says"),
+        ({}, {"MASTER_ADDR": "10.0.0.1"}, "rank and world_size not known"),
         ({"rank": 0}, {}, "world_size not known"),
         ({}, {"RANK": "0"}, "both be set"),
         ({}, {"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero'"),
@@ -112,6 +115,52 @@ def test_bad_input_is_refused_with_the_value(kwargs: dict[str, object], env: dic
     with pytest.raises(ConfigError) as caught:
         detect_launch(env=env, **kwargs)  # type: ignore[arg-type]
     assert text in str(caught.value)
+
+
+def test_a_plain_script_is_rank_0_of_1_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A launcher of one process is none; a child of multiprocessing may be one of several."""
+    alone: list[dict[str, str]] = [{}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"OMPI_MCA_btl": "tcp"}]
+    for env in alone:
+        caplog.clear()
+        found = detect_launch(env=env)
+        assert (found.rank, found.world_size, found.key, found.source) == (0, 1, None, "alone")
+        assert [record.getMessage() for record in caplog.records] == [
+            "memstore: no launcher, rank= or world_size=: this process is rank 0 of 1"
+        ]
+    code = "from memstore.shell.launch import detect_launch; detect_launch(env={})"
+    start = f"m.get_context('spawn').Process(target=exec, args=({code!r},)).start()"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import multiprocessing as m; {start}"], cwd=ROOT, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert "a parent that uses multiprocessing says that there may be several processes" in run.stderr
+
+
+README_PRELUDE = """
+import memstore.config
+memstore.config.Config.__init__.__kwdefaults__["store"] = {store!r}  # not the store of whoever runs this test
+state, STEPS = {{"step": 0}}, 3
+def train_step(_): state["step"] += 1
+"""
+
+
+def test_the_readmes_first_loop_runs_as_pasted(tmp_path: Path) -> None:
+    """Under plain python, twice: the second one goes on and has nothing left to do."""
+    loop = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    with ProcessCluster(tmp_path / "c", {"h1": {}}) as cluster:
+        script = tmp_path / "train.py"
+        shown = "\nprint(got.step if got else None, state['step'])\n"
+        script.write_text(README_PRELUDE.format(store=cluster.config.store) + loop + shown)
+        said = []
+        for _ in range(2):
+            run = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+            assert run.returncode == 0, run.stderr
+            assert run.stderr.count("this process is rank 0 of 1") == 1
+            said.append(run.stdout.strip())
+        assert said == ["None 3", "2 0"]
 
 
 def test_launcher_names_tell_runs_apart_and_survive_restarts() -> None:

@@ -6,6 +6,8 @@ nor ray: what has not been imported by the process cannot be in use by it. Read 
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import secrets
 import socket
@@ -19,8 +21,22 @@ from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import read_boot_id
 
+log = logging.getLogger("memstore")
 _KEY_NBYTES = 16  # 128 random bits: two launches never draw the same
 _BLOCK_NBYTES = 256  # what rank 0 broadcasts: the key, then its launcher's name in UTF-8, padded with zeros
+
+
+# What launchers of several processes set -> what counts them; one of one is alone.
+_LAUNCHERS = {
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_PROCID"), "SLURM_NTASKS"),
+    **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_SIZE"),
+    **dict.fromkeys(("PMI_SIZE", "PMI_RANK", "PMIX_RANK"), "PMI_SIZE"),
+    **dict.fromkeys(("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"), "MV2_COMM_WORLD_SIZE"),
+    **dict.fromkeys(("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"), "JSM_NAMESPACE_SIZE"),
+    **dict.fromkeys(("HOROVOD_SIZE", "HOROVOD_RANK"), "HOROVOD_SIZE"),
+    **dict.fromkeys(("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR"), ""),
+    **dict.fromkeys(("MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX", "FLUX_TASK_RANK", "PALS_RANKID"), ""),
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,7 @@ class Launch:
 
     `key` is equal on all ranks of the launch and new for every launch; None where nothing provides one.
     `launcher` names what started the ranks and would restart them; it tells a restart from a second start.
-    `source` is "ray-train", "torch.distributed", "environment" or "arguments".
+    `source` is "ray-train", "torch.distributed", "environment", "arguments" or "alone".
     """
 
     rank: int
@@ -61,7 +77,8 @@ def detect_launch(
         timeout_s: Deadline of the broadcast.
 
     Raises:
-        ConfigError: nothing says which rank this is, a value is out of range, or two sources contradict each other.
+        ConfigError: one of several processes, and nothing says which rank it is; a value is out of range, or two
+            sources contradict each other.
         PeerTimeout: not every rank called within `timeout_s`.
     """
     if attempt is not None and (not isinstance(attempt, str) or not attempt or len(attempt) > 256):
@@ -70,7 +87,7 @@ def detect_launch(
             field="attempt",
         )
     found = _ray_train_launch() or _torch_place() or _environment_place(env)
-    place = _agree(rank, world_size, found)
+    place = _agree(rank, world_size, found, env)
     if found is not None and found.source == "ray-train":
         return Launch(place.rank, place.world_size, found.key, found.launcher, found.source)
     launcher = launcher_name(env)
@@ -113,7 +130,7 @@ def parent_name(place: str, *, parent: tuple[int, int | None], own: tuple[int, i
     return f"parent:{place}:{pid}:{start}"
 
 
-def _agree(rank: int | None, world_size: int | None, found: Launch | None) -> Launch:
+def _agree(rank: int | None, world_size: int | None, found: Launch | None, env: Mapping[str, str]) -> Launch:
     """Merge the caller's arguments with what was detected; a contradiction or a gap is a ConfigError."""
     given = {"rank": rank, "world_size": world_size}
     for field, value in given.items():
@@ -129,12 +146,17 @@ def _agree(rank: int | None, world_size: int | None, found: Launch | None) -> La
                 detected=detected,
             )
         given[field] = detected if value is None else value
+    if given == {"rank": None, "world_size": None} and not _other_processes(env):
+        log.warning("memstore: no launcher, rank= or world_size=: this process is rank 0 of 1")
+        return Launch(0, 1, None, "", "alone")
     missing = [field for field, value in given.items() if value is None]
     final_rank, size = given["rank"], given["world_size"]
     if final_rank is None or size is None:
+        shows = _other_processes(env)
+        hint = f", and {shows} says that there may be several processes" if shows else ""
         raise ConfigError(
             f"{' and '.join(missing)} not known: no Ray Train worker, no initialised torch.distributed and no "
-            "RANK / WORLD_SIZE in the environment; pass rank= and world_size= (0 and 1 for a single process)",
+            f"RANK / WORLD_SIZE in the environment{hint}; pass rank= and world_size= (0 and 1 for a single process)",
             field=missing[0],
         )
     if size < 1 or not 0 <= final_rank < size:
@@ -144,6 +166,17 @@ def _agree(rank: int | None, world_size: int | None, found: Launch | None) -> La
             value=final_rank,
         )
     return Launch(final_rank, size, None, "", found.source if found is not None else "arguments")
+
+
+def _other_processes(env: Mapping[str, str]) -> str:
+    """Return what shows that this process may be one of several; "" for a plain script."""
+    for name, count in _LAUNCHERS.items():
+        if env.get(name) and env.get(count) != "1":
+            return f"{name}={env[name]}"
+    if multiprocessing.parent_process() is not None:
+        return "a parent that uses multiprocessing"
+    ray = _ray_if_initialised()
+    return "a Ray worker" if ray is not None and ray.get_runtime_context().worker.mode == ray.WORKER_MODE else ""
 
 
 def _describe(found: Launch | None) -> str:
