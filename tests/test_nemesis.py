@@ -151,6 +151,20 @@ def test_a_degraded_commit_is_promised_once_its_copies_are_complete() -> None:
     assert ledger.demanded(10.0, 11.0) == (1, 3)
 
 
+def test_what_was_durable_is_promised_when_all_memory_is_lost() -> None:
+    """The newest durable step is demanded, and a history, unless storage did not work during the get."""
+    ledger = trained()
+    ledger.became_durable((1, 2))
+    for domain in RACKS:
+        ledger.harmed(domain, "lost", 5.0)
+    assert ledger.demanded(10.0, 11.0) == (1, 2)
+    assert judged(ledger, reply(None), reply(None)) == ["lost-history"]
+    ledger.lost_storage(9.0)
+    assert ledger.demanded(10.0, 11.0) is None
+    ledger.lost_storage(9.0, 9.5)
+    assert ledger.demanded(10.0, 11.0) == (1, 2)
+
+
 class IdleMeter(LoadMeter):
     """A machine that is never late."""
 
@@ -203,7 +217,7 @@ def test_a_seed_draws_the_same_round_again() -> None:
     rounds = [draw(seed) for seed in range(400)]
     assert rounds == [draw(seed) for seed in range(400)]
     assert {scenario.shape for scenario in rounds} == {"random", *COMPOSED}
-    assert {fault.kind for scenario in rounds for fault in scenario.faults} >= set(KINDS)
+    assert {fault.kind for scenario in rounds for fault in scenario.faults} >= {*KINDS, "lose_everything"}
     assert {scenario.replicas for scenario in rounds} == {1, 2, 3}
     assert {scenario.world_size for scenario in rounds} == {2, 3, 4, 5}
     assert all(len(set(scenario.domains().values())) >= scenario.replicas for scenario in rounds)

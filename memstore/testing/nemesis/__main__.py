@@ -12,6 +12,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ DEFAULT_FOLDER = Path("nemesis-report")
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     options = parser().parse_args(argv)
+    for sig in (signal.SIGTERM, signal.SIGINT):  # a shell's background job ignores SIGINT
+        signal.signal(sig, _end)
     seed = options.seed if options.seed is not None else 1 + len(parts_of(options.out)) if options.out else 1
     part, broken = Part(seed), 0
     rng, began_s = random.Random(seed), time.monotonic()
@@ -54,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         f"{sum(body['faults'].values())} faults, {body['counts']}"
     )
     return 1 if broken else 0
+
+
+def _end(number: int, _frame: object) -> None:
+    """End the round under way and leave nothing behind."""
+    raise SystemExit(128 + number)
 
 
 def _play(

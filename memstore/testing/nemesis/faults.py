@@ -186,6 +186,20 @@ class Faults(FileFaults, NetworkFaults):
             self.hosts.kill_holder(host, is_lost=True)
             self.later(planned, lambda: self.start(host))
 
+    def lose_everything(self, rng: random.Random, planned: Planned) -> None:
+        """The memory of all hosts is lost with all processes; what is durable must come back."""
+        if not self.ledger.durable:
+            self.story.tell("nothing is durable yet: nothing is destroyed")
+            return
+        self.story.fault("lose_everything", f"for {planned.for_s:g} s; durable: {self.ledger.durable[-1]}")
+        self.job.hold("all memory is lost")
+        self.held_for_restart = True
+        self.hosts.kill_everything()
+        for host in self.hosts:
+            self.hosts.kill_holder(host, is_lost=True)
+        order = list(self.hosts)
+        self.later(planned, lambda: self.hosts.start_everything(order))
+
     # -- clocks, descriptors, versions ------------------------------------------------------------
 
     def step_clock(self, rng: random.Random, planned: Planned) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 from memstore.testing.nemesis.fault_base import FaultBase
 from memstore.testing.nemesis.schedule import Planned
@@ -69,7 +70,14 @@ class NetworkFaults(FaultBase):
         """Durable storage fails, hangs up or is away for a while."""
         what, undo = self.storage.damage(rng)
         self.story.fault("break_storage", f"{what}, for {planned.for_s:g} s")
-        self.later(planned, undo)
+        began_s = time.monotonic()
+        self.ledger.lost_storage(began_s)
+
+        def restore() -> None:
+            undo()
+            self.ledger.lost_storage(began_s, time.monotonic())
+
+        self.later(planned, restore)
 
     def read(self, rng: random.Random, planned: Planned) -> None:
         """A reader that joins nothing reads shards on some host."""

@@ -46,6 +46,7 @@ class Ledger:
     commits: dict[Step, Commit] = field(default_factory=dict)
     durable: list[Step] = field(default_factory=list)
     harms: list[Harm] = field(default_factory=list)
+    storage_away: list[tuple[float, float | None]] = field(default_factory=list)
     timeline: list[Step] = field(default_factory=list)  # every step put so far that the newest attempt follows from
     parents: dict[int, Step | None] = field(default_factory=dict)  # attempt -> what it restored
 
@@ -91,6 +92,17 @@ class Ledger:
             self.harms.append(harm)
             return harm
 
+    def lost_storage(self, from_s: float, to_s: float | None = None) -> None:
+        """Note that durable storage did not work from one moment on; a later call with the end takes its place."""
+        with self.lock:
+            self.storage_away = [row for row in self.storage_away if row[0] != from_s]
+            self.storage_away.append((from_s, to_s))
+
+    def emptied_storage(self) -> None:
+        """Note that what was durable is gone."""
+        with self.lock:
+            self.durable.clear()
+
     def verified(self, now_s: float) -> None:
         """Note that everything was digested again and repaired: rot from before is over."""
         with self.lock:
@@ -121,7 +133,10 @@ class Ledger:
         """Return the oldest step that a restore between two moments may return; None if nothing is promised."""
         with self.lock:
             newest = [step for step in reversed(self.timeline) if step in self.commits][: self.keep_steps]
-            return next((step for step in newest if not self.excuse(self.commits[step], from_s, to_s)), None)
+            kept = [step for step in newest if not self.excuse(self.commits[step], from_s, to_s)]
+            if not any(began_s <= to_s and (end_s is None or end_s >= from_s) for began_s, end_s in self.storage_away):
+                kept += [step for step in self.timeline if step in self.durable]
+            return max(kept, key=self.timeline.index, default=None)
 
     def excuse(self, commit: Commit, from_s: float, to_s: float) -> str:
         """Return why a commit need not be there between two moments, "" if it must."""

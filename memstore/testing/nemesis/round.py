@@ -121,13 +121,16 @@ class Round:
             self._check_resume(healed_s)
             if self.scenario.ending == "closed":
                 self.job.close()
+                self._let_time_pass()
         self._verify()
-        self._check_complete(healed_s)
-        if self.scenario.ending == "dead":
-            self._lose_one_more()
+        if self.scenario.shape != "memory_lost":  # else nothing is there until a launch asks for what is durable
+            self._check_complete(healed_s)
+            if self.scenario.ending == "dead":
+                self._lose_one_more()
         self.job.hold("the round restarts it")
         leaks.check_folders(self.hosts, self.story)
-        self._read_all()
+        if self.scenario.shape != "memory_lost":
+            self._read_all()
         restarted_s = time.monotonic()
         self._await_hosts()
         self.job.release()
@@ -203,6 +206,15 @@ class Round:
         )
         if code in (0, 4):
             self.ledger.verified(before_s)
+
+    def _let_time_pass(self) -> None:
+        """A closed job whose newest step is durable leaves RAM after `job_ttl_s`; one that is not must stay."""
+        if self.scenario.job_ttl_s > COPIES_COMPLETE_S:
+            return
+        if self.rng.random() < 0.5 and self.faults.storage.empty():
+            self.ledger.emptied_storage()
+            self.story.fault("empty_storage", "all that was durable is removed")
+        self._until(lambda: False, self.scenario.job_ttl_s + 2.0, "")
 
     def _lose_one_more(self) -> None:
         """Copies are complete, as the store says: then any replicas - 1 domains may go."""

@@ -35,7 +35,7 @@ RAY_KINDS: dict[str, float] = {
     "lose_host": 3, "kill_raylet": 2, "stop_gcs": 2, "kill_everything": 1, "lose_file_under_ranks": 1,
     "remove_live_files": 1, "rot_slots": 1, "read": 3, "ask_cli": 1,
 }  # fmt: skip
-COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder")
+COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder", "memory_lost")
 COMPOSED_SHARE = 0.45
 STORAGES = ("", "", "directory", "s3")
 
@@ -115,6 +115,8 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
         }
     world_size = rng.randint(2, 5) if shape != "rack_then_host" else 4
     storage = rng.choice(STORAGES) if shape == "random" and not is_short else ""
+    if shape == "memory_lost":
+        storage = rng.choice(("directory", "s3"))
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
     orphan_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
     job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
@@ -204,6 +206,15 @@ def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
     """A holder or the controller comes back with a clock that was set back or forth."""
     values = {"draw": rng.getrandbits(32), "shift_s": rng.choice((-3600.0, -90_000.0, 3600.0, 90_000.0))}
     return [Planned(rng.uniform(2.0, 4.0), "step_clock", rng.choice((0.0, 1.0)), values)]
+
+
+def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Planned]:
+    """Storage fails for a while, works again, and then the memory of all hosts is lost."""
+    at_s = rng.uniform(1.0, 2.0)
+    return [
+        Planned(at_s, "break_storage", rng.choice((0.3, 1.5)), {"draw": rng.getrandbits(32)}),
+        Planned(at_s + rng.uniform(6.0, 9.0), "lose_everything", rng.choice((0.0, 1.0)), {"draw": rng.getrandbits(32)}),
+    ]
 
 
 def _live_folder(rng: random.Random, scenario: Scenario) -> list[Planned]:

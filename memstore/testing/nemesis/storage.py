@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,14 @@ class Storage:
             aside.rename(self.place)
 
         return f"the directory is {'a file' if is_file else 'away'}", restore
+
+    def empty(self) -> bool:
+        """Remove everything from a directory; False for other kinds."""
+        if self.kind != "directory":
+            return False
+        for path in self.place.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        return True
 
     def _damage_s3(self, faults: HttpFaults, rng: random.Random) -> tuple[str, Callable[[], None]]:
         method = rng.choice(("PUT", "PUT", "GET", "DELETE"))
