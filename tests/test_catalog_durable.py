@@ -227,6 +227,28 @@ def test_a_closed_job_that_is_durable_leaves_ram_in_the_end() -> None:
     assert {(a["step"], a["verdict"]) for a in world.get(again)} == {(2, "durable")}
 
 
+@pytest.mark.parametrize("loss", ["emptied", "a part is gone", "unreadable"])
+def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> None:
+    """The storage is looked at when job_ttl_s is over, whatever was written once; the word is an event (R19)."""
+    world, ranks = trained(last=2, job_ttl_s=100.0)
+    close_all(world, ranks)
+    if loss == "emptied":
+        world.durable.markers.clear()
+    elif loss == "unreadable":
+        world.durable.problem = "not mounted"
+    else:
+        world.durable.lacks = "rank-0.0 is gone"
+    world.run(150.0)
+    assert len(world.holders_of(StepId(1, 2), 0)) == 2
+    page = world.served.observer.chronicle.page(0, "train")["events"]
+    assert [event["step"] for event in page if event["event"] == "not_expired"] == [2]
+    assert ("train", 1, 2) in world.durable.markers or loss == "unreadable"  # written again from RAM
+    world.durable.problem = world.durable.lacks = ""
+    world.run(900.0)
+    assert world.holders_of(StepId(1, 2), 0) == []
+    assert ("train", 1, 2) in world.durable.markers
+
+
 @pytest.mark.parametrize("keeper", ["ram only", "running", "crashed", "pinned", "no limit"])
 def test_what_may_be_needed_does_not_expire(keeper: str) -> None:
     """A step that lies only in RAM, a run that goes on or died, a pinned step, job_ttl_s=0: nothing is freed."""

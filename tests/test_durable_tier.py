@@ -324,3 +324,12 @@ def test_a_place_that_is_not_there_is_never_an_empty_history(url: str) -> None:
             call()
     with pytest.raises(ConfigError):
         write_part(tier, shard_of(1))
+
+
+def test_what_a_marked_step_lacks_is_found_in_the_storage(tier: PartsTier) -> None:
+    """A missing marker, a missing slice: named. A whole step lacks nothing."""
+    marker = write_step(tier, 5)
+    assert tier.lacks(JOB, marker.step) == ""
+    assert "marker" in tier.lacks(JOB, StepId(1, 6))
+    tier.files.remove_step(JOB, marker.step, names_of(shard_of(5))[0])
+    assert tier.lacks(JOB, marker.step)

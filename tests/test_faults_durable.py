@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,22 @@ def test_the_cap_on_what_a_host_writes_is_kept(tmp_path: Path, nursery: RankNurs
         took_s = at_s["durable"] - at_s["commit"]
         nbytes = sum(path.stat().st_size for path in durable.rglob("rank-*"))
         assert took_s > 0.7 * nbytes / 2 / (1 << 20)  # a host's last slice may begin, and need not end, within its rate
+
+
+def test_a_closed_job_keeps_its_ram_when_the_durable_folder_was_emptied(tmp_path: Path, nursery: RankNursery) -> None:
+    """job_ttl_s is over and the files are gone: the step is found missing, stays in RAM, and is written again (R19)."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS, recovery_grace_s=0.5) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000, job_ttl_s=3.0)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
+        together(ranks, "close")
+        shutil.rmtree(durable / "train")
+
+        def events() -> list[str]:
+            return [event["event"] for event in cluster.ask("events", {"job": "train"})["events"]]
+
+        wait_for(lambda: "not_expired" in events() or "removed" in events(), "the end of job_ttl_s")
+        assert "removed" not in events()
+        wait_for(lambda: list(durable.rglob("marker")), "the step's second write")

@@ -268,6 +268,7 @@ class Catalog:
             self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
             self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
             self.forks.markers_listed(str(body["job"]), int(body["call"]), why)
+            self.expiry.checked(str(body["job"]), int(body["call"]), why, str(body["lacks"]))
         elif kind == "forked":
             self.forks.looked(host, body)
         elif kind == "answer":

@@ -324,6 +324,14 @@ class DurableOrders:
         if body["key"] != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
             state.last_started_s = state.last_started_step = None
 
+    def not_there(self, job: Job, step: StepId, why: str, *, is_read: bool) -> None:
+        """Storage cannot be read, or has not all of a step that was durable: then it is written again from RAM."""
+        state = self.state(job.name)
+        state.problem = why
+        if is_read:
+            job.markers.pop(step, None)
+            state.last_started_s = state.last_started_step = None
+
     def take_back_again(self, name: str, step: StepId) -> None:
         """A torn step has a marker after all: have it removed once more."""
         state = self.state(name)

@@ -31,7 +31,7 @@ Orders to a holder (`Tell.kind`):
                                                 its processes are fenced (R21), unless it `is_refused_fork`
     persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
                                                 or remove it, and say so if it is torn (R31)
-    markers        job, durable, call           list durable markers
+    markers        job, durable, call, check    list durable markers; with a step to check, look at all its slices
     dropped        job, story                   remember why a job is gone, outside the host's folder; or "" (R5)
     outdated       above                        a later life of this host was here: take a higher incarnation (R3)
 

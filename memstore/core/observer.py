@@ -325,6 +325,11 @@ class Observer:
         self.scrubbed[key] = found
 
     @aside
+    def not_expired(self, job: str, step: StepId, why: str) -> None:
+        """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
+        self.add("not_expired", job=job, attempt=step.attempt, step=step.step, why=why[:300])
+
+    @aside
     def durable_keys(self, job: str, why: str) -> None:
         """Hosts do not have one durable_key_file (R31)."""
         self.add("durable_keys", job=job, why=why[:300])

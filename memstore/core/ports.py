@@ -59,6 +59,9 @@ class DurableTier(Protocol):
     def marker_records(self, job: str) -> tuple[list[MarkerRecord], list[str]]:
         """Return what `markers` returns, with each step's lineage."""
 
+    def lacks(self, job: str, step: StepId) -> str:
+        """Return what a step lacks of what its marker names, "" if every slice is there in its size."""
+
     def jobs(self) -> list[str]:
         """Return the names of all jobs that have anything stored, sorted."""
 

@@ -117,6 +117,24 @@ class PartsTier(DurableTier):
                 records.append(record)
         return records, problems
 
+    def lacks(self, job: str, step: StepId) -> str:
+        """Look at the marker, and at the frame and size of every slice that it names."""
+        try:
+            record = self._read_marker(job, step)
+            if record is None:
+                return "durable storage does not have its marker"
+            marker = record.marker
+            if marker.key not in ("", self.key):
+                return f"it needs key {marker.key}, durable_key_file has key {self.key or 'none'} here"
+            for rank, spec in sorted(marker.specs.items()):
+                shard = ShardId(job, step.attempt, step.step, rank)
+                for number, name in enumerate(_part_names(marker, rank)):
+                    with self.files.opened(job, step, name) as reader:
+                        self._header(reader, shard, spec, number)
+        except IntegrityError as exc:
+            return str(exc)
+        return ""
+
     def jobs(self) -> list[str]:
         """Return the names of all jobs that have anything stored, sorted."""
         return self.files.jobs()

@@ -172,6 +172,7 @@ class Persister:
 
     def _list(self, body: dict[str, Any]) -> None:
         report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": [], "key": ""}
+        report["lacks"] = ""
         try:
             tier = open_tier(body["durable"])
             report["key"] = tier.key
@@ -187,6 +188,8 @@ class Persister:
                 for r in records
             ]
             report["why"] = "; ".join(problems)
+            if body.get("check") is not None:
+                report["lacks"] = tier.lacks(str(body["job"]), StepId(*map(int, body["check"])))
         except MemstoreError as exc:
             report.update(ok=False, why=str(exc))
         except Exception as exc:

@@ -22,6 +22,7 @@ class Durable:
     damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
     discarded: list[tuple[str, int, int]] = field(default_factory=list)  # what abandoned writes left was removed
     problem: str = ""
+    lacks: str = ""  # what the step that a host is to check lacks
     keys: dict[ShardId, set[str]] = field(default_factory=dict)  # -> keys that some slice of it was written under
     marker_keys: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
@@ -85,4 +86,6 @@ def list_markers(holder: FakeHolder, body: Body) -> None:
     rows = [row for row in rows if row not in damaged]
     said = why or "; ".join(f"marker of step {row[1]} is torn" for row in damaged)
     report = {"job": body["job"], "call": body["call"], "ok": not why, "why": said, "markers": rows}
-    holder.report("markers", {**report, "key": holder.durable_key})
+    holder.report(
+        "markers", {**report, "key": holder.durable_key, "lacks": holder.durable.lacks if body.get("check") else ""}
+    )

@@ -134,5 +134,15 @@ class Persister:
         ]
         why = durable.problem
         reply = {"job": body["job"], "call": body["call"], "ok": not why, "why": why, "markers": [] if why else rows}
+        step = body.get("check")
+        reply["lacks"] = "" if step is None else self._lacks(str(body["job"]), *step)
         reply["key"] = durable.key_of(body, self.holder.host_id)
         self.holder.report("markers", reply)
+
+    def _lacks(self, job: str, attempt: int, step: int) -> str:
+        """Say which part of a step is not there, "" if all are."""
+        durable = self.holder.world.durable
+        specs, key, _ = durable.markers.get((job, attempt, step), ({}, "", {}))
+        shards = {rank: ShardId(job, attempt, step, rank) for rank in specs}
+        gone = [rank for rank, spec in specs.items() if durable.part(shards[rank], spec.digest, key) is None]
+        return f"parts of ranks {gone} are missing" if gone or not specs else ""
