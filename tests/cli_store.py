@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,6 +88,16 @@ def run_json(cluster: ProcessCluster, *arguments: str, code: int = 0) -> dict[st
     assert result.exit_code == code, result.output
     body: dict[str, Any] = json.loads(result.stdout)
     return body
+
+
+def run_remedies(cluster: ProcessCluster) -> list[str]:
+    """Run every command that status recommends now; none may be wrong usage. Return them."""
+    text = "\n".join(row["remedy"] for row in cluster.status()["problems"])
+    commands = re.findall(r"`memstore ([^`]+)`", text)
+    for command in commands:
+        result = run(cluster, *shlex.split(command))
+        assert result.exit_code in (0, 3, 4), f"{command}: {result.output}"
+    return commands
 
 
 def cells(screen: str, first: str) -> list[str]:

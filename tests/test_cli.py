@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 import pytest
-from cli_store import HOSTS, STEPS, cells, open_store, run, run_json, train
+from cli_store import HOSTS, STEPS, cells, open_store, run, run_json, run_remedies, train
 from click.testing import CliRunner
 
 from memstore.cli import main
@@ -325,6 +325,7 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         assert "the processes only" in cells(result.stdout, "llama3-8b")
         assert cells(result.stdout, "h1")[-1].startswith("dead ")
         assert "losing h2 now loses the run" in result.stdout
+        run_remedies(cluster)
         refused = run(cluster, "rm", "llama3-8b")
         assert refused.exit_code == 1
         assert f"step {STEPS - 1} lives only in RAM" in refused.stderr
@@ -373,6 +374,10 @@ def test_verify_finds_damage_and_says_whether_anything_is_lost(tmp_path: Path) -
         result = run(cluster, "verify", "llama3-8b")
         assert result.exit_code == 3
         assert f"! llama3-8b: committed step {STEPS - 1} is lost" in result.stdout
+        wait_for(
+            lambda: any("not whole in RAM" in row["cause"] for row in cluster.status()["problems"]), "the worst state"
+        )
+        assert "plan llama3-8b" in run_remedies(cluster)
         assert run(cluster, "status", "--check").exit_code == 3
         for rank in ranks:
             rank.close()
