@@ -42,7 +42,12 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job."""
+    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
+
+    `steps_lost` is the distance from the newest step that any rank is known to have put, or to have skipped, to the one
+    restored. What was trained after that put is not known to the store: a job that puts every 10th step redoes up to 9
+    more.
+    """
 
     step: int
     attempt: int

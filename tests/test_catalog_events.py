@@ -246,3 +246,21 @@ def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> N
     assert (page["next"], page["is_gap"]) == (chronicle.last_seq, False)
     assert chronicle.page(first.seq, None)["is_gap"]
     assert Chronicle(4).page(chronicle.last_seq, None)["is_gap"]  # the one who knew the rest is gone
+
+
+def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:
+    """A rank put two steps more, and its host went with the only copies: what it put is known all the same."""
+    world, ranks = trained(3, world_size=2, last=2)
+    gone = ranks[1].host_id
+    for holder in world.holders.values():
+        holder.refuses_copies = "no peer is reached"
+    for step in (3, 4):
+        world.put(ranks[1], step)
+    world.run(1.0)
+    world.kill_host(gone)
+    world.run(5.0)
+    for holder in world.holders.values():
+        holder.refuses_copies = ""
+    world.get(world.launch(2))
+    [row] = told(world, "restore")[-1:]
+    assert (row["step"], row["steps_lost"]) == (2, 2)

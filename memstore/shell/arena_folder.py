@@ -16,8 +16,10 @@ a level is ours and closed, nobody else can change what lies below it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import stat
 from pathlib import Path
 
@@ -97,9 +99,7 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ConfigError(
-            f"cannot open {path}: {error.strerror}; it must be a regular file of ours, mode 0600"
-        ) from error
+        raise ConfigError(f"cannot open {path}: {error.strerror}; {_remedy(error)}") from error
     problem = _problem(os.fstat(fd), wants_folder=False)
     if problem:
         os.close(fd)
@@ -107,6 +107,16 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     if flags & os.O_TRUNC:
         os.ftruncate(fd, 0)
     return fd
+
+
+def _remedy(error: OSError) -> str:
+    """Say what to do about a file that could not be opened."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has reached its limit of {limit:,} open files: raise it with `ulimit -n` and restart it"
+    if error.errno == errno.ENFILE:
+        return "this machine has reached its limit of open files: raise fs.file-max with sysctl"
+    return "it must be a regular file of ours, mode 0600"
 
 
 def read_secret(folder: Path) -> bytes | None:
