@@ -217,7 +217,7 @@ def _durable_problems(job: Body) -> Iterator[Body]:
     elif job["durable_keys"]:
         yield _row(
             DEGRADED, name, f"durable {job['durable']}: {job['durable_keys']}", job["durable_s"],
-            "put one file on every host; the next write, or `memstore persist JOB`, asks again",
+            "put one file on every host; the next durable write asks again",
         )  # fmt: skip
     elif job["durable_problem"]:
         yield _row(
