@@ -312,6 +312,7 @@ def test_full_file_system_is_an_error_and_harms_nothing(small_tmpfs: Path) -> No
         journal.append([b"more"])
         assert journal.records() == [b"fact", b"more"]
         journal.close()
+        manifests.close()
         arena.close()
 
 

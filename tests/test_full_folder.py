@@ -140,3 +140,4 @@ def test_a_manifest_without_room_is_told_until_there_is_some(small_tmpfs: Path) 
     assert list(folder.path.iterdir()) == []
     folder.save(name, b"small")
     assert list(folder.load_all()) == [(name, b"small")]
+    folder.close()

@@ -135,6 +135,30 @@ def test_manifest_names_are_safe_and_distinct() -> None:
     assert all(len(name) == 40 and set(name) <= set("0123456789abcdef") for name in names)
 
 
+def test_what_a_cleaner_removes_is_still_read(folder: Path) -> None:
+    """Journal and manifests without their names are read as before, said to be gone, and written to another place."""
+    manifests, journal = ManifestFolder.open(folder), Journal.open(folder / "journal")
+    names = sorted(ManifestFolder.name_of(ShardId("j", 1, 2, rank), "d") for rank in range(2))
+    for name in names:
+        manifests.save(name, name.encode())
+    journal.append([b"one"])
+    assert (manifests.is_whole(), journal.is_current()) == (True, True)
+    (manifests.path / names[1]).unlink()
+    journal.path.unlink()
+    assert (manifests.is_whole(), journal.is_current()) == (False, False)
+    journal.append([b"two"])
+    assert journal.records() == [b"one", b"two"]
+    assert manifests.load(names[1]) == names[1].encode()
+    again = ManifestFolder.open(folder)
+    manifests.copy_to(again)
+    assert [name for name, _ in again.load_all()] == names
+    manifests.remove(names[0])
+    with pytest.raises(FileNotFoundError):
+        manifests.load(names[0])
+    for part in (manifests, again, journal):
+        part.close()
+
+
 def test_manifests_are_whole_or_absent(folder: Path) -> None:
     """R7: saved manifests come back, half-written ones are removed, strangers are skipped with a reason."""
     manifests = ManifestFolder.open(folder)
@@ -147,6 +171,7 @@ def test_manifests_are_whole_or_absent(folder: Path) -> None:
     (manifests.path / f".new-{names[1]}").write_bytes(b"half")
     (manifests.path / "stranger").write_bytes(b"?")
     (manifests.path / names[2]).symlink_to("/etc/hostname")
+    manifests.close()
     adopted = ManifestFolder.open(folder)
     assert list(adopted.load_all()) == [(names[0], b"again"), (names[1], names[1].encode())]
     assert sorted(adopted.skipped) == sorted(["stranger", names[2]])

@@ -251,6 +251,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "not_expired": lambda e: f"closed and over, and its RAM is kept: {e['why']}",
     "durable_abandoned": lambda e: f"durable write of step {e['step']} abandoned: {e['why']}",
     "scrub": lambda e: f"scrub found {plural(e['found'], 'damaged chunk')}: taken out, to be replaced from a copy",
+    "files_lost": lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}",
     "spill": lambda e: f"idle time between collectives does not suffice: {e['why']}",
     "term": lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
 }

@@ -17,8 +17,8 @@ ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
 PROBLEMS = frozenset(
     {
         "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "twins_differ",
-        "unchanged", "dropped", "durable_failed", "durable_abandoned",
-        "durable_keys", "not_expired", "scrub", "spill",
+        "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys", "not_expired", "scrub", "spill",
+        "files_lost",
     }
 )  # fmt: skip
 KINDS = ROUTINE | PROBLEMS | {

@@ -70,6 +70,7 @@ class Observer:
         self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
+        self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
         self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
 
     def add(self, kind: str, **fields: Any) -> None:
@@ -317,6 +318,10 @@ class Observer:
         if short and host not in self.short:
             self.add("spill", host=host, why=short[:300], nbytes=int(stats.get("spilled_bytes", 0)))
         (self.short.add if short else self.short.discard)(host)
+        lost = str(stats.get("files_lost", ""))[:300]
+        if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
+            self.add("files_lost", host=host, what=lost)
+        self.files_lost[host] = lost
         key = (host, state.info.incarnation)
         if key not in self.scrubbed:  # what a holder found before this controller knew it was told by the one before
             self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}

@@ -14,6 +14,11 @@ from memstore.core.listing import plural
 #: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
 #: and what is worth knowing although the promise holds.
 UNRECOVERABLE, DEGRADED, NOTE = "unrecoverable", "degraded", "note"
+REMOVED_REMEDY = (
+    "find what removes files there: systemd does when its user's last session ends (RemoveIPC=no in logind.conf, a "
+    "system user, or `loginctl enable-linger USER`), cleaners of temporary files do (exclude arena_dir: `x "
+    "/dev/shm/memstore-*` in tmpfiles.d)"
+)
 SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
 
@@ -84,6 +89,16 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
         )  # fmt: skip
     yield from _limit_problems(host)
+    lost = host["stats"].get("files_lost")
+    if lost:
+        is_now, problem = host["stats"].get("files_lost_now"), host["stats"].get("files_problem")
+        after = "its holder wrote them again and was replaced"
+        if is_now:
+            after = f"they cannot be written again: {problem}" if problem else "they are being written again"
+        yield _row(
+            DEGRADED if is_now else NOTE, name, f"files of its arena's folder were removed ({lost}); {after}",
+            host["up_s"], REMOVED_REMEDY,
+        )  # fmt: skip
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(

@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena_folder import check_folder, open_file
 from memstore.shell.arena_lock import ArenaLock
@@ -178,6 +180,50 @@ class Arena:
     def identity(self) -> str:
         """What tells this arena from every other one; see ArenaMapping."""
         return self.mapping.identity
+
+    def files_present(self) -> dict[str, bool]:
+        """Return for each of the two files whether it is the one of its name."""
+        return self.mapping.files_present(self._fd)
+
+    def write_again(self) -> None:
+        """Write again what was removed, with the sealed slots as they are; all others are free in it.
+
+        Their bytes move to the new file slot by slot, so that both take the memory of one: this one has lost them then.
+
+        Raises:
+            CapacityError: No room for the slot table. OSError: none for all bytes; those that fit are there.
+        """
+        present = self.files_present()
+        if all(present.values()):
+            return
+        (self.folder / SLOTS_NAME).unlink(missing_ok=True)  # bytes without a table are nothing, the reverse a lie
+        table = self.headers.all()
+        sealed = np.flatnonzero(table["state"] == SlotState.SEALED).tolist()
+        moved: list[int] = sealed if present[ARENA_NAME] else []
+        try:
+            if not present[ARENA_NAME]:
+                self._move(sealed, moved)
+        finally:
+            headers = SlotHeaders.open(self.folder, chunk_bytes=self.chunk_bytes, capacity=self.headers.capacity)
+            headers.slots_count = self.slots_count
+            for slot in moved:
+                headers.write(slot, self.headers.read(slot))
+            headers.close()
+
+    def _move(self, slots: Sequence[int], moved: list[int]) -> None:
+        (self.folder / ARENA_NAME).unlink(missing_ok=True)
+        fd = open_file(self.folder, ARENA_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            os.ftruncate(fd, self.limit_slots * self.chunk_bytes)
+            for slot in slots:
+                view, at = self.view(slot), slot * self.chunk_bytes  # all: no hole is left in a slot in use
+                done = 0
+                while done < len(view):
+                    done += os.pwrite(fd, view[done:], at + done)
+                moved.append(slot)
+                _punch_hole(self._fd, at, self.chunk_bytes)
+        finally:
+            os.close(fd)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a writable view of a slot, or of its first `nbytes`; see ArenaMapping.view."""

@@ -119,6 +119,14 @@ def _remedy(error: OSError) -> str:
     return "it must be a regular file of ours, mode 0600"
 
 
+def is_at(path: Path, status: os.stat_result) -> bool:
+    """Return whether the file of this status is the one at a path; False for whatever keeps it from being reached."""
+    try:
+        return os.path.samestat(os.lstat(path), status)
+    except OSError:
+        return False
+
+
 def read_secret(folder: Path) -> bytes | None:
     """Return the store's secret kept in the folder, None if there is none (R4).
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memstore.errors import ConfigError
-from memstore.shell.arena_folder import check_folder, open_file
+from memstore.shell.arena_folder import check_folder, is_at, open_file
 
 LOCK_NAME = "lock"
 _RECORD_NBYTES = 2048  # fixed, written in one call: a reader never sees half of a shorter record
@@ -102,6 +102,10 @@ class ArenaLock:
         now = self._owner
         self._owner = LockOwner(now.pid, now.start_time, now.boot_id, now.pid_namespace, cluster, address)
         self._write()
+
+    def is_current(self) -> bool:
+        """Say whether the file that is locked is the one that others would lock."""
+        return _is_current(self.folder, self._fd)
 
     def release(self) -> None:
         """Clear the record and give the lock up; a second call does nothing."""
@@ -210,10 +214,7 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _is_current(folder: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(folder / LOCK_NAME))
-    except FileNotFoundError:
-        return False
+    return is_at(folder / LOCK_NAME, os.fstat(fd))
 
 
 def _kill_exactly(folder: Path, victim: LockOwner) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import CapacityError, ClosedError, ConfigError
-from memstore.shell.arena_folder import check_folder, open_file
+from memstore.shell.arena_folder import check_folder, is_at, open_file
 from memstore.shell.page_locks import PageHold, hold, runs
 from memstore.shell.slot_headers import SLOTS_NAME, read_file_header
 
@@ -193,6 +193,11 @@ class ArenaMapping:
             # A kernel before 5.14: reading a byte of each page does the same.
             int(np.frombuffer(held, np.uint8)[:: mmap.PAGESIZE].max(initial=0))
         return nbytes
+
+    def files_present(self, arena_fd: int) -> dict[str, bool]:
+        """Return for the arena's two files, by name, whether each is still the one in the folder."""
+        files = ((ARENA_NAME, arena_fd), (SLOTS_NAME, self._slots_fd))
+        return {name: is_at(self.folder / name, os.fstat(fd)) for name, fd in files}
 
     def close(self) -> None:
         """Unmap; if the caller still holds views, the memory goes with the last of them. Idempotent."""

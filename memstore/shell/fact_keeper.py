@@ -45,7 +45,11 @@ class FactKeeper:
             body = self._waiting[0]
             try:
                 self._write(body)
-            except CapacityError as exc:
+            except (
+                CapacityError,
+                FileNotFoundError,
+                NotADirectoryError,
+            ) as exc:  # no room, or no folder: `folder_guard` ends that
                 self.problem = str(exc)
                 return
             except IntegrityError:

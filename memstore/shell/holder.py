@@ -29,6 +29,7 @@ from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
 from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
 from memstore.shell.fact_keeper import FactKeeper
+from memstore.shell.folder_guard import FolderGuard
 from memstore.shell.host_id import HostIdentity
 from memstore.shell.idle_time import IdleTime
 from memstore.shell.incarnation import next_incarnation
@@ -96,8 +97,7 @@ class Holder:
         self._peers_lock, self._session_lock = threading.Lock(), threading.Lock()
         self.lane = Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.traffic = Traffic(self.folder, config.interleave_s)
-        self.orders = Orders(self)
-        self.stager = Stager(self)
+        self.orders, self.stager = Orders(self), Stager(self)
         self.pusher = Pusher(self)
         self.persister = Persister(self)
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
@@ -119,6 +119,7 @@ class Holder:
         )  # fmt: skip
         self.lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
+        self.guard = FolderGuard(self)
         self._threads = self._start_loops()
 
     def _start_loops(self) -> list[threading.Thread]:
@@ -128,8 +129,8 @@ class Holder:
             thread.start()
         return threads
 
-    def close(self) -> None:
-        """Stop serving and give up the lock; the arena stays (R5)."""
+    def stop_serving(self) -> None:
+        """End every connection: from now on nobody is told anything, and nobody's bytes are taken."""
         self.stopping.set()
         self.twins.wake()
         self.listener.close()
@@ -141,6 +142,10 @@ class Holder:
         with self._peers_lock:
             for peer in self.peers.values():
                 peer.close()
+
+    def close(self) -> None:
+        """Stop serving and give up the lock; the arena stays (R5)."""
+        self.stop_serving()
         for thread in self._threads:
             thread.join(timeout=5.0)
         self.journal.close()
@@ -250,9 +255,7 @@ class Holder:
         """What a controller must know of this host first: who it is, what it holds, its journal (R16)."""
         with self.vault.lock:
             copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
-        with self._session_lock:  # a newer session's order may be half written: not a damaged rest, to be cut off
-            journal = self.journal.records()
-        info = self.info
+        info, journal = self.info, self.journal_records()
         return {
             "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
             "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
@@ -262,6 +265,11 @@ class Holder:
             "notes": self.vault.adoption_notes,
             "ranks": sorted(self.ranks.owners),
         }  # fmt: skip
+
+    def journal_records(self) -> list[bytes]:
+        """Return the facts that the journal has; what a session is just writing is in it whole."""
+        with self._session_lock:  # else it would be a damaged rest, to be cut off
+            return self.journal.records()
 
     def begin_again(self, above: int) -> None:
         """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
@@ -296,9 +304,12 @@ class Holder:
     def _heartbeat_loop(self) -> None:
         """A thread of its own that touches no bulk data (R28)."""
         while not self.stopping.wait(self.config.heartbeat_s):
-            session = self.session
-            if session is None:
-                continue
+            self.beat()
+
+    def beat(self) -> None:
+        """Send the controller a heartbeat, if there is one."""
+        session = self.session
+        if session is not None:
             with contextlib.suppress(TransportError):
                 session.beat(self.stats())
 
@@ -311,6 +322,7 @@ class Holder:
         }
         counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
         counts["limit_why"], counts["limit_warning"] = self.limit_words
+        counts |= self.guard.stats()
         return {**counts, **self.traffic.stats(), "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:
@@ -325,6 +337,7 @@ class Holder:
             ):
                 self.logged(work)
             self.logged(self._look_for_room)
+            self.logged(self.guard.look)
 
     def _look_for_room(self) -> None:
         """Write the facts for which there was none (R16); say so no longer where there is some again."""

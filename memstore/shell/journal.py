@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +19,7 @@ from typing import BinaryIO
 import xxhash
 
 from memstore.errors import CapacityError, ClosedError
-from memstore.shell.arena_folder import open_file
+from memstore.shell.arena_folder import is_at, open_file
 
 JOURNAL_NAME = "journal"
 RECORD_NBYTES_MAX = 64 << 20
@@ -33,6 +34,7 @@ class Journal:
         self.nbytes = nbytes  # of whole records, frames included
         self.dropped_nbytes = dropped_nbytes  # cut off when it was opened: a torn or damaged tail
         self._fd = fd
+        self._renaming = threading.Lock()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Journal:
@@ -40,17 +42,18 @@ class Journal:
         path = Path(path)
         fd = open_file(path.parent, path.name, os.O_RDWR | os.O_CREAT)
         total = os.fstat(fd).st_size
-        good = sum(_FRAME.size + len(payload) for payload in _scan(path))
+        good = sum(_FRAME.size + len(payload) for payload in _scan(os.dup(fd)))
         if good < total:
             os.ftruncate(fd, good)
         return cls(path, fd, nbytes=good, dropped_nbytes=total - good)
 
     def records(self) -> list[bytes]:
-        """Return every payload, oldest first, as the file has them now; a damaged rest is cut off, or nobody would
-        ever read what is appended behind it.
+        """Return every payload, oldest first, as the open file has them now, whatever became of its name.
+
+        A damaged rest is cut off, or nobody would ever read what is appended behind it.
         """
         self._check_open()
-        found = list(_scan(self.path))
+        found = list(_scan(os.dup(self._fd)))
         good = sum(_FRAME.size + len(payload) for payload in found)
         if good < self.nbytes:
             os.ftruncate(self._fd, good)
@@ -79,14 +82,20 @@ class Journal:
         fd = open_file(self.path.parent, temporary.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             _write(fd, self.path, 0, data)
-            temporary.rename(self.path)
+            with self._renaming:
+                temporary.rename(self.path)
+                old, self._fd = self._fd, fd
         except BaseException:
             os.close(fd)
             temporary.unlink(missing_ok=True)
             raise
-        os.close(self._fd)
-        self._fd = fd
+        os.close(old)
         self.nbytes = len(data)
+
+    def is_current(self) -> bool:
+        """Say whether the file that is written is the one of its name."""
+        with self._renaming:
+            return self._fd < 0 or is_at(self.path, os.fstat(self._fd))
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -128,12 +137,13 @@ def _write(fd: int, path: Path, at: int, data: bytes) -> int:
 
 def read_records(path: Path) -> list[bytes]:
     """Return the payloads of a journal that another process may be writing, oldest first; changes nothing."""
-    return list(_scan(path))
+    return list(_scan(open_file(path.parent, path.name, os.O_RDONLY)))
 
 
-def _scan(path: Path) -> Iterator[bytes]:
-    """Yield payloads up to the first that is torn or damaged; a length is checked before it is read."""
-    with os.fdopen(open_file(path.parent, path.name, os.O_RDONLY), "rb") as file:
+def _scan(fd: int) -> Iterator[bytes]:
+    """Yield payloads up to the first that is torn or damaged; a length is checked before it is read. Closes `fd`."""
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
         left = os.fstat(file.fileno()).st_size
         while (payload := _read_record(file, left)) is not None:
             left -= _FRAME.size + len(payload)

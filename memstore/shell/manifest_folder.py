@@ -1,7 +1,8 @@
 """Manifests as small files beside the arena: a shard is held when its manifest is here (R7, R14).
 
 Written under a temporary name, then renamed, so a manifest is there whole or not at all. No fsync:
-the folder is on tmpfs like the arena, and outlives processes, not machines.
+the folder is on tmpfs like the arena, and outlives processes, not machines. Each is kept open: what a
+cleaner removes is read, and written again, all the same (`folder_guard.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import errno
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from memstore.errors import CapacityError, ConfigError
-from memstore.shell.arena_folder import check_level, open_file
+from memstore.shell.arena_folder import check_level, is_at, open_file
 from recovery.inventory import ShardId
 
 MANIFESTS_NAME = "manifests"
@@ -29,6 +31,9 @@ class ManifestFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._status = os.lstat(path)
+        self._fds: dict[str, int] = {}
+        self._reading = threading.Lock()  # else a number could be another file's by the time that it is read
         self.skipped: dict[str, str] = {}  # file name -> why the last `load_all` did not read it
         self.problem = ""  # why the last `save` found no room, while there is none
         self._wanted_nbytes = 0
@@ -73,9 +78,15 @@ class ManifestFolder:
     def _write(self, path: Path, data: bytes, target: Path) -> None:
         """Write a file and rename it, or leave none; CapacityError if there is no room for it."""
         try:
-            with os.fdopen(open_file(self.path, path.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                file.write(data)
-            path.rename(target)
+            fd = open_file(self.path, path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                with os.fdopen(os.dup(fd), "wb") as file:
+                    file.write(data)
+                path.rename(target)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._keep(target.name, fd)
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
@@ -93,6 +104,7 @@ class ManifestFolder:
         with contextlib.suppress(CapacityError):
             self._write(probe, bytes(self._wanted_nbytes), probe)
             probe.unlink()
+            self._drop(probe.name)
             self.problem = ""
 
     def load_all(self) -> Iterator[tuple[str, bytes]]:
@@ -121,15 +133,46 @@ class ManifestFolder:
     def remove(self, name: str) -> None:
         """Remove a manifest; none of that name is fine. The caller frees the slots afterwards (R7)."""
         self._file(name).unlink(missing_ok=True)
+        self._drop(name)
+
+    def is_whole(self) -> bool:
+        """Say whether the folder is the one of its name, and every manifest in it. Not beside `save` and `remove`."""
+        with self._reading:
+            return is_at(self.path, self._status) and all(os.fstat(fd).st_nlink for fd in self._fds.values())
+
+    def copy_to(self, other: ManifestFolder) -> None:
+        """Save there what was saved here, as far as it is not there."""
+        there = set(os.listdir(other.path))
+        for name in self._fds.keys() - there:
+            other.save(name, self._read(name))
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        for name in list(self._fds):
+            self._drop(name)
 
     def _read(self, name: str) -> bytes:
         self._file(name)
-        fd = open_file(self.path, name, os.O_RDONLY)
-        with os.fdopen(fd, "rb") as file:
+        with self._reading:
+            if name not in self._fds:
+                self._fds[name] = open_file(self.path, name, os.O_RDONLY)
+            fd = self._fds[name]
             nbytes = os.fstat(fd).st_size
             if nbytes > MANIFEST_NBYTES_MAX:
                 raise ConfigError(f"{self.path / name} has {nbytes} bytes, limit {MANIFEST_NBYTES_MAX}")
-            return file.read(nbytes)
+            return os.pread(fd, nbytes, 0)
+
+    def _keep(self, name: str, fd: int) -> None:
+        with self._reading:
+            old, self._fds[name] = self._fds.get(name, -1), fd
+            if old >= 0:
+                os.close(old)
+
+    def _drop(self, name: str) -> None:
+        with self._reading:
+            fd = self._fds.pop(name, -1)
+            if fd >= 0:
+                os.close(fd)
 
     def _file(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

@@ -95,6 +95,7 @@ class Vault:
         """Unmap; the files stay for the next holder."""
         with self.lock:
             self.arena.close()
+            self.manifests.close()
 
     # -- headers ------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ def main() -> int:
         limit = arena_limit(config, folder, hosts_on_machine=spec["hosts_on_machine"])
         holder = Holder(
             identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
-            limit_words=(limit.why, limit.warning),
+            limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
         )  # fmt: skip
         info = holder.info
         if spec["peer_address"] is not None:  # peers go through a proxy; they learn the address with the first session
