@@ -207,7 +207,9 @@ class Staging:
             raise ValueError("a release needs a plan")
         del self.catalog.rounds.active[active.job]
         attempt = job.attempts[active.attempt]
-        newest_seen = max((s.step for s in (*job.copies, *job.commits)), default=result.step.step)
+        before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
+        put = [seat.step for seat in before.seats.values()] if before is not None else []  # no copy may be left of it
+        newest_seen = max((*put, *(s.step for s in (*job.copies, *job.commits))), default=result.step.step)
         for seat in attempt.seats.values():
             seat.last_active_s = now
         shared = {
