@@ -158,11 +158,11 @@ def test_what_was_durable_is_promised_when_all_memory_is_lost() -> None:
     for domain in RACKS:
         ledger.harmed(domain, "lost", 5.0)
     assert ledger.demanded(10.0, 11.0) == (1, 2)
-    assert judged(ledger, reply(None), reply(None)) == ["lost-history"]
     ledger.lost_storage(9.0)
     assert ledger.demanded(10.0, 11.0) is None
     ledger.lost_storage(9.0, 9.5)
     assert ledger.demanded(10.0, 11.0) == (1, 2)
+    assert judged(ledger, reply(None), reply(None)) == ["lost-history"]
 
 
 class IdleMeter(LoadMeter):
