@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +144,13 @@ def _create(config: Config) -> Any:
         )
         .remote(config.start_fields(), _secret(config))
     )  # fmt: skip
+
+
+def nodes_by_host(config: Config) -> dict[str, int]:
+    """Return how many Ray nodes each host's holder serves: several of one machine share one unless labels name them."""
+    actor = _controller(config)
+    described = ray.get(actor.describe.remote(), timeout=ASK_S) if actor is not None else {"hosts": {}}
+    return dict(Counter(described["hosts"].values()))
 
 
 def _stores_on_ray() -> list[str]:

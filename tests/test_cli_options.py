@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from memstore.cli import main
+from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
 from memstore.cli.status import by_cause, problem_line
 from memstore.errors import ConfigError
@@ -55,7 +56,7 @@ def test_bash_completes_the_verbs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=False
     )
-    assert done.stdout.split() == ["plain,status"]
+    assert done.stdout.split() == ["plain,status", "plain,stores"]
 
 
 @pytest.mark.parametrize("verb", ["status", "demo", "drill", "metrics"])
@@ -82,3 +83,13 @@ def test_problems_of_one_cause_are_one_line() -> None:
         "! job0, job1, job2 and 3 more: durable off (5.0 s ago).  Remedy: durable=",
         "! h1: dead.  Remedy: a replacement",
     ]
+
+
+def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -> None:
+    words = sharing_words({"box0": 2, "box1": 1})
+    assert "box1" not in words
+    assert (
+        "box0 serves 2 Ray nodes: for a holder each, start every node with a name, `ray start --labels host=NAME`"
+        in words
+    )
+    assert sharing_words({"box0": 1}) == ""

@@ -38,6 +38,7 @@ def test_up_and_down_and_what_is_left() -> None:
         other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
         assert "arena_bytes" in other
         assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
+        assert "2 of the 3 hosts asked for" in run(*start, "--wait", "3", "--timeout-s", "1", code=1)["said"]
         assert run("status")["ray"]
         assert run("status")["job_defaults"] == {"keep_steps": 2}
         assert _reader_outside(name, cluster.address).startswith("RecoveryError: the store holds no job 'train'")

@@ -131,7 +131,17 @@ def check_writable(directory: str) -> None:
         ) from error  # fmt: skip
 
 
+def sharing_words(nodes: dict[str, int]) -> str:
+    """Return words about hosts that several Ray nodes of one machine share, given the nodes of each; "" if none is."""
+    shared = [f"{host} serves {count} Ray nodes" for host, count in sorted(nodes.items()) if count > 1]
+    if not shared:
+        return ""
+    return f". {', '.join(shared)}: for a holder each, start every node with a name, `ray start --labels host=NAME`"
+
+
 def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
+    from memstore.cluster import nodes_by_host
+
     deadline_s = time.monotonic() + timeout_s
     while True:
         body = where.status()
@@ -141,7 +151,8 @@ def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
         if time.monotonic() > deadline_s:
             raise PeerTimeout(
                 f"{live} of the {count} hosts asked for are up after {timeout_s:g} s; the store runs. "
-                "`memstore status` names them, `ray status` the nodes; raise --timeout-s if they are merely slow",
+                "`memstore status` names them, `ray status` the nodes; raise --timeout-s if they are merely slow"
+                + sharing_words(nodes_by_host(where.config)),
                 operation="up", waited_s=timeout_s, limit_s=timeout_s,
             )  # fmt: skip
         time.sleep(POLL_S)
