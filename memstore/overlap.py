@@ -88,6 +88,7 @@ class Overlap:
             return
         this = weakref.ref(self)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace what ends the copy
         def before_step(*_: Any) -> None:
             overlap = this()
             if overlap is not None:
