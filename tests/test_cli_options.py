@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
-from memstore.cli.status import by_cause, problem_line
+from memstore.cli.status import by_cause, copiers_line, problem_line
 from memstore.errors import ConfigError
 
 
@@ -93,3 +93,12 @@ def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -
         in words
     )
     assert sharing_words({"box0": 1}) == ""
+
+
+def test_copiers_are_named_where_some_ranks_do_not_copy() -> None:
+    """One copier is "rank 0 copies"; where every rank copies there is nothing to know."""
+    job = {"job": "train", "world_size": 4, "shards": 1}
+    assert copiers_line({**job, "copiers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
+    assert copiers_line({**job, "copiers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
+    assert copiers_line({**job, "world_size": 1, "copiers": [0]}) == ""
+    assert copiers_line(job) == ""

@@ -164,12 +164,12 @@ def job_table(jobs: list[dict[str, Any]]) -> Table:
 
 
 def copiers_line(job: dict[str, Any]) -> str:
-    """Return "train: ranks 0, 2 copy for 4 ranks of 1 shard", or "" where every rank's state is its own."""
-    if not job.get("copiers"):
+    """Return "train: ranks 0, 2 copy for 4 ranks of 1 shard", or "" where every rank copies."""
+    copiers = job.get("copiers") or []
+    if len(copiers) in (0, job["world_size"]):
         return ""
-    ranks = listed(job["copiers"])
-    held = f"{plural(job['world_size'], 'rank')} of {plural(job['shards'], 'shard')}"
-    return f"{job['job']}: ranks {ranks} copy for {held}\n"
+    who = f"rank {copiers[0]} copies" if len(copiers) == 1 else f"ranks {listed(copiers)} copy"
+    return f"{job['job']}: {who} for {plural(job['world_size'], 'rank')} of {plural(job['shards'], 'shard')}\n"
 
 
 def at_risk(job: dict[str, Any]) -> str:
