@@ -51,7 +51,7 @@ def test_a_shell_gets_its_completion_script(shell: str) -> None:
 
 def test_bash_completes_the_verbs() -> None:
     """What the script asks for at every TAB: the words so far in, the candidates out."""
-    env = {"_MEMSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "memstore st", "COMP_CWORD": "1"}
+    env = {"_MEMSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "memstore sta", "COMP_CWORD": "1"}
     code = "import sys; from memstore.cli import main; sys.argv[0] = 'memstore'; main(prog_name='memstore')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=False
