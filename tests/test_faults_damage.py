@@ -96,3 +96,22 @@ def test_damage_is_not_adopted(tmp_path: Path, nursery: RankNursery) -> None:
         _, got = fleet.resume(["h0", "h1"])
         assert got["step"] == 2
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
+
+
+def test_a_damaged_manifest_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
+    """A key's name flips in the rank's own manifest: get brings the manifest from the peer, and writes it anew."""
+    with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        wait_for(lambda: len(cluster.manifests("h0")) == 2, "older steps to be dropped")
+        fleet.kill(ranks)
+        damaged = cluster.manifests("h0")
+        for name, data in damaged.items():
+            at = data.index(b"weights")
+            with (cluster.arena("h0") / "manifests" / name).open("r+b") as file:
+                file.seek(at)
+                file.write(b"v")
+        _, got = fleet.resume(["h0", "h1"])  # compares every byte, and the names
+        assert got["step"] == 2
+        mended = cluster.manifests("h0")
+        assert [data for name, data in damaged.items() if mended.get(name) == data], "no manifest was written anew"

@@ -8,6 +8,7 @@ it is tried again, from other holders too, and in the end fails the get, never t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -21,7 +22,7 @@ from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.core.manifest import chunk_digest, decode_manifest
 from memstore.core.ports import DurableTier
 from memstore.core.shelf import Draft, Shelved
-from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
+from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_tier import open_tier
 from memstore.shell.excerpts import Excerpts
 from memstore.shell.herald import TELL_S, Herald
@@ -144,7 +145,7 @@ class Stager:
             # A read verifies what it copies, and mends it: no barrier waits for the word that it is good (R27).
             is_read = key[1] < 0
             lacking = sorted(pinned[0].missing) if is_read else self.vault.verify(pinned[0], self.digesters.map)
-            if not lacking:
+            if not lacking and self._has_manifest(body, pinned[0]):
                 self.vault.keep_staged(key, *pinned)
                 return {}
             planned = {
@@ -184,6 +185,18 @@ class Stager:
         self.vault.keep_staged(key, *pinned)
         return {}
 
+    def _has_manifest(self, body: dict[str, Any], shelved: Shelved) -> bool:
+        """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
+        try:
+            self.vault.manifest(shelved)
+        except DigestMismatch as exc:
+            log.warning("host %s: %s", self.holder.info.host_id, exc)
+            data, _ = self._brought_manifest(body, shelved.shard, shelved.spec.digest, self.deadline_s())
+            if data is None:
+                return False
+            self.vault.mend_manifest(shelved, data)
+        return True
+
     def check(self, body: dict[str, Any]) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
         found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
@@ -215,7 +228,14 @@ class Stager:
         """
         shelved = self.vault.shelf.find(shard, digest)
         if shelved is not None:
-            return self.vault.manifest(shelved), set()
+            with contextlib.suppress(DigestMismatch):
+                return self.vault.manifest(shelved), set()
+        return self._brought_manifest(body, shard, digest, deadline_s)
+
+    def _brought_manifest(
+        self, body: dict[str, Any], shard: ShardId, digest: str, deadline_s: float
+    ) -> tuple[bytes | None, set[str]]:
+        """Do what `manifest` does, from elsewhere."""
         sources = [str(h) for h in body["holders"] if h != self.holder.info.host_id]
         sources += [DURABLE] if body.get("durable") else []
         lacking: set[str] = set()

@@ -27,7 +27,7 @@ from memstore.core.manifest import (
 )
 from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved, StagedKey
 from memstore.core.slots import Owner, SlotState, SlotTable
-from memstore.errors import CapacityError, IntegrityError
+from memstore.errors import CapacityError, DigestMismatch, IntegrityError
 from memstore.shell.adoption import adopt
 from memstore.shell.arena import Arena
 from memstore.shell.arena_lock import is_alive
@@ -274,8 +274,22 @@ class Vault:
     # -- reading ------------------------------------------------------------------------------
 
     def manifest(self, shelved: Shelved) -> bytes:
-        """Return the manifest bytes of a stored replica."""
-        return self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+        """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
+        data = self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+        found = shard_digest(data)
+        if found != shelved.spec.digest:
+            raise DigestMismatch(
+                f"the manifest of {shelved.shard} has digest {found}, expected {shelved.spec.digest}: its file was "
+                "damaged after it was written; call get() again, which brings it from another copy",
+                shard=str(shelved.shard),
+            )
+        return data
+
+    def mend_manifest(self, shelved: Shelved, data: bytes) -> None:
+        """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
+        with self.lock:
+            if self.shelf.find(shelved.shard, shelved.spec.digest) is shelved:
+                self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
 
     def pin(self, shard: ShardId, digest: str | None = None) -> tuple[Shelved, int] | None:
         """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
