@@ -162,9 +162,10 @@ class MemoryArena(Arena):
 class MemoryManifests(ManifestFolder):
     """The manifests of a simulated machine; a name is there whole or not at all, as after a rename."""
 
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(Path(memory.host_id))
-        self.memory = memory
+    def __init__(self, memory: Memory) -> None:  # no super().__init__: there is no folder to open
+        self.memory, self.path = memory, Path(memory.host_id)
+        self.skipped: dict[str, str] = {}
+        self.problem = ""
 
     def save(self, name: str, data: bytes) -> None:
         """Store a manifest; CapacityError if the file system is full."""
