@@ -200,3 +200,22 @@ def test_surplus_copies_of_an_open_step_go() -> None:
     assert stand_in in world.holders_of(StepId(1, 2), 0)
     world.run(5.0)
     assert world.holders_of(StepId(1, 2), 0) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [3, 4])
+def test_a_host_that_dies_often_keeps_no_step_at_one_copy(hosts: int) -> None:
+    """What it would hold goes to another host of the job while it is on probation, and back when that ends (R29)."""
+    world, _ = trained(hosts, last=2, keep_steps=1)
+    step, flaky = StepId(1, 2), "h1"
+    for _ in range(3):
+        world.kill_host(flaky)
+        world.run(0.2)
+        world.return_host(flaky)
+        world.run(0.1)
+    world.run(20.0)
+    for rank in range(hosts):
+        trusted = [h for h in world.holders_of(step, rank) if h != flaky]
+        assert len(trusted) == 2, f"rank {rank}"
+    world.run(600.0)
+    assert [len(world.holders_of(step, rank)) for rank in range(hosts)] == [2] * hosts

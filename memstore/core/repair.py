@@ -155,23 +155,50 @@ class Repair:
             return False  # still being put: its owner pushes it
         if commit:
             self._awaiting.update(lacking)
-        for target in lacking:
+        for target in [*lacking, *(self._stand_ins(now, job, attempt, shard, wanted, good) if commit else ())]:
             if commit or target not in self._awaiting or not self._is_ended(attempt):
                 self._push(now, shard, target, good, attempt)
         is_over = may_drop and not lacking and bool(surplus)
-        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
+        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(now, wanted, attempt):
             for host in surplus:
                 self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                 job.drop_copy(shard, host)
         return not lacking and not surplus
 
-    def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
+    def _is_safe(self, now: float, wanted: list[str], attempt: Attempt) -> bool:
         """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
 
-        While the cluster cannot hold that many apart, every copy more is worth its room.
+        While the cluster cannot hold that many apart, or some of them die often, every copy more is worth its room.
         """
         hosts = self.catalog.hosts
-        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
+        trusted = [h for h in wanted if not hosts.is_on_probation(now, h)]
+        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(trusted)) >= attempt.replicas
+
+    def _stand_ins(
+        self, now: float, job: Job, attempt: Attempt, shard: ShardId, wanted: list[str], good: dict[str, Copy]
+    ) -> list[str]:
+        """Return hosts that get a kept step's copies in place of hosts that die often (R29).
+
+        Of the hosts of the job those in other failure domains come first, then those with the fewest copies of the
+        step; one that has refused the copy is left out for a while.
+        """
+        hosts, placement = self.catalog.hosts, self.catalog.view.placement(job)
+        flaky = {h for h in (*wanted, *good) if hosts.is_on_probation(now, h)}
+        if placement is None or flaky.isdisjoint(wanted):
+            return []
+        safe = {*wanted, *(h for h, copy in good.items() if not copy.missing)} - flaky
+        taken, places = hosts.domains(safe), hosts.live_domains(attempt.level_asked)
+        near, step = {places.get(h) for h in safe}, StepId(shard.attempt, shard.step)
+        others = [
+            h for h in placement.targets
+            if hosts.is_answering(h) and not hosts.is_on_probation(now, h)
+            and (shard, h) not in self.refused_s and taken.isdisjoint(hosts.domains([h]))
+        ]  # fmt: skip
+        # One that the copy is on its way to stays the choice.
+        others.sort(key=lambda h: (
+            (shard, h) not in self.pushes, places.get(h) in near, len(job.on_host.get(h, {}).get(step, ())), h
+        ))  # fmt: skip
+        return others[: max(0, attempt.replicas - len(taken))]
 
     def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> None:
         hosts = self.catalog.hosts
