@@ -172,6 +172,19 @@ def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None
     assert shelf.leasable("job", 0, leased_count=0) == 0
 
 
+def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
+    """Neither a kept step of another world size nor guests beyond their part leave a rank without slots (R9, R10)."""
+    shelf = Shelf(SlotTable(8))
+    shelved(shelf, SHARDS[0], 3)  # the helper's shards are of a world of 2
+    shelf.set_share("job", Share(2, {0: 3}, guest_slots=0, world_size=7))
+    assert (shelf.leasable("job", 0, leased_count=0), shelf.spare_count()) == (3, 2)
+    assert shelf.slots_needed("new", Share(1, {0: 1}, guest_slots=0)) == 3 + 3 - 3 // 2 + 1
+    shelf.set_share("job", Share(2, {4: 3}, guest_slots=2, world_size=2))  # rank 0 is a guest
+    assert (shelf.leasable("job", 4, leased_count=0), shelf.spare_count()) == (3, 2)
+    shelf.set_share("job", Share(2, {4: 1}, guest_slots=2, world_size=2))
+    assert shelf.spare_count() == 4
+
+
 def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     """Copies of a job without a share here take free slots that no share was promised."""
     shelf = Shelf(SlotTable(10))

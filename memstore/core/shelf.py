@@ -29,9 +29,7 @@ class Draft:
     digests: list[bytes]  # b"" where the sender has not named the chunk yet
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
-    excerpt: tuple[int, ...] | None = (
-        None  # the only chunks a reader asked for: never finished, aborted when it is done
-    )
+    excerpt: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
 
     @property
     def wanted(self) -> Sequence[int]:
@@ -302,17 +300,37 @@ class Shelf:
 
         Another job may hold more than its share: what a restore brought here, until the job puts again (R26).
         """
-        others = sum(max(s.total, self._held_count(name)) for name, s in self.shares.items() if name != job)
+        others = [(name, s) for name, s in self.shares.items() if name != job]
+        taken = sum(max(self._claim_of(name, s), self._held_count(name)) for name, s in others)
         shared = {job, *self.shares}
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
-        # A step of another world size takes the place of one version; what is more than that comes on top (R10).
+        return taken + unshared + self._claim_of(job, share)
+
+    def _claim_of(self, job: str, share: Share) -> int:
+        """A share and its kept step of another world size: beyond one version's place that comes on top (R10)."""
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
-        return others + unshared + share.total + max(0, foreign - share.total // (share.versions + 1))
+        return share.total + max(0, foreign - share.total // (share.versions + 1))
 
     def spare_count(self) -> int:
         """Free slots that no present job's reservation needs beside what its replicas lie in (R9)."""
-        wanted = sum(max(0, share.total - self._held_count(name)) for name, share in self.shares.items())
+        wanted = sum(self._unmet_count(name, share) for name, share in self.shares.items())
         return max(0, len(self.table.free) - wanted)
+
+    def _unmet_count(self, job: str, share: Share) -> int:
+        """Slots of a share in which nothing lies.
+
+        What guests have beyond their part fills no rank's part, and a step of another world size fills none at all.
+        """
+        guests: set[int] = set()
+        by_rank: dict[int, set[int]] = {rank: set() for rank in share.ranks}
+        seen: set[int] = set()  # a slot that several replicas lie in fills one part
+        for shelved in self.shards.values():
+            if shelved.shard.job == job and not _is_foreign(shelved, share):
+                part = by_rank.get(shelved.shard.rank, guests)
+                part.update(slot for slot in shelved.slots if slot is not None and slot not in seen)
+                seen |= part
+        unmet = sum(max(0, slots - len(by_rank[rank])) for rank, slots in share.ranks.items())
+        return unmet + max(0, share.guest_slots - len(guests))
 
     def _held_count(self, job: str) -> int:
         """Slots that a job's replicas lie in; those that several of them share count once."""
