@@ -19,6 +19,7 @@ from memstore.testing.nemesis.checks import RestoreCheck, check_put
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
+from memstore.testing.nemesis.rank_process import CLOCK_VARIABLE
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.story import Story
 from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess
@@ -26,6 +27,8 @@ from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess
 JOB = "train"
 CONNECT_S = 60.0
 GET_S = 60.0
+CLOCKS_OFF_SHARE = 0.05  # of the ranks
+LAUNCHER = {"TORCHELASTIC_RUN_ID": "nemesis", "RAY_ADDRESS": ""}
 REPLY_S = 120.0  # beyond it a rank hangs, whatever the load
 
 
@@ -157,9 +160,17 @@ class Job(threading.Thread):
         self.story.tell(f"launch {self.lives_count}: ranks on {' '.join(self.place)}")
         self.paused_s = []
         self.ranks = [
-            self.nursery.start(rank, {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": "nemesis", "RAY_ADDRESS": ""})
+            self.nursery.start(rank, {**self._clock(rank), "MEMSTORE_HOST": host, **LAUNCHER})
             for rank, host in enumerate(self.place)
         ]
+
+    def _clock(self, rank: int) -> dict[str, str]:
+        """Now and then a rank's wall clock is off."""
+        if self.rng.random() > CLOCKS_OFF_SHARE:
+            return {}
+        shift_s = self.rng.choice((-90_000.0, -60.0, 60.0, 90_000.0))
+        self.story.fault("step_clock", f"rank {rank} has a clock {shift_s:+g} s")
+        return {CLOCK_VARIABLE: str(shift_s)}
 
     def _all(self, do: str, timeout_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
         """Have all ranks do one thing; JobEnded if one is gone, or the round ends this life.

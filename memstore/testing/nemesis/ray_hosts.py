@@ -92,7 +92,7 @@ class RayHosts(Hosts):
     def start_holder(self, host: str) -> None:
         """A lost machine is replaced by a blank one; the holder of one that lives is Ray's and the store's business."""
         with self.lock:
-            if host in self.down:
+            if host in self.down and self.raylets.ray.nodes:
                 self.down.discard(host)
                 self.raylets.ray.add_node(host, self.raylets.labels[host])
 
@@ -103,7 +103,8 @@ class RayHosts(Hosts):
             if is_lost:
                 self.down.add(host)
                 self.stopped.discard(host)
-                self.raylets.ray.lose_host(host)
+                if host in self.raylets.ray.nodes:
+                    self.raylets.ray.lose_host(host)
                 self.ledger.harmed(self.domain[host], "lost", time.monotonic())
             else:
                 self._signal(self.pid(host), signal.SIGKILL)
@@ -139,7 +140,8 @@ class RayHosts(Hosts):
 
     def signal_gcs(self, sig: signal.Signals) -> None:
         """SIGSTOP or SIGCONT of Ray's head service."""
-        for infos in self.raylets.ray.nodes[next(iter(self.undying))].all_processes.get("gcs_server", []):
+        head = self.raylets.ray.nodes.get(next(iter(self.undying)))  # none while all of Ray is down
+        for infos in head.all_processes.get("gcs_server", []) if head is not None else ():
             self._signal(infos.process.pid, sig)
 
     def replace_raylet(self, host: str) -> None:
@@ -147,7 +149,8 @@ class RayHosts(Hosts):
         with self.lock:
             self.mark_away(host)
             self.stopped.discard(host)
-            self.raylets.ray.replace_raylet(host)
+            if host in self.raylets.ray.nodes:
+                self.raylets.ray.replace_raylet(host)
 
     def kill_everything(self) -> None:
         """SIGKILL of all of Ray."""
@@ -158,10 +161,11 @@ class RayHosts(Hosts):
             self.raylets.ray.kill_everything()
 
     def start_everything(self, order: list[str]) -> None:
-        """A new Ray cluster; what was lost in the old one joins with it."""
+        """A new Ray cluster, unless one runs; what was lost in the old one joins with it."""
         with self.lock:
-            self.down.clear()
-            self.raylets.restart()
+            if not self.raylets.ray.nodes:
+                self.down.clear()
+                self.raylets.restart()
 
     def supervise(self) -> None:
         """Ray and the store's own supervisor do that here."""
@@ -170,6 +174,7 @@ class RayHosts(Hosts):
         """Undo what keeps a process from running."""
         for host in list(self.stopped):
             self.continue_holder(host)
+        self.start_everything([])
         for host in list(self.down):
             self.start_holder(host)
         if self.is_controller_stopped:
