@@ -245,6 +245,24 @@ def test_what_was_not_measured_changes_no_distance() -> None:
     assert [rank.answers["cadence"] for rank in ranks] == [[{"steps": 4}] * 2] * 2
 
 
+@pytest.mark.parametrize("ended", ["none", "died", "closed"])
+def test_auto_puts_more_often_where_attempts_die(ended: str) -> None:
+    """Daly's optimum by the failures that were seen; an attempt that all its ranks closed is none (R33)."""
+    world, ends = CatalogWorld(2, put_every="auto"), 0 if ended == "none" else 24
+    for _ in range(ends):
+        for rank in (ranks := world.launch(2)):
+            world.call(rank, "close" if ended == "closed" else "steps")
+        world.run(1.0)
+    ranks = world.launch(2)
+    for rank in ranks:
+        world.call(rank, "cadence", step=7, step_s=1.0, stall_s=2.0, commit_s=0.0)
+    assert world.run_until(lambda: all(rank.answers.get("cadence") for rank in ranks), 10.0)
+    mtbf_s = 86_400.0 / (1 + (ends if ended == "died" else 0))
+    steps = round(optimal_interval_s(2.0, mtbf_s))
+    for rank in ranks:
+        assert rank.answers["cadence"][-1]["steps"] == pytest.approx(steps, rel=0.01)
+
+
 def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
     """Nothing is asked, no step is due twice."""
     schedule = Schedule(Every(steps=4), 10)

@@ -113,6 +113,20 @@ def test_a_step_that_keeps_killing_its_group_is_retired() -> None:
     assert "the training dies of it" in str(answers[0]["rejected"])
 
 
+@pytest.mark.parametrize(
+    ("max_restores", "crash_window_s", "rest_s"), [(2, 600.0, 0.0), (5, 600.0, 0.0), (3, 50.0, 60.0)]
+)
+def test_the_job_says_how_many_restores_within_which_time_are_a_crash_loop(
+    max_restores: int, crash_window_s: float, rest_s: float
+) -> None:
+    """As many as `max_restores` allows are served; those longer ago than `crash_window_s` do not count (R25)."""
+    world, _ = trained(3, last=2, keep_steps=2, max_restores=max_restores, crash_window_s=crash_window_s)
+    for _ in range(max_restores):
+        assert world.get(world.launch(3))[0]["step"] == 2
+    world.run(rest_s)
+    assert world.get(world.launch(3))[0]["step"] == (2 if rest_s else 1)
+
+
 def test_the_only_step_is_restored_however_often_its_group_died() -> None:
     """Nothing else could be given instead: a launcher that flaps does not cost the run (R25, D137)."""
     world, _ = trained(3, last=1)

@@ -60,6 +60,17 @@ def test_a_larger_put_after_a_preparation_gets_its_room_on_every_rank() -> None:
     assert world.put_all(ranks, 1)
 
 
+@pytest.mark.parametrize(("durable", "versions"), [(None, 3), ("/durable", 4)])
+def test_a_rank_gets_room_for_every_version_that_its_config_keeps(durable: str | None, versions: int) -> None:
+    """The kept steps, the one being put, and with durable storage the one being written (R10)."""
+    world = CatalogWorld(2, keep_steps=2, durable=durable)
+    ranks = world.launch(2)
+    orders = watch_orders(world)
+    world.reserve(ranks)
+    for rank in ranks:
+        assert dict(orders[rank.host_id][-1]["ranks"])[rank.rank] == versions * CHUNKS
+
+
 @pytest.mark.parametrize("last", [0, 1])
 def test_refused_growth_leaves_the_room_that_was_claimed(last: int) -> None:
     """CapacityError names the host; what the attempt needed before stands, and its puts go on (R10, R11)."""

@@ -59,7 +59,7 @@ class CatalogWorld:
         self.work_s = (0.01, 0.2)  # one push or staging
         fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "outlast_s": 1.0, "settle_s": 3.0}
         self.rules = Rules(**{**fields, **(rules or {})})
-        self.config = Config(connect_timeout_s=20.0, crash_window_s=600.0, **config).job_fields()
+        self.config = Config(connect_timeout_s=20.0, **config).job_fields()
         self.durable = Durable()
         self.put_digests: dict[ShardId, str] = {}
         self.notes: list[str] = []
