@@ -83,4 +83,5 @@ class Inventory:
     markers: tuple[DurableMarker, ...] = ()
     retired: Mapping[StepId, str] = field(default_factory=dict)  # step -> reason it may not be offered (R25)
     abandoned: frozenset[StepId] = frozenset()  # skipped on some rank: never a candidate (R12)
+    gone: frozenset[StepId] = frozenset()  # committed, and for certain no byte is left in any tier
     silent_hosts: frozenset[str] = frozenset()  # known hosts that have not answered and are not known dead (R24)

@@ -5,7 +5,7 @@ Pure: moves no byte and raises only for a caller's contradiction. Read `schedule
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recovery.candidates import Evidence, Rejected, Whole, evidence_by_step, judge, name_some
@@ -34,6 +34,7 @@ class RecoveryPlan:
     specs: Mapping[int, ShardSpec] = field(default_factory=dict)  # rank -> shard
     transfers: tuple[Transfer, ...] = ()  # by rank, then chunk
     rejected: tuple[Rejected, ...] = ()  # every candidate newer than `step`, newest first
+    gone: tuple[StepId, ...] = ()  # newer than `step` too; not judged, as the inventory says that no byte is left
     ranks_moved: tuple[int, ...] = ()  # no complete copy on the rank's host, though another host has one
     bytes_local: int = 0
     bytes_peer: int = 0
@@ -79,26 +80,35 @@ def plan(
     else:
         candidates = sorted((step for step in known if in_lineage(spans, step)), reverse=True)
     rejected: list[Rejected] = []
+    gone: list[StepId] = []
     for step in candidates:
+        if step in inventory.gone:
+            gone.append(step)
+            continue
         barred = _barred(inventory, spans, step, not_steps)
         if barred is None:
             evidence = table.get(step) or Evidence(step)
             verdict = judge(evidence) if step in table else Rejected(step, "no copy, fact or marker of it is known")
             if isinstance(verdict, Whole):
-                return _chosen(verdict, world_size, rank_hosts, tuple(rejected))
+                return _chosen(verdict, world_size, rank_hosts, tuple(rejected), tuple(gone))
             rejected.append(verdict)
             late = _late_hosts(evidence, verdict, inventory.silent_hosts)
             if late:
                 why = f"{_name(step)} is {verdict.reason}; waiting for {name_some(late)}"
-                return RecoveryPlan(WAIT, why, True, rejected=tuple(rejected), wait_for=late)
+                return RecoveryPlan(WAIT, why, True, rejected=tuple(rejected), gone=tuple(gone), wait_for=late)
         else:
             rejected.append(Rejected(step, barred))
-    why = "there is history, but " + (
-        f"no whole step among {len(rejected)}; newest: {_name(rejected[0].step)}, {rejected[0].reason}"
-        if rejected
-        else "no step of it belongs to the lineage"
-    )
-    return RecoveryPlan(NONE, why, True, rejected=tuple(rejected))
+    return RecoveryPlan(NONE, _why_none(rejected, gone), True, rejected=tuple(rejected), gone=tuple(gone))
+
+
+def _why_none(rejected: Sequence[Rejected], gone: Sequence[StepId]) -> str:
+    if rejected:
+        newest = f"newest: {_name(rejected[0].step)}, {rejected[0].reason}"
+        more = f"; {len(gone)} more committed before are gone" if gone else ""
+        return f"there is history, but no whole step among {len(rejected)}; {newest}{more}"
+    if gone:
+        return f"no byte is left of the {len(gone)} steps that were committed; the newest was {_name(gone[0])}"
+    return "there is history, but no step of it belongs to the lineage"
 
 
 def _barred(inventory: Inventory, spans: tuple[Span, ...], step: StepId, not_steps: Collection[StepId]) -> str | None:
@@ -126,8 +136,9 @@ def _late_hosts(evidence: Evidence, verdict: Rejected, silent_hosts: frozenset[s
 
 
 def _chosen(
-    whole: Whole, world_size: int, rank_hosts: Mapping[int, str], rejected: tuple[Rejected, ...]
-) -> RecoveryPlan:
+    whole: Whole, world_size: int, rank_hosts: Mapping[int, str], rejected: tuple[Rejected, ...],
+    gone: tuple[StepId, ...],
+) -> RecoveryPlan:  # fmt: skip
     transfers: tuple[Transfer, ...] = ()
     moved: tuple[int, ...] = ()
     moved_bytes = 0
@@ -145,7 +156,7 @@ def _chosen(
         elsewhere = dict.fromkeys(range(whole.world_size), "")
         tiers = {transfer.tier for transfer in transfers_for(whole, elsewhere)[0]}
         note = f"put by {whole.world_size} ranks, asked for by {world_size}: nothing is staged (R27)"
-    ordinal = "newest whole step" if rejected else "newest step"
+    ordinal = "newest whole step" if rejected or gone else "newest step"
     fact = "committed" if whole.is_committed else "uncommitted but whole"
     why = f"{_name(whole.step)}: {ordinal} of the lineage, {fact}; {note}"
     if rejected:
@@ -161,6 +172,7 @@ def _chosen(
         specs=whole.specs,
         transfers=transfers,
         rejected=rejected,
+        gone=gone,
         ranks_moved=moved,
         bytes_local=nbytes[LOCAL],
         bytes_peer=nbytes[PEER],

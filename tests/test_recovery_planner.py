@@ -235,6 +235,21 @@ def test_nothing_whole_anywhere_lists_everything() -> None:
     assert (found.verdict, [r.step.step for r in found.rejected]) == ("none", [6, 5])
 
 
+def test_steps_that_are_gone_are_counted_apart() -> None:
+    """They are not judged one by one: "no whole step among" counts those that can exist, and history stays history."""
+    commits = [commit(n) for n in range(1, 21)]
+    gone = frozenset(StepId(1, n) for n in range(1, 20))
+    found = restore(commits=commits, gone=gone)
+    assert (found.verdict, [r.step.step for r in found.rejected], len(found.gone)) == ("none", [20], 19)
+    assert "no whole step among 1; newest: attempt 1 step 20" in found.why
+    assert "19 more committed before are gone" in found.why
+    found = restore(commits=commits, gone=gone | {StepId(1, 20)})
+    assert (found.verdict, found.has_history, found.rejected, len(found.gone)) == ("none", True, (), 20)
+    assert found.why == "no byte is left of the 20 steps that were committed; the newest was attempt 1 step 20"
+    found = restore(whole_step(5), commits, gone=gone - {StepId(1, 5)} | {StepId(1, 20)})
+    assert (found.step, found.gone[0], len(found.gone), found.rejected) == (StepId(1, 5), StepId(1, 20), 15, ())
+
+
 def test_another_world_size_is_chosen_for_the_caller_to_refuse() -> None:
     """The newest step is not skipped for its world size; the plan carries it and stages nothing (R27)."""
     copies = [*whole_step(4), *(copy(5, rank, "a", world_size=3) for rank in range(3))]

@@ -8,9 +8,11 @@ import click
 
 from memstore.cli.options import Where, address_option, check_host, check_job, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
+from memstore.cli.timeline import gone_text
 from memstore.config import Config
 from memstore.errors import ConfigError
 
+SPANS_MAX = 3  # runs of steps that are gone
 SOURCES_MAX = 20  # rows of the transfer table; the JSON has all that the controller sends
 
 
@@ -151,6 +153,8 @@ def _show(row: dict[str, Any]) -> None:
     is_said = outcome(row) == "lost"  # the newest one is the answer's reason already
     for attempt, step, reason in row["rejected"][int(is_said) : 3]:
         console.print(f"  not used: step {step:,} of attempt {attempt}: {reason}")
+    for span in row["gone"][:SPANS_MAX]:
+        console.print(f"  not used: {gone_text(span)}")
     routes: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
     for rank, tier, source, target, nbytes in row["transfers"]:
         total, ranks = routes.get((tier, source, target), (0, set()))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import click
@@ -15,7 +16,8 @@ from memstore.cli.options import Where, address_option, check_job, store_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 
-KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts", "steps")
+AWAITED_SHOWN_MAX = 5
+KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts", "steps", "gone")
 
 
 @click.command(short_help="The timeline of a job: attempts, steps, pins, forks.")
@@ -62,6 +64,9 @@ def origin_text(origin: dict[str, Any]) -> str:
 def _table(job: dict[str, Any]) -> Any:
     table = plain_table("", ">STEP", "STATE", "COPIES", ">RANKS", ">BYTES", ">AGE", "HOSTS")
     for graph, row in timeline_rows(job):
+        if "first" in row:
+            table.add_row(graph, "", gone_text(row), "", "", "", "", "")
+            continue
         if "state" not in row:
             table.add_row(graph, "", attempt_text(job, row), "", "", "", age_text(row["age_s"]), "")
             continue
@@ -77,18 +82,51 @@ def _table(job: dict[str, Any]) -> Any:
 def timeline_rows(job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return (what is drawn at the left, row of a step or an attempt), newest first; an attempt follows its steps.
 
-    Attempts without a step are left out, but for the newest.
+    Attempts without a step are left out, but for the newest. Steps that are gone, and those that the same hosts are
+    awaited for, have one row for each run of them.
     """
     drawn: list[tuple[str, dict[str, Any]]] = []
     attempts = {row["attempt"]: row for row in job["attempts"]}
-    numbers = {*(step["attempt"] for step in job["steps"]), *list(attempts)[:1]}
+    rows = [*_awaited_runs(job["steps"]), *job["gone"]]
+    numbers = {*(row["attempt"] for row in rows), *list(attempts)[:1]}
     for number in sorted(numbers, reverse=True):
-        steps = [step for step in job["steps"] if step["attempt"] == number]
+        steps = [row for row in rows if row["attempt"] == number]
+        steps.sort(key=lambda row: row["last"] if "last" in row else row["step"], reverse=True)
         drawn += [("*" if step["in_lineage"] else "| o", step) for step in steps]
         if number in attempts:
             row = attempts[number]
             drawn.append(("*-" if row["in_lineage"] else "| o-", row))
     return drawn
+
+
+def _awaited_runs(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with one for each run of steps of one attempt for which the same hosts are awaited."""
+    rows = []
+    for _, run in groupby(steps, lambda s: (s["attempt"], s["in_lineage"], s["waiting_for"] or s["step"])):
+        same = list(run)
+        span = {"attempt": same[0]["attempt"], "in_lineage": same[0]["in_lineage"], "state": "waiting"}
+        span |= {"first": same[-1]["step"], "last": same[0]["step"], "count": len(same)}
+        span |= {"pins": sorted(name for step in same for name in step["pins"]), "waiting_for": same[0]["waiting_for"]}
+        rows.append(span if same[0]["waiting_for"] else same[0])
+    return rows
+
+
+def gone_text(span: dict[str, Any]) -> str:
+    """Return what is left of a run of steps: "steps 0 to 17 (attempt 1): gone, no copy in any tier"."""
+    first, last, count = span["first"], span["last"], span["count"]
+    if count == 1:
+        steps = f"step {last:,}"
+    elif count == last - first + 1:
+        steps = f"steps {first:,} to {last:,}"
+    else:
+        steps = f"{count:,} steps from {first:,} to {last:,}"
+    what = "gone, no copy in any tier"
+    if span["state"] == "waiting":
+        shown, more = span["waiting_for"][:AWAITED_SHOWN_MAX], len(span["waiting_for"]) - AWAITED_SHOWN_MAX
+        what = f"no copy here, waiting for {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+    pins = f", pinned {', '.join(span['pins'])}" if span["pins"] else ""
+    away = "" if span["in_lineage"] else ", not in the lineage"
+    return f"{steps} (attempt {span['attempt']}): {what}{pins}{away}"
 
 
 def attempt_text(job: dict[str, Any], row: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ class DurableMarkers:
             self.catalog.durable.state(name).problem = str(body["why"])
             return str(body["why"])
         damaged = str(body["why"])  # of markers that are there and say nothing
+        self.catalog.durable.state(name).is_listed = not damaged
         if damaged:
             self.catalog.durable.state(name).problem = damaged
             self.catalog.note(f"job {name!r}: durable storage: {damaged}", "warning")

@@ -63,6 +63,7 @@ class DurableState:
     abandoned_count: int = 0
     failures_count: int = 0
     problem: str = ""
+    is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
     key: str | None = None  # of the last write
     last_done_s: float | None = None
     write_s: float | None = None  # what the last write took
@@ -83,6 +84,11 @@ class DurableOrders:
     def state(self, job: str) -> DurableState:
         """Return the durable progress of a job, made on first use."""
         return self.states.setdefault(job, DurableState())
+
+    def is_known(self, job: Job) -> bool:
+        """True if a get would find no other marker of the job on durable storage than those that are known."""
+        attempt = job.newest
+        return attempt is None or attempt.config.get("durable") is None or self.state(job.name).is_listed
 
     def next_call(self) -> int:
         """Number a request to list markers, so that a late answer is not taken for another one's."""

@@ -163,6 +163,11 @@ class HostTable:
         state = self.states.get(host_id)
         return state is not None and state.status == "live"
 
+    def may_bring_back(self, now: float, host_id: str) -> bool:
+        """True if the host may yet come with memory: it was never here, or died within `repair_after_s` (R3, R24)."""
+        state = self.states.get(host_id)
+        return state is None or (state.status == "dead" and now - state.since_s <= self.repair_after_s)
+
     def was_with_all(self, since_s: float) -> bool:
         """True if every host was with us since then; silent ones included, those that are gone for certain excepted."""
         found = [s.was_with_us_s >= since_s for s in self.states.values() if not s.is_gone]

@@ -291,7 +291,9 @@ class Job:
                 return copy.spec
         return None
 
-    def inventory(self, *, live: Iterable[str], silent: Iterable[str]) -> Inventory:
+    def inventory(
+        self, *, live: Iterable[str], silent: Iterable[str], gone: frozenset[StepId] = frozenset()
+    ) -> Inventory:
         """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
         answering = set(live)
         copies = tuple(
@@ -308,6 +310,7 @@ class Job:
             commits=commits,
             markers=tuple(self.markers.values()),
             retired=dict(self.retired),
+            gone=gone,
             silent_hosts=frozenset(silent),
         )
 

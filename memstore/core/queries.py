@@ -10,12 +10,13 @@ from memstore.core.drops import drop_copy
 from memstore.core.durable_place import place_of
 from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_wire
 from memstore.core.facts import StepRetired
+from memstore.core.gone import gone_steps
 from memstore.core.job import Attempt, Call, Job
 from memstore.core.listing import listed
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
-from memstore.core.timeline import timeline
+from memstore.core.timeline import gone_rows, timeline
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -142,6 +143,7 @@ class Queries:
                     [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
+                "gone": gone_rows(job, result.gone),
                 "odds": self.report.odds_table(job, attempt.replicas),
             },
         )  # fmt: skip
@@ -150,8 +152,9 @@ class Queries:
         """Plan a get after the loss for so many ranks; ranks that the attempt lacks are on its hosts in turn."""
         seats = {rank: seat.host_id for rank, seat in attempt.seats.items()}
         hosts = sorted(set(seats.values()))
+        gone = gone_steps(self.catalog, job)  # before the loss: what it takes is told step by step
         return what_if(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=()), job.spans(attempt.ordinal), lost,
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal), lost,
             world_size=world_size,
             rank_hosts={rank: seats.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )  # fmt: skip

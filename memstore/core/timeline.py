@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import Body
+from memstore.core.gone import spans_of, without_bytes
 from memstore.core.job import Attempt, Job
 from recovery.inventory import StepId
-from recovery.lineage import in_lineage
+from recovery.lineage import Span, in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -17,10 +19,16 @@ ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 
 def timeline(catalog: Catalog, job: Job) -> Body:
-    """Return `steps` and `attempts`, newest first, `pins` by name and `origin`, where the job was forked from."""
-    fact = job.origin
+    """Return what is known of a job's steps and attempts, newest first.
+
+    Keys: `steps`, `gone` (a row for each run of committed steps of which no byte is left), `attempts`, `pins` by name,
+    and `origin`, where the job was forked from.
+    """
+    fact, awaited = job.origin, without_bytes(catalog, job)
+    gone = {step for step, hosts in awaited.items() if not hosts}
     return {
-        "steps": step_rows(catalog, job),
+        "steps": step_rows(catalog, job, awaited),
+        "gone": gone_rows(job, gone),
         "attempts": attempt_rows(catalog, job),
         "pins": {name: {"attempt": p.attempt, "step": p.step} for name, p in sorted(job.pins.items())},
         "origin": {"job": fact.from_job, "attempt": fact.from_attempt, "step": fact.step} if fact is not None else None,
@@ -29,7 +37,7 @@ def timeline(catalog: Catalog, job: Job) -> Body:
 
 def attempt_rows(catalog: Catalog, job: Job) -> list[Body]:
     """Every attempt that a fact or a durable marker names, newest first."""
-    spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+    spans = _spans(job)
     lineage = {span.attempt for span in spans}
     rows = [_attempt_row(catalog, job, attempt) for attempt in job.attempts.values()]
     rows += [
@@ -56,20 +64,42 @@ def _attempt_row(catalog: Catalog, job: Job, attempt: Attempt) -> Body:
     }  # fmt: skip
 
 
-def step_rows(catalog: Catalog, job: Job) -> list[Body]:
-    """Every step that has a commit, a copy or a durable marker, newest first."""
-    spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+def gone_rows(job: Job, gone: Collection[StepId]) -> list[Body]:
+    """Return one row for each run of steps that are gone, newest first."""
+    names: dict[StepId, list[str]] = {}
+    for name, pin in job.pins.items():
+        names.setdefault(StepId(pin.attempt, pin.step), []).append(name)
+    return spans_of({*job.commits, *job.markers, *job.copies}, gone, _spans(job), names)
+
+
+def _spans(job: Job) -> tuple[Span, ...]:
+    """Return the lineage of the newest attempt."""
+    return job.spans(job.newest.ordinal) if job.newest is not None else ()
+
+
+def step_rows(catalog: Catalog, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:
+    """Every step that has a copy or a durable marker, or a commit that a late host may bring back, newest first.
+
+    Args:
+        catalog: Of the job.
+        job: Of the steps.
+        awaited: As `without_bytes` returns it.
+    """
+    spans = _spans(job)
     forks: dict[StepId, list[str]] = {}
     for fact in catalog.forks.of(job):
         forks.setdefault(StepId(fact.from_attempt, fact.step), []).append(fact.job)
     rows = []
     for step in sorted({*job.commits, *job.markers, *job.copies}, reverse=True):
+        if awaited.get(step) == []:
+            continue  # it is gone
         commit = job.commits.get(step)
         ranks = job.copies.get(step, {})
         marker = job.markers.get(step)
         rows.append(
             {
                 "attempt": step.attempt, "step": step.step, "state": step_state(job, step),
+                "waiting_for": list(awaited.get(step, ())),
                 "committed": commit is not None,
                 "degraded": commit.reason if commit is not None and commit.is_degraded else "",
                 "durable": marker is not None, "durable_key": marker.key if marker is not None else "",
@@ -90,14 +120,19 @@ def step_rows(catalog: Catalog, job: Job) -> list[Body]:
 
 
 def step_state(job: Job, step: StepId) -> str:
-    """Return "retired", "degraded", "committed", "durable" (in no host's RAM), "abandoned", "superseded" or "open"."""
+    """Return what a step is; "durable": in no host's RAM, "waiting": of what was committed, no byte is here.
+
+    Others: "retired", "degraded", "committed", "abandoned", "superseded" or "open".
+    """
     if step in job.retired:
         return "retired"
     commit = job.commits.get(step)
-    if commit is not None and (step in job.copies or step not in job.markers):
+    if commit is not None and step in job.copies:
         return "degraded" if commit.is_degraded else "committed"
     if step in job.markers:
         return "durable"
+    if commit is not None:
+        return "waiting"
     attempt: Any = job.attempts.get(step.attempt)
     phase = attempt.steps.get(step.step) if attempt is not None else None
     return phase if phase in ("abandoned", "superseded") else "open"
