@@ -325,6 +325,8 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         assert "the processes only" in cells(result.stdout, "llama3-8b")
         assert cells(result.stdout, "h1")[-1].startswith("dead ")
         assert "losing h2 now loses the run" in result.stdout
+        screen = " ".join(result.stdout.split())
+        assert "ranks 0, 1 on h2 only, not rebuilt: " in screen
         run_remedies(cluster)
         refused = run(cluster, "rm", "llama3-8b")
         assert refused.exit_code == 1

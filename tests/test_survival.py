@@ -168,10 +168,11 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "job": "j", "attempt": 1, "phase": "open", "world_size": 2, "ranks_alive": 2,
         "rank_hosts": {"0": "a", "1": "b"},
         "committed_step": 5, "committed_s": 1.0, "degraded": "", "retired": "", "is_torn": False,
-        "copies": 2, "replicas": 2, "missing_copies": 0,
+        "copies": 2, "replicas": 2, "missing_copies": 0, "short": [], "short_shards": 0,
         "survives": [{"level": "host", "tolerated": 1, "fatal": []}], "targets": {"a": ["b"], "b": ["a"]},
         "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "warnings": [], "unmet": [],
-        "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_abandoned": 0, "durable_s": 3.0,
+        "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_keys": "", "durable_abandoned": 0,
+        "durable_s": 3.0,
     }  # fmt: skip
     return {**healthy, **changes}
 
@@ -224,6 +225,16 @@ def test_a_healthy_store_has_no_problem() -> None:
     [
         ({"copies": 1}, DEGRADED, "1 of 2 copies"),
         ({"copies": 1, "refusals": ["b: no room"]}, DEGRADED, "b: no room"),
+        (
+            {
+                "copies": 1, "short_shards": 5000, "short": [
+                    {"ranks": list(range(64)), "hosts": ["a"], "targets": ["c"], "why_not": ""},
+                    {"ranks": [70], "hosts": [], "targets": [], "why_not": "no copy is left"},
+                ]
+            },
+            DEGRADED, "1 of 2 copies: ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 54 more on a only, to be rebuilt on c; "
+            "rank 70 on no host whole, not rebuilt: no copy is left; 4,935 more ranks",
+        ),
         ({"degraded": "copies are spread over hosts, not racks"}, DEGRADED, "not racks"),
         ({"survives": [{"level": "host", "tolerated": -1, "fatal": []}]}, DEGRADED, "not whole in RAM"),
         ({"durable_problem": "permission denied"}, DEGRADED, "permission denied"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memstore.core.events import Body
-from memstore.core.listing import plural
+from memstore.core.listing import listed, plural
 
 #: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
 #: and what is worth knowing although the promise holds.
@@ -19,6 +19,7 @@ REMOVED_REMEDY = (
     "system user, or `loginctl enable-linger USER`), cleaners of temporary files do (exclude arena_dir: `x "
     "/dev/shm/memstore-*` in tmpfiles.d)"
 )
+SHORT_ROWS_MAX = 3
 SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
 
@@ -152,7 +153,7 @@ def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
     if by_level["host"]["tolerated"] < 0:
         severity = UNRECOVERABLE if job["durable_step"] is None else DEGRADED
         yield _row(
-            severity, name, f"committed step {step} is not whole in RAM any more", job["committed_s"],
+            severity, name, f"committed step {step} is not whole in RAM any more{short_text(job)}", job["committed_s"],
             f"`memstore plan {name}` shows what a restart would get; bring back a host that holds the rest",
         )  # fmt: skip
         return
@@ -163,10 +164,27 @@ def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
     cause = f"committed degraded: {job['degraded']}" if job["degraded"] else ""
     if job["copies"] < job["replicas"]:
         cause = cause or f"step {step} has {job['copies']} of {job['replicas']} copies"
+        cause += short_text(job)
         refusing = [text for text in job["refusals"] if text not in cause]
         cause += f"; refused by {'; '.join(refusing)}" if refusing else ""
     if cause:
         yield _row(DEGRADED, name, cause, job["committed_s"], _copies_remedy(job, hosts))
+
+
+def short_text(job: Body) -> str:
+    """Return ": ranks 0, 1 on h2 only, to be rebuilt on h3" for the ranks that lack copies, "" if none is known."""
+    rows = job["short"][:SHORT_ROWS_MAX]
+    parts = []
+    for row in rows:
+        head = "rank" if len(row["ranks"]) == 1 else "ranks"
+        left = f"on {', '.join(row['hosts'])} only" if row["hosts"] else "on no host whole"
+        way = f"to be rebuilt on {', '.join(row['targets'])}" if row["targets"] else "not rebuilt"
+        why = row["why_not"]
+        way += (f" ({why})" if row["targets"] else f": {why}") if why else ""
+        parts.append(f"{head} {listed(row['ranks'])} {left}, {way}")
+    more = job["short_shards"] - sum(len(row["ranks"]) for row in rows)
+    parts += [plural(more, "more rank")] if parts and more > 0 else []
+    return f": {'; '.join(parts)}" if parts else ""
 
 
 def _copies_remedy(job: Body, hosts: list[Body]) -> str:

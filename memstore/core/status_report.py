@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import Body
 from memstore.core.job import Attempt, Job
+from memstore.core.short_ranks import short_rows
 from memstore.core.survival import held_for, survival, survival_odds
 from memstore.core.timeline import fewest_copies, timeline
 from placement.domains import is_finer
@@ -135,6 +136,7 @@ class StatusReport:
             copies=looked.copies if looked is not None else 0,
             missing_copies=sum(short.values()),
             short_shards=len(short),
+            short=short_rows(self.catalog, job, short),
             short_s=self.catalog.observer.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             keep_steps=int(attempt.config["keep_steps"]),
