@@ -56,7 +56,7 @@ def test_bash_completes_the_verbs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=False
     )
-    assert done.stdout.split() == ["plain,status", "plain,stores"]
+    assert done.stdout.split() == ["plain,status"]
 
 
 @pytest.mark.parametrize("verb", ["status", "demo", "drill", "metrics"])

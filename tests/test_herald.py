@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ class Asked:
 
     def __init__(self, first: tuple[bytes, list[bytearray]], then: bytes) -> None:
         self.first, self.then = first, then
+        self.mapping = MagicMock()  # no arena: nothing whose pages a reader could keep
 
     def hear(self, heard: queue.SimpleQueue[Any]) -> int:
         self.heard = heard

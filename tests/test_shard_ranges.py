@@ -197,7 +197,7 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     shelved = seal(a.vault)
     others = seal(a.vault, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
     b.vault.ensure_free(16)
-    b.vault.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
+    b.vault.room.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
     whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
     assert b.stager.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
     with pytest.raises(CapacityError):
