@@ -11,6 +11,7 @@ from memstore.core.commit_rule import CommitRule
 from memstore.core.events import Heard, Tick
 from memstore.core.fact_log import FactLog
 from memstore.core.facts import HostsJoined, StepCommitted
+from memstore.core.orphans import Orphans
 from memstore.core.repair import LOOKS_MAX, Repair
 from memstore.testing.catalog_fleet import JOB, CatalogFleet
 
@@ -71,6 +72,35 @@ def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     fleet.handle(Tick())
     assert looks[0] == fleet.world_size
     assert (gone.shard, gone.host) in fleet.catalog.repair.pushes
+
+
+def test_a_tick_in_which_nothing_changed_looks_at_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten of them come every second: whose rank is dead, and which hosts a job names, is asked only for a reason."""
+    fleet = CatalogFleet(16)
+    fleet.put(1)
+    fleet.handle(Tick())
+    looks = [counted(monkeypatch, Repair, "_is_ended"), counted(monkeypatch, Orphans, "_named")]
+    for _ in range(10):
+        fleet.handle(Tick())
+    assert looks == [[0], [0]]
+
+
+def test_a_look_at_a_step_asks_once_whether_its_attempt_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every copy that is missing: that would be the square of the ranks."""
+    fleet = CatalogFleet(16)
+    fleet.put(1)
+    job = fleet.catalog.jobs[JOB]
+    for seat in job.attempts[1].seats.values():
+        seat.is_gone = True
+    for rank in range(fleet.world_size):
+        fleet.seal(fleet.host_of(rank), rank, 2, is_own=True)
+        step = next(iter(job.commits))
+        gone = job.copies[step][rank][fleet.targets[fleet.host_of(rank)][0]]
+        job.drop_copy(gone.shard, gone.host)
+    fleet.catalog.repair.look_again(job)
+    asked = counted(monkeypatch, Repair, "_is_ended")
+    fleet.catalog.repair.consider(fleet.now, job)
+    assert asked == [1]
 
 
 def test_a_tick_looks_at_no_more_shards_than_its_limit_and_comes_to_all_of_them(

@@ -31,7 +31,10 @@ class Orphans:
         self.stories: dict[str, str] = {}  # job -> what became of it
 
     def tick(self) -> None:
-        """Remove what was forgotten."""
+        """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
+        ttl_s = self.catalog.rules.orphan_ttl_s
+        if not ttl_s or all(state.idle_s < ttl_s for state in self.catalog.hosts.states.values()):
+            return
         for job in list(self.catalog.jobs.values()):
             idle_s = self._idle_s(job)
             if idle_s is not None and not self._is_removed(job):
@@ -43,9 +46,11 @@ class Orphans:
 
     def _idle_s(self, job: Job) -> float | None:
         """For how long no holder of the job's hosts had run before they came; None where it is no orphan."""
+        if job.name in self.used:
+            return None
         ttl_s, hosts = self.catalog.rules.orphan_ttl_s, self.catalog.hosts.states
         named = self._named(job)
-        if not ttl_s or not named or not named <= hosts.keys() or job.pins or self.catalog.expiry.is_in_use(job):
+        if not named or not named <= hosts.keys() or job.pins or self.catalog.expiry.is_in_use(job):
             return None
         seats = job.newest.seats.values() if job.newest is not None and job.newest.phase != "closed" else ()
         if any(seat.is_alive for seat in seats):

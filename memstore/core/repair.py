@@ -45,6 +45,7 @@ class Repair:
         self.passes: dict[tuple[str, StepId], Pass] = {}
         self._load: Counter[str] = Counter()  # pushes by source
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
+        self._is_over = False  # in that look: no rank finishes the open steps
 
     def tick(self, now: float) -> None:
         """Consider every job; forget pushes and refusals that are too old."""
@@ -73,7 +74,10 @@ class Repair:
         if not is_waiting:
             job.home = self.catalog.view.placement(job)
         self._forget(job)
+        if not job.hurt and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
+            return
         held, is_ended = self.catalog.retention.held(job, attempt), self._is_ended(attempt)
+        self._is_over = is_ended
         self._load, self._awaiting = Counter(source for source, _ in self.pushes.values()), set()
         for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
             phase = attempt.steps.get(step.step) if step.attempt == attempt.ordinal else None
@@ -156,7 +160,7 @@ class Repair:
         if commit:
             self._awaiting.update(lacking)
         for target in [*lacking, *(self._stand_ins(now, job, attempt, shard, wanted, good) if commit else ())]:
-            if commit or target not in self._awaiting or not self._is_ended(attempt):
+            if commit or target not in self._awaiting or not self._is_over:
                 self._push(now, shard, target, good, attempt)
         is_over = may_drop and not lacking and bool(surplus)
         if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(now, wanted, attempt):
