@@ -251,8 +251,7 @@ def connect_tcp(
     """
     started = time.monotonic()
     family, where = _resolve(address, port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    channel = _connected(sock, where, f"tcp:{address}:{port}", timeout_s)
+    channel = _connected(family, where, f"tcp:{address}:{port}", timeout_s)
     if tls is not None:
         try:
             channel.secure(tls, is_server=False, timeout_s=max(0.0, started + timeout_s - time.monotonic()))
@@ -275,7 +274,7 @@ def connect_unix(path: str | Path, *, timeout_s: float) -> Channel:
             name = stack.enter_context(_bindable(Path(path)))
         except OSError as error:
             raise errors.PeerUnreachable(f"cannot connect to {peer}: {error}", peer=peer, eof=False) from error
-        channel = _connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name, peer, timeout_s)
+        channel = _connected(socket.AF_UNIX, name, peer, timeout_s)
     try:
         channel.identity = check_credentials(channel)
     except errors.AuthenticationError:
@@ -293,7 +292,11 @@ def check_credentials(channel: Channel) -> dict[str, Any]:
     return {"pid": pid, "uid": uid}
 
 
-def _connected(sock: socket.socket, where: Any, peer: str, timeout_s: float) -> Channel:
+def _connected(family: int, where: Any, peer: str, timeout_s: float) -> Channel:
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is left
+        raise errors.PeerUnreachable(f"cannot connect to {peer}: {error}", peer=peer, eof=False) from error
     try:
         sock.settimeout(max(timeout_s, 0.001))
         sock.connect(where)
