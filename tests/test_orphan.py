@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from memstore.cli import main
 from memstore.cluster import remove_leftovers
 from memstore.config import Config
+from memstore.errors import MemstoreError
 from memstore.shell import idle_time
 from memstore.shell.arena_folder import make_folder
 from memstore.shell.idle_time import SEEN_NAME, IdleTime
@@ -113,6 +115,19 @@ def restored(world: CatalogWorld, **options: Any) -> list[Any]:
 
 
 ALL_IDLE = dict.fromkeys(("h0", "h1", "h2"), 2 * DAY_S)
+
+
+def test_a_story_that_could_not_be_written_is_written_when_it_is_told_again(tmp_path: Path) -> None:
+    """A full file system, or no descriptor: the next session of a controller brings the story once more."""
+    folder = make_folder(tmp_path, store="s", host="h1")
+    stones = Tombstones(folder)
+    in_the_way = folder.parent / f"{tombstone_path(folder).name}-new"
+    in_the_way.mkdir()
+    with contextlib.suppress(MemstoreError, OSError):
+        stones.take("a", "its steps were dropped")
+    in_the_way.rmdir()
+    stones.take("a", "its steps were dropped")
+    assert Tombstones(folder).stories == {"a": "its steps were dropped"}
 
 
 def test_a_forgotten_job_is_dropped_with_its_story() -> None:

@@ -42,12 +42,13 @@ class Tombstones:
         """Remember a job's story, or forget it."""
         if self.stories.get(job, "") == story:
             return
-        stories = {**self.stories, job: story}
-        self.stories = {name: kept for name, kept in stories.items() if kept}
-        if not self.stories:
+        stories = {name: kept for name, kept in {**self.stories, job: story}.items() if kept}
+        if not stories:
             self._path.unlink(missing_ok=True)
+            self.stories = stories
             return
         temporary = f"{self._path.name}-new"
         with os.fdopen(open_file(self._path.parent, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump(self.stories, file, indent=1)
+            json.dump(stories, file, indent=1)
         os.rename(self._path.parent / temporary, self._path)
+        self.stories = stories  # not before: what could not be written is written when it is said again
