@@ -16,6 +16,7 @@ from memstore.config import Config, check_name
 from memstore.core.cadence import parse_put_every
 from memstore.core.durable_schedule import parse_every
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
+from memstore.pin_verbs import persisted
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, holder_hosts, rank_host
@@ -261,6 +262,11 @@ class Reader:
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
         self._tool.ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+
+    def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
+        """Write a committed step to durable storage now; as `Store.persist`."""
+        body = {"job": self.job, "step": step, "within_s": timeout_s}
+        return persisted(self._tool.ask("persist", body, timeout_s + ASK_S), timeout_s)
 
     def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""

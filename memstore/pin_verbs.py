@@ -1,10 +1,11 @@
-"""What a Store can do with pins: names that keep a committed step in RAM (R19)."""
+"""What a Store can do with committed steps: names that keep one in RAM (R19), and durable storage out of turn (R31)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from memstore.config import check_name
+from memstore.errors import PeerTimeout
 from memstore.shell.collective import CALL_SLACK_S
 from memstore.shell.rank_link import RankLink
 
@@ -35,6 +36,33 @@ class PinVerbs:
         """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""
         self._ask_pin("unpin", {"name": check_name("pin", name)})
 
+    def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
+        """Write a committed step to durable storage now, ahead of the schedule; return its number once it is there.
+
+        Any rank may call it, once for all; it may call it again: that is one write.
+
+        Args:
+            step: None: the newest committed step.
+
+        Raises:
+            ConfigError: `durable` is off, hosts have no key in common, or `durable_keep` newer steps are there.
+            RecoveryError: The step is not committed, not whole in RAM, or retired.
+            PeerTimeout: It is not there after `timeout_s`; says what it waits for. The write goes on.
+        """
+        self._check_open()
+        body = {"job": self.job, "step": step, "within_s": timeout_s}
+        return persisted(self._link.call("persist", body, timeout_s + CALL_SLACK_S), timeout_s)
+
     def _ask_pin(self, verb: str, body: dict[str, Any]) -> None:
         self._check_open()
         self._link.call(verb, {"job": self.job, **body}, self.config.connect_timeout_s + CALL_SLACK_S)
+
+
+def persisted(answer: dict[str, Any], timeout_s: float) -> int:
+    """Return the step that was made durable; PeerTimeout if it was not in time."""
+    if not answer["is_durable"]:
+        raise PeerTimeout(
+            f"step {answer['step']} of job {answer['job']!r} is not durable after {timeout_s:g} s: {answer['problem']}",
+            operation="persist", waited_s=timeout_s, limit_s=timeout_s,
+        )  # fmt: skip
+    return int(answer["step"])

@@ -50,8 +50,8 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = "up down status stores events ls pin unpin fork rm plan verify drain metrics export import completion demo"
-    assert " ".join(verbs) == f"{order} drill"
+    order = "up down status stores events ls pin unpin persist fork rm plan verify drain metrics export import"
+    assert " ".join(verbs) == f"{order} completion demo drill"
 
 
 NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]]

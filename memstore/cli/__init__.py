@@ -18,7 +18,7 @@ from memstore.cli.completion import completion
 from memstore.cli.drain import drain
 from memstore.cli.events import events
 from memstore.cli.exchange import export, import_
-from memstore.cli.history import fork, pin, unpin
+from memstore.cli.history import fork, persist, pin, unpin
 from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.metrics import metrics
@@ -119,6 +119,7 @@ for _verb in (
     ls,
     pin,
     unpin,
+    persist,
     fork,
     rm,
     plan,

@@ -1,12 +1,13 @@
-"""`memstore pin`, `unpin` and `fork`: steps that stay, and jobs that begin with one (R19, R32)."""
+"""`memstore pin`, `unpin`, `persist` and `fork`: steps that stay, and jobs that begin with one (R19, R31, R32)."""
 
 from __future__ import annotations
 
 import click
 
 from memstore.cli.options import Where, address_option, check_job, step_or_latest, store_options
-from memstore.cli.output import plural, print_json, say, size_text
+from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.persists import WITHIN_MAX_S
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
@@ -51,6 +52,34 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
         print_json(answer)
         return
     say(f"step {answer['step']:,} of {job} is not pinned as {name} any more")
+
+
+@click.command(short_help="Write a committed step to durable storage now.")
+@click.argument("job")
+@click.argument("step", callback=step_or_latest, default="latest")
+@click.option("--within", "within_s", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Wait.")
+@address_option
+@store_options
+@click.pass_context
+def persist(
+    ctx: click.Context, config: Config, address: str | None, job: str, step: int | None, within_s: float, as_json: bool
+) -> None:
+    """Write STEP of JOB (a number, or "latest", the default) to durable storage now, ahead of the schedule.
+
+    Exit code 0 once it is there, 4 if it is not within the time (the write goes on), 1 if it cannot be.
+    """
+    if not 0 < within_s <= WITHIN_MAX_S:
+        raise click.UsageError(f"--within {within_s:g}: the write must have some time, at most {WITHIN_MAX_S:g} s")
+    where = Where(config, address)
+    check_job(where.status(), job)
+    answer = where.ask("persist", {"job": job, "step": step, "within_s": within_s}, within_s + CLAIM_S)
+    if as_json:
+        print_json(answer)
+    elif answer["is_durable"]:
+        say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is durable")
+    else:
+        say(f"step {answer['step']:,} of {job} is not durable after {within_s:g} s: {answer['problem']}")
+    ctx.exit(ExitCode.FINE if answer["is_durable"] else ExitCode.DEGRADED)
 
 
 @click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")

@@ -20,6 +20,7 @@ from memstore.core.cadence_rounds import CadenceRounds
 from memstore.core.cluster_view import ClusterView
 from memstore.core.compaction import compact
 from memstore.core.drains import Drains
+from memstore.core.durable_checks import DurableChecks
 from memstore.core.durable_markers import DurableMarkers
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
@@ -52,6 +53,7 @@ from memstore.core.lease import Lease
 from memstore.core.mesh_orders import MeshOrders
 from memstore.core.observer import Observer
 from memstore.core.orphans import Orphans
+from memstore.core.persists import Persists
 from memstore.core.pins import Pins
 from memstore.core.placing import Placing
 from memstore.core.queries import Queries
@@ -125,7 +127,8 @@ class Catalog:
         self.staging = Staging(self)
         self.repair = Repair(self)
         self.durable = DurableOrders(self)
-        self.durable_markers = DurableMarkers(self)
+        self.durable_checks, self.durable_markers = DurableChecks(self), DurableMarkers(self)
+        self.persists = Persists(self)
         self.queries = Queries(self)
         self.observer = Observer(self)
         self._asks = {
@@ -166,6 +169,8 @@ class Catalog:
             self.drains.tick()
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
                 part.tick(now)
+            self.durable_checks.tick(now)
+            self.persists.tick(now)
             self.orphans.tick()
             self.queries.tick()
             self.observer.tick()
@@ -268,7 +273,7 @@ class Catalog:
             self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
             self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
             self.forks.markers_listed(str(body["job"]), int(body["call"]), why)
-            self.expiry.checked(str(body["job"]), int(body["call"]), why, str(body["lacks"]))
+            self.durable_checks.answered(str(body["job"]), int(body["call"]), why, str(body["lacks"]))
         elif kind == "forked":
             self.forks.looked(host, body)
         elif kind == "answer":

@@ -12,64 +12,23 @@ The holders of a shard share its slices, so that each writes a part of it, all a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from memstore.core.durable_keys import DurableKeys, chosen
 from memstore.core.durable_part import slices_count
 from memstore.core.durable_place import place_of
 from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
+from memstore.core.durable_write import MARKER, DurableState, Piece, Write
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
-from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardId, StepId
 from recovery.lineage import in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
-Piece = tuple[int, int]  # rank, slice
-MARKER: Piece = (-1, 0)
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
-
-
-@dataclass(slots=True)
-class Write:
-    """One step on its way to durable storage."""
-
-    step: StepId
-    since_s: float
-    waits: dict[Piece, str]  # what is not written yet -> host that writes it
-    specs: dict[int, ShardSpec]
-    phase: Literal["asking", "writing", "marking"] = "asking"
-    key: str = ""  # name of the key that all its slices are under
-    failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
-    reported: set[str] = field(default_factory=set)  # hosts that wrote something
-
-    def stuck(self) -> set[str]:
-        """Hosts that wrote nothing while others wrote all they owed: their way to the storage hangs."""
-        owing = set(self.waits.values())
-        return owing - self.reported if self.reported - owing else set()
-
-
-@dataclass(slots=True)
-class DurableState:
-    """Durable progress of one job."""
-
-    active: Write | None = None
-    last_started_s: float | None = None
-    last_started_step: StepId | None = None
-    abandoned_in_a_row: int = 0
-    abandoned_count: int = 0
-    failures_count: int = 0
-    problem: str = ""
-    is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
-    key: str | None = None  # of the last write
-    last_done_s: float | None = None
-    write_s: float | None = None  # what the last write took
-    stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
-    taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
-    ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when
 
 
 class DurableOrders:
@@ -104,9 +63,11 @@ class DurableOrders:
         self._give_up_retired(now, job, attempt, state)
         if state.active is not None and state.active.phase == "asking" and self.keys.is_known(job.name):
             self._begin(job, attempt, state, state.active)
+        if self._put_first(now, job, attempt, state):
+            return
         spans = job.spans(attempt.ordinal)
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
-        committed = [s for s in mine if self._is_whole(job, s)]
+        committed = [s for s in mine if self.is_whole(job, s)]
         decision = next_durable(
             now,
             last_started_s=state.last_started_s,
@@ -122,6 +83,22 @@ class DurableOrders:
         if decision.abandon is not None:
             self._abandon(job, state, decision.why)
         self._start(now, job, attempt, state, decision.start)
+
+    def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
+        """Write what somebody asked for before what is due; True if nothing else may begin now."""
+        persists = self.catalog.persists
+        if state.active is not None and persists.is_wanted(job, state.active.step):
+            return True
+        wanted = persists.wanted(job)
+        if wanted is None:
+            return False
+        if not persists.is_due(job, wanted):
+            return True
+        if state.active is not None:
+            self._abandon(job, state, f"it made way for step {wanted.step}, which somebody asked for")
+            state.abandoned_in_a_row -= 1  # that says nothing of the storage's speed
+        self._start(now, job, attempt, state, wanted)
+        return True
 
     def _spacing(self, job: Job, attempt: Attempt, state: DurableState) -> Every:
         every = parse_every(attempt.config["durable_every"])
@@ -161,9 +138,12 @@ class DurableOrders:
             self._tell(job, attempt, host, "remove", step, {"only_unmarked": not is_torn, "is_torn": is_torn})
         return bool(able)
 
-    def _is_whole(self, job: Job, step: StepId) -> bool:
-        ranks = job.copies.get(step, {})
-        return len(ranks) == job.commits[step].world_size and all(self._writers(job, step, r) for r in ranks)
+    def is_whole(self, job: Job, step: StepId) -> bool:
+        """True if every shard of a committed step has a host that answers and holds all of it."""
+        ranks, commit = job.copies.get(step, {}), job.commits.get(step)
+        return (
+            commit is not None and len(ranks) == commit.world_size and all(self._writers(job, step, r) for r in ranks)
+        )
 
     def _writers(self, job: Job, step: StepId, rank: int) -> list[str]:
         hosts = job.copies.get(step, {}).get(rank, {})
@@ -179,7 +159,7 @@ class DurableOrders:
     def _begin(self, job: Job, attempt: Attempt, state: DurableState, write: Write) -> None:
         """Share the slices among the holders that have the write's key, and order them."""
         keys, step = self.keys.state(job.name), write.step
-        if not self._is_whole(job, step):
+        if not self.is_whole(job, step):
             self._abandon(job, state, f"step {step.step} has no live copy of some shard any more")
             return
         if attempt.config.get("durable_key_file"):
@@ -187,6 +167,7 @@ class DurableOrders:
             if key is None:
                 why = f"step {step.step} cannot be written under one key. {keys.problem or 'No host said its key'}"
                 self._fail(job, state, write, why)
+                self.catalog.persists.refuse(job, step, ("ConfigError", f"job {job.name!r}: {why}"))
                 return
             write.key = state.key = key
         write.phase = "writing"
@@ -210,14 +191,8 @@ class DurableOrders:
         for rank, number in sorted(pieces):
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
         for host, ranks in sorted(numbers.items()):
-            parts = [
-                [
-                    shard_to_wire(ShardId(job.name, write.step.attempt, write.step.step, rank)),
-                    write.specs[rank].digest,
-                    mine,
-                ]
-                for rank, mine in ranks.items()
-            ]
+            ids = {rank: ShardId(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
+            parts = [[shard_to_wire(ids[rank]), write.specs[rank].digest, mine] for rank, mine in ranks.items()]
             self._tell(job, attempt, host, "parts", write.step, {"parts": parts, "key": write.key})
 
     def _move(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece], gone: str) -> bool:
@@ -255,6 +230,8 @@ class DurableOrders:
 
     def _stop(self, job: Job, state: DurableState) -> None:
         """End the write, on every host that is still at it."""
+        if state.active is not None:
+            self.catalog.persists.tried(job, state.active.step)
         if state.active is not None and job.newest is not None:
             for host in sorted(set(state.active.waits.values())):
                 self._tell(job, job.newest, host, "stop", state.active.step, {})
@@ -314,6 +291,7 @@ class DurableOrders:
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
                 self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
+        self.catalog.persists.written(job, step)
         self.catalog.retention.retain(job)
 
     def _piece_failed(
@@ -372,9 +350,8 @@ class DurableOrders:
         state.stuck.discard(host_id)  # its next process has another way to the storage
         if write is None or attempt is None or host_id not in write.waits.values():
             return
-        others = [
-            host for host in self.catalog.hosts.live_ids() if host != host_id and self.catalog.hosts.is_answering(host)
-        ]
+        hosts = self.catalog.hosts
+        others = [host for host in hosts.live_ids() if host != host_id and hosts.is_answering(host)]
         if write.waits.get(MARKER) == host_id and others and write.step not in job.torn:
             self._order_marker(job, attempt, others[0], write)
             return

@@ -10,10 +10,8 @@ never expired: nobody can tell a finished run from one whose owner is away for a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memstore.core.durable_place import place_of
 from memstore.core.events import Body
 from memstore.core.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
 from memstore.core.job import Call, Job
@@ -23,17 +21,7 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
-CHECK_DEADLINE_S = 300.0  # every slice is looked at; a host that is not done by then is taken for unable
 CHECK_AGAIN_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A question whether durable storage has all of a step."""
-
-    call: int
-    step: StepId
-    asked_s: float
 
 
 class Expiry:
@@ -42,7 +30,7 @@ class Expiry:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
-        self.checks: dict[str, Check] = {}
+        self.checking: set[str] = set()  # jobs whose newest step is looked for on the storage
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
         self.removing: dict[str, list[tuple[Call, Body]]] = {}  # job whose end is recorded -> who waits for it
 
@@ -58,41 +46,22 @@ class Expiry:
 
     def _check(self, now: float, job: Job) -> None:
         """Have a host look whether durable storage has the newest step now: what was so once says nothing."""
-        attempt, step, check = job.newest, job.newest_committed, self.checks.get(job.name)
-        if check is not None:
-            if now - check.asked_s > CHECK_DEADLINE_S:
-                self.checked(job.name, check.call, f"durable storage was not checked within {CHECK_DEADLINE_S:g} s")
+        step = job.newest_committed
+        if step is None or job.name in self.checking or now - self.kept_s.get(job.name, -CHECK_AGAIN_S) < CHECK_AGAIN_S:
             return
-        hosts = [host for host in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(host)]
-        if (
-            attempt is None
-            or step is None
-            or not hosts
-            or now - self.kept_s.get(job.name, -CHECK_AGAIN_S) < CHECK_AGAIN_S
-        ):
-            return
-        check = self.checks[job.name] = Check(self.catalog.durable.next_call(), step, now)
-        body = {"job": job.name, "durable": place_of(attempt.config), "call": check.call}
-        self.catalog.tell(hosts[0], "markers", {**body, "check": [step.attempt, step.step]})
+        if self.catalog.durable_checks.ask(job, step, lambda unread, lacks: self._checked(job, step, unread, lacks)):
+            self.checking.add(job.name)
 
-    def checked(self, name: str, call: int, unread: str, lacks: str = "") -> None:
+    def _checked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
         """A host looked at the storage: why it could not be read, or what it lacks of the step."""
-        check, job = self.checks.get(name), self.catalog.jobs.get(name)
-        if check is None or check.call != call:
-            return
-        del self.checks[name]
-        if job is None:
-            return
-        if not unread and not lacks and check.step not in job.markers:
-            lacks = "durable storage does not have its marker any more"
+        self.checking.discard(job.name)
         if unread or lacks:
-            why = f"step {check.step.step}: {unread or lacks}"
-            self.kept_s[name] = self.catalog.now
-            self.catalog.note(f"job {name!r}: closed and over, and its RAM is kept: {why}", "warning")
-            self.catalog.observer.not_expired(name, check.step, unread or lacks)
-            self.catalog.durable.not_there(job, check.step, why, is_read=not unread)
-        elif self._is_over(job) and job.newest_committed == check.step:
-            self.catalog.note(f"job {name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
+            self.kept_s[job.name] = self.catalog.now
+            why = f"step {step.step}: {unread or lacks}"
+            self.catalog.note(f"job {job.name!r}: closed and over, and its RAM is kept: {why}", "warning")
+            self.catalog.observer.not_expired(job.name, step, unread or lacks)
+        elif self._is_over(job) and job.newest_committed == step:
+            self.catalog.note(f"job {job.name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
             self.remove(job)
 
     def _is_over(self, job: Job) -> bool:
@@ -129,7 +98,7 @@ class Expiry:
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is checked any more."""
-        self.checks.pop(name, None)
+        self.checking.discard(name)
         self.kept_s.pop(name, None)
 
     def is_back(self, name: str, step: StepId) -> bool:
@@ -158,7 +127,8 @@ class Expiry:
         catalog.removed[fact.job] = max(fact.attempt, catalog.removed.get(fact.job, 0))
         parts = (
             catalog.attempts, catalog.mesh_orders, catalog.room, catalog.cadence, catalog.rounds, catalog.pins,
-            catalog.forks, self, catalog.durable, catalog.view.twins, catalog.queries, catalog.told,
+            catalog.forks, self, catalog.durable_checks, catalog.persists, catalog.durable, catalog.view.twins,
+            catalog.queries, catalog.told,
         )  # fmt: skip
         for part in parts:
             part.forget(fact.job)

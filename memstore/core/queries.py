@@ -63,6 +63,7 @@ class Queries:
             "events": self._events,
             "pin": lambda call: self._with_job(call, self.catalog.pins.pin),
             "fork": lambda call: self._with_job(call, self.catalog.forks.ask),
+            "persist": lambda call: self._with_job(call, self.catalog.persists.ask),
             "twins": self.catalog.view.twins.told,
             "unpin": lambda call: self._with_job(call, self.catalog.pins.unpin),
             "drop": lambda call: drop_copy(self.catalog, self._job(call), call),

@@ -11,7 +11,8 @@ from unittest.mock import PropertyMock, patch
 from memstore.core import cluster_view, rounds
 from memstore.core.catalog import Catalog
 from memstore.core.cluster_view import ClusterView
-from memstore.core.durable_orders import MARKER, DurableOrders
+from memstore.core.durable_orders import DurableOrders
+from memstore.core.durable_write import MARKER
 from memstore.core.events import Tell, shard_to_wire, spec_to_wire
 from memstore.core.fact_log import FactLog
 from memstore.core.job import Job

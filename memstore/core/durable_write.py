@@ -1,0 +1,50 @@
+"""What is under way to durable storage, and how a job's durable writes went. Pure (R31)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from recovery.inventory import ShardSpec, StepId
+
+Piece = tuple[int, int]  # rank, slice
+MARKER: Piece = (-1, 0)
+
+
+@dataclass(slots=True)
+class Write:
+    """One step on its way to durable storage."""
+
+    step: StepId
+    since_s: float
+    waits: dict[Piece, str]  # what is not written yet -> host that writes it
+    specs: dict[int, ShardSpec]
+    phase: Literal["asking", "writing", "marking"] = "asking"
+    key: str = ""  # name of the key that all its slices are under
+    failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
+    reported: set[str] = field(default_factory=set)  # hosts that wrote something
+
+    def stuck(self) -> set[str]:
+        """Hosts that wrote nothing while others wrote all they owed: their way to the storage hangs."""
+        owing = set(self.waits.values())
+        return owing - self.reported if self.reported - owing else set()
+
+
+@dataclass(slots=True)
+class DurableState:
+    """Durable progress of one job."""
+
+    active: Write | None = None
+    last_started_s: float | None = None
+    last_started_step: StepId | None = None
+    abandoned_in_a_row: int = 0
+    abandoned_count: int = 0
+    failures_count: int = 0
+    problem: str = ""
+    is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
+    key: str | None = None  # of the last write
+    last_done_s: float | None = None
+    write_s: float | None = None  # what the last write took
+    stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
+    taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
+    ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when

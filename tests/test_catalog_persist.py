@@ -1,0 +1,158 @@
+"""A step is made durable out of turn, when somebody asks for it (R31)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.testing.catalog_holder import FakeRank
+from memstore.testing.catalog_world import CatalogWorld
+
+
+def trained(last: int, **config: Any) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job whose first step alone is durable by its schedule, and which has committed steps 1 to `last`."""
+    world = CatalogWorld(2, **{"durable": "/durable", "durable_every": "1h", **config})
+    ranks = world.launch(2)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        assert world.put_all(ranks, step)
+        world.run(2.0)
+    return world, ranks
+
+
+def answers(rank: FakeRank) -> list[Any]:
+    """What the rank was told of its requests, and the refusals as text."""
+    return [*rank.answers.get("persist", ()), *rank.errors.get("persist", ())]
+
+
+def persist(world: CatalogWorld, rank: FakeRank, step: int | None = None, within_s: float = 30.0) -> Any:
+    """Ask for a step; return the answer or the refusal."""
+    count = len(answers(rank))
+    world.call(rank, "persist", step=step, within_s=within_s)
+    assert world.run_until(lambda: len(answers(rank)) > count, within_s + 10.0)
+    return answers(rank)[-1]
+
+
+def test_the_newest_committed_step_is_written_now() -> None:
+    """Ahead of the schedule; the answer comes with the marker, and no other rank has to ask."""
+    world, ranks = trained(last=6)
+    assert sorted(step for _, _, step in world.durable.markers) == [1]
+    answer = persist(world, ranks[1])
+    assert (answer["step"], answer["is_durable"], answer["problem"]) == (6, True, "")
+    assert ("train", 1, 6) in world.durable.markers
+
+
+def test_asking_twice_is_one_write() -> None:
+    """Both ranks wait for the same one, and asking for what is durable writes nothing."""
+    world, ranks = trained(last=3)
+    for rank in ranks:
+        world.call(rank, "persist", step=None, within_s=30.0)
+    assert world.run_until(lambda: all(answers(rank) for rank in ranks), 20.0)
+    assert persist(world, ranks[0], 3)["is_durable"]
+    wrote = [hosts for (shard, _, _), hosts in world.durable.slices.items() if shard.step == 3]
+    assert wrote
+    assert all(len(hosts) == 1 for hosts in wrote)
+
+
+def test_what_the_storage_lost_since_is_written_again() -> None:
+    """The storage is looked at before the answer says that a step is durable."""
+    world, ranks = trained(last=3)
+    assert persist(world, ranks[0])["is_durable"]
+    world.durable.markers.clear()
+    assert persist(world, ranks[0])["is_durable"]
+    assert ("train", 1, 3) in world.durable.markers
+
+
+def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
+    """Steps come faster than the storage writes: what somebody asked for is finished all the same."""
+    world, ranks = trained(last=2, durable_every=1, keep_steps=2)
+    for holder in world.holders.values():
+        write = holder._persist
+        holder._persist = lambda body, write=write: world.at(4.0, lambda: write(body))  # type: ignore[method-assign]
+    assert world.put_all(ranks, 3)
+    world.run(0.5)
+    assert world.put_all(ranks, 4)
+    world.call(ranks[0], "persist", step=None, within_s=60.0)
+    world.run(0.5)
+    write = world.served.durable.state("train").active
+    assert write is not None
+    assert write.step.step == 4
+    for step in range(5, 12):
+        assert world.put_all(ranks, step)
+        world.run(1.0)
+    assert world.run_until(lambda: bool(answers(ranks[0])), 30.0)
+    assert (answers(ranks[0])[0]["step"], answers(ranks[0])[0]["is_durable"]) == (4, True)
+    assert ("train", 1, 4) in world.durable.markers
+
+
+def test_storage_that_fails_for_a_while_is_tried_again_until_the_time_is_over() -> None:
+    """The answer says what went wrong, if it went wrong all the time."""
+    world, ranks = trained(last=2)
+    world.durable.problem = "no space left"
+    answer = persist(world, ranks[0], within_s=10.0)
+    assert not answer["is_durable"]
+    assert "no space left" in answer["problem"]
+    world.at(5.0, lambda: setattr(world.durable, "problem", ""))
+    assert persist(world, ranks[0], within_s=30.0)["is_durable"]
+
+
+def test_a_new_controller_is_asked_again() -> None:
+    """The one that was asked dies in the middle of the write."""
+    world, ranks = trained(last=3)
+    world.work_s = (2.0, 2.5)
+    world.call(ranks[0], "persist", step=None, within_s=60.0)
+    world.run(0.5)
+    world.crash_controller()
+    assert world.run_until(lambda: bool(answers(ranks[0])), 60.0)
+    assert answers(ranks[0])[0]["is_durable"]
+    assert ("train", 1, 3) in world.durable.markers
+
+
+@pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        ("off", "Config(durable="),
+        ("absent", "no committed step 9"),
+        ("retired", "it is retired: it diverges"),
+        ("too old", "durable_keep=1 keeps 1 newer steps"),
+        ("no time", "must have some time"),
+    ],
+)
+def test_what_cannot_be_made_durable_is_refused_with_the_remedy(case: str, word: str) -> None:
+    """At once, and nothing is written."""
+    world, ranks = trained(
+        last=3, durable=None if case == "off" else "/durable", keep_steps=3, durable_keep=1 if case == "too old" else 3
+    )
+    step, within_s = {"absent": 9, "too old": 2}.get(case, 3), 0.0 if case == "no time" else 30.0
+    if case == "retired":
+        world.call(ranks[0], "retire", attempt=1, step=3, reason="it diverges")
+        world.run(2.0)
+    if case == "too old":
+        assert persist(world, ranks[0], 3)["is_durable"]
+    before = dict(world.durable.markers)
+    assert word in str(persist(world, ranks[0], step, within_s))
+    assert world.durable.markers == before
+
+
+def test_hosts_without_one_key_are_refused_by_name() -> None:
+    """No key can write all shards: the answer names the hosts and the keys, at once."""
+    world = CatalogWorld(2, durable="/durable", durable_every="1h", durable_key_file="/key", replicas=1)
+    world.holders["h0"].durable_key, world.holders["h1"].durable_key = "a" * 16, "b" * 16
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    refused = str(persist(world, ranks[0]))
+    assert "cannot be written under one key" in refused
+    assert "Put the same file on all of them" in refused
+
+
+def test_a_removed_job_leaves_nobody_waiting() -> None:
+    """Who waits is told that the job is gone."""
+    world, ranks = trained(last=2)
+    world.durable.problem = "no space left"
+    world.call(ranks[0], "persist", step=None, within_s=600.0)
+    world.run(3.0)
+    world.call(ranks[1], "rm", force=True)
+    world.run(3.0)
+    assert "was removed" in str(answers(ranks[0])[0])
