@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
@@ -50,6 +52,53 @@ def test_puts_that_fail_do_not_widen_the_pause() -> None:
     assert world.put_all(ranks, 13)
 
 
+def widest_gap(step_s: float, first: int = 1) -> int:
+    """How far ahead ranks are sent while one of them never finds room, at a pace."""
+    world, ranks = trained()
+    step, widest = first, 0
+    for _ in range(12):
+        world.skip(ranks[1], step)
+        world.run(step_s)
+        widest = max(widest, ranks[0].resume_step - step)
+        for _ in range(step + 1, ranks[0].resume_step):
+            world.run(step_s)
+        step = ranks[0].resume_step
+    return widest
+
+
+def test_the_pause_is_bounded_by_time_as_well() -> None:
+    """Ranks wait a minute at the most until they put again, whatever a step takes, and hear of it before (R12)."""
+    assert widest_gap(0.2) == 64
+    assert widest_gap(10.0) in (6, 7)
+    assert widest_gap(45.0) == 2
+    assert widest_gap(300.0) == 1
+
+
+def test_the_pace_of_seals_bounds_the_pause() -> None:
+    """What was put before the trouble tells how long a step takes; a pause among the steps changes little."""
+    world, ranks = trained()
+    for step in range(1, 8):
+        assert world.put_all(ranks, step)
+        world.run(400.0 if step == 3 else 20.0)
+    widest = 0
+    for _ in range(6):
+        at = max(8, ranks[0].resume_step)
+        world.skip(ranks[1], at)
+        world.run(1.0)
+        widest = max(widest, ranks[0].resume_step - at)
+        world.run(20.0 * (ranks[0].resume_step - at))
+    assert widest == 3
+
+
+def test_the_pause_is_short_while_the_pace_is_unknown() -> None:
+    """Until two steps were heard of, ranks are not kept from putting for many (R12)."""
+    world, ranks = trained()
+    for step in (50, 40, 30, 20, 10):  # words of older steps that come late tell no pace
+        world.skip(ranks[1], step)
+        world.run(1.0)
+    assert ranks[0].resume_step == 50 + 4
+
+
 def test_a_seal_after_the_skip_is_not_counted() -> None:
     """A rank that hears of the skip too late puts in vain: its copy is freed and its ticket told."""
     world, ranks = trained()
@@ -83,11 +132,12 @@ def test_a_newer_commit_ends_older_open_steps() -> None:
     assert world.holders_of(StepId(1, 1), 0) == []
 
 
-def test_alternate_skipping_under_steady_overload_still_commits() -> None:
+@pytest.mark.parametrize(("step_s", "steps"), [(0.1, 400), (10.0, 100)])
+def test_alternate_skipping_under_steady_overload_still_commits(step_s: float, steps: int) -> None:
     """Ranks that run out of room at different steps are brought to one step together, and commits go on."""
     world, ranks = trained(3)
-    world.work_s = (0.3, 0.8)  # a push takes longer than a step
-    for step in range(1, 400):
+    world.work_s = (3 * step_s, 8 * step_s)  # a push takes longer than a step
+    for step in range(1, steps):
         for rank in ranks:
             if step < rank.resume_step:
                 rank.tickets[step] = "skipped"
@@ -95,9 +145,9 @@ def test_alternate_skipping_under_steady_overload_still_commits() -> None:
                 world.put(rank, step)
             else:
                 world.skip(rank, step)
-        world.run(0.1)
-    world.run(5.0)
-    committed = sum(ranks[0].tickets.get(step) == "committed" for step in range(400))
+        world.run(step_s)
+    world.run(50 * step_s)
+    committed = sum(ranks[0].tickets.get(step) == "committed" for step in range(steps))
     assert committed >= 5
     job = world.job()
     assert not any(job.is_abandoned(step) for step in job.commits)

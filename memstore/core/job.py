@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memstore.core.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
+from memstore.core.pace import Pace
 from memstore.core.step_phases import StepPhases
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
@@ -70,6 +71,7 @@ class Attempt:
     cadence: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
+    pace: Pace = field(default_factory=Pace)
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     given_up: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SKIPPED = "another rank gave it up"
 WHY_CHARS_MAX = 400
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
+RESUME_SPAN_S = 60.0  # nor does the gap have more steps than it takes to last so long: that time is unprotected
+RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 
 
 class Steps:
@@ -78,6 +80,7 @@ class Steps:
             if seat is not None:
                 seat.last_active_s, seat.step = now, max(seat.step, shard.step)
                 if copy.host == seat.host_id:
+                    attempt.pace.reached(shard.step, now)
                     self._give_up_passed(job, attempt, shard)
             attempt.steps.begin(shard.step)
         step = StepId(shard.attempt, shard.step)
@@ -301,9 +304,10 @@ class Steps:
             if step.step not in attempt.steps:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
         elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
+            attempt.pace.reached(step.step, call.since_s)
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
-            gap = 1 if body.get("is_failed") is True else attempt.resume_gap
+            gap = 1 if body.get("is_failed") is True else min(attempt.resume_gap, _gap_limit(attempt))
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
             if body.get("is_failed") is not True:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
@@ -316,3 +320,8 @@ class Steps:
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})
+
+
+def _gap_limit(attempt: Attempt) -> int:
+    """Return how many steps ranks may be kept from putting: seconds to hear of it, not minutes of training."""
+    return attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED
