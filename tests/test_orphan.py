@@ -167,6 +167,22 @@ def test_a_story_outlives_journals_and_ends_with_a_fresh_start(loss: str) -> Non
     assert "train" not in world.served.orphans.stories
 
 
+def test_a_late_host_does_not_bring_back_a_story_of_a_job_that_was_removed() -> None:
+    """It was away while a person removed the job by name: its word is older, and get() returns None, not the story."""
+    world, _ = trained(3, last=4)
+    restarted(world, ALL_IDLE)
+    world.run(700.0)
+    rank = world.launch(3)[0]
+    world.kill_host("h2", keep_memory=True)
+    world.run(10.0)
+    world.call(rank, "rm", force=True)
+    assert world.run_until(lambda: bool(rank.answers.get("rm")), 10.0)
+    assert "train" not in world.served.orphans.stories
+    world.holders["h2"].restart(keep_memory=True)
+    assert world.run_until(lambda: "train" not in world.holders["h2"].stories, 10.0)
+    assert "train" not in world.served.orphans.stories
+
+
 def test_a_put_without_a_get_does_not_pass_a_story_over() -> None:
     """A script that puts without asking is refused as on a job with history."""
     world, _ = trained(3, last=2)

@@ -29,6 +29,7 @@ class Orphans:
         self.catalog = catalog
         self.used: set[str] = set()  # jobs that somebody asked for since this controller began
         self.stories: dict[str, str] = {}  # job -> what became of it
+        self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story
 
     def tick(self) -> None:
         """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
@@ -94,9 +95,9 @@ class Orphans:
             self.used.add(name)
 
     def told(self, host: str, stories: Mapping[str, str]) -> None:
-        """A host shows what it remembers of jobs; one that went on since is told to forget."""
+        """A host shows what it remembers of jobs; one that went on, or was removed, since is told to forget."""
         for name, story in stories.items():
-            if self._goes_on(name):
+            if name in self.ended or self._goes_on(name):
                 self.catalog.tell(host, "dropped", {"job": name, "story": ""})
             else:
                 self.stories.setdefault(name, story)
@@ -105,7 +106,9 @@ class Orphans:
         """A job is gone: by the rule, with its story; by name, without one."""
         self.used.discard(fact.job)
         before = self.stories.pop(fact.job, "")
+        self.ended.add(fact.job)
         if fact.story:
+            self.ended.discard(fact.job)
             self.stories[fact.job] = fact.story
         if fact.story != before and not is_replay:
             self._tell_all(fact.job, fact.story)
