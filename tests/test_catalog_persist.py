@@ -156,3 +156,19 @@ def test_a_removed_job_leaves_nobody_waiting() -> None:
     world.call(ranks[1], "rm", force=True)
     world.run(3.0)
     assert "was removed" in str(answers(ranks[0])[0])
+
+
+@pytest.mark.parametrize("loss", ["none", "a part is gone", "unreadable"])
+def test_a_host_goes_for_a_durable_step_only_if_the_storage_has_it_now(loss: str) -> None:
+    """Both hosts have notice, and a marker was seen once: without its parts it is no copy elsewhere."""
+    world, ranks = trained(last=1)
+    if loss == "a part is gone":
+        world.durable.lacks = "rank-0.0 is gone"
+    elif loss == "unreadable":
+        world.durable.problem = "not mounted"
+    for host in ("h0", "h1"):
+        world.call(ranks[0], "drain", host=host, within_s=600.0)
+    world.run(5.0)
+    remains = world.served.drains.remains("h1")
+    assert bool(remains.short) == (loss != "none")
+    assert bool(remains.durable) == (loss == "none")

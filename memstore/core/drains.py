@@ -21,6 +21,7 @@ from recovery.inventory import StepId
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
+LOOK_AGAIN_S = 30.0  # between two looks whether durable storage still has what a host may leave to it
 OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
 SAME_S = 1.0  # moments nearer than this are one
 WITHIN_MAX_S = 30 * 86_400.0
@@ -54,6 +55,9 @@ class Drains:
         self.until_s: dict[str, float] = {}
         self.ended_s: dict[str, float] = {}  # moments of notices that have ended: whoever repeats one says nothing new
 
+        self.looked_s: dict[tuple[str, StepId], float] = {}  # steps for which the storage is looked at, and when
+        self.is_there: dict[tuple[str, StepId], bool] = {}  # what was found: a marker of the past says nothing
+
     def is_draining(self, host: str) -> bool:
         """True from the notice until the host is gone, spared, or back after its end."""
         return host in self.until_s
@@ -70,6 +74,8 @@ class Drains:
             self.catalog.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.catalog.wall_s + within_s
+        self.looked_s.clear()
+        self.is_there.clear()
         self._record(host, until_s)
         self.catalog.answer(call, {"host": host, "until_s": until_s})
 
@@ -101,6 +107,25 @@ class Drains:
         for host, moment_s in self.until_s.items():
             if self._is_over(host, moment_s):
                 self._record(host, None)
+        for job in self.catalog.jobs.values() if self.until_s else ():
+            held = self.catalog.retention.held(job, job.newest) if job.newest is not None else ()
+            for step in [step for step in held if step in job.markers]:
+                self._look_for(job, step)
+
+    def _look_for(self, job: Job, step: StepId) -> None:
+        """Have the storage looked at now and then, while a host may go because it has the step."""
+        key = (job.name, step)
+        if self.catalog.now - self.looked_s.get(key, float("-inf")) < LOOK_AGAIN_S:
+            return
+
+        def looked(unread: str, lacks: str) -> None:
+            self.looked_s[key], self.is_there[key] = self.catalog.now, not unread and not lacks
+            if unread or lacks:
+                why = f"step {step.step} of job {job.name!r} is not safe on durable storage: {unread or lacks}"
+                self.catalog.note(why, "warning")
+
+        if self.catalog.durable_checks.ask(job, step, looked):
+            self.looked_s[key] = float("inf")
 
     def _is_over(self, host: str, moment_s: float) -> bool:
         spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
@@ -133,7 +158,8 @@ class Drains:
     def remains(self, host: str) -> Remains:
         """What would be short of copies if the host went now; all empty without notice.
 
-        Elsewhere is another live host that answers and has no notice, or durable storage, which holds the whole step.
+        Elsewhere is another live host that answers and has no notice, or durable storage, if it was found to hold the
+        whole step since the notice.
         """
         found = Remains()
         for job in self.catalog.jobs.values() if self.is_draining(host) else ():
@@ -150,7 +176,7 @@ class Drains:
             ranks = [rank for rank, copies in job.copies.get(step, {}).items() if host in copies]
             counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
             few = [count for count in counts if count < attempt.replicas]
-            if few and step in job.markers:
+            if few and step in job.markers and self.is_there.get((job.name, step)):
                 found.durable.append({"job": job.name, "step": step.step, "copies": min(few)})
             elif few:
                 may_come = min(few) < reachable or attempt.config.get("durable") is not None
