@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from memstore.testing.simulator import corpus
+from memstore.testing.simulator import campaign, corpus, record
 from memstore.testing.simulator.__main__ import main, parser
-from memstore.testing.simulator.campaign import Cut, Outcome, failure_text, play, run, shrink
+from memstore.testing.simulator.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
 from memstore.testing.simulator.planted import load
-from memstore.testing.simulator.scenario import Fault, draw
+from memstore.testing.simulator.scenario import Fault, Scenario, draw
 from memstore.testing.simulator.world import Simulation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,13 +97,12 @@ def test_any_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (summary.seeds, [row["seed"] for row in summary.violations]) == (3, [0, 1, 2])
 
 
-def test_a_campaign_counts_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A campaign counts what it did, writes it as JSON, and appends each seed that failed to the corpus once."""
-    file, out = tmp_path / "corpus.txt", tmp_path / "out.json"
-    command = ["--seeds", "1", "--first", "5", "--jobs", "1", "--record", "--corpus", str(file), "--out", str(out)]
+def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each seed that failed is appended to the corpus once."""
+    file = tmp_path / "corpus.txt"
+    command = ["--seeds", "1", "--first", "5", "--jobs", "1", "--record", "--corpus", str(file)]
     assert main(command) == 0
     assert not file.exists()
-    assert '"commits_acknowledged"' in out.read_text()
     bug = load()["fact-not-written"]
     with bug.plant():
         assert main(command) == 1
@@ -118,3 +117,46 @@ def test_a_corpus_line_that_is_none_is_refused(tmp_path: Path) -> None:
     file.write_text("# seeds\n12 R7\n")
     with pytest.raises(ValueError, match=r"corpus\.txt:2"):
         corpus.read(file)
+
+
+def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seed of the range is played once, over several calls, and its record is that of one call."""
+    played: list[int] = []
+
+    def quick(scenario: Scenario) -> Outcome:
+        played.append(scenario.seed)
+        if scenario.seed == 15:
+            return Outcome(15, "R7", "torn", virtual_s=36.0, commits=2, injected={"kill-rank": 1, "partition": 2})
+        return Outcome(scenario.seed, virtual_s=36.0, commits=2, injected={"kill-rank": 1})
+
+    monkeypatch.setattr(campaign, "play", quick)
+    monkeypatch.setattr(record, "BATCH_SEEDS", 4)
+    path = tmp_path / "record.json"
+    assert main(["--first", "10", "--seeds", "3", "--jobs", "1", "--campaign", str(path)]) == 0
+    monkeypatch.setattr("memstore.testing.simulator.__main__.failure_text", lambda outcome: "")
+    main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    main(["--first", "5", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    assert played[:10] == list(range(10, 20))
+    assert played[10:] == list(range(5, 10))
+    first, second = record.load(path)
+    assert (first["first_seed"], first["last_seed"], first["seeds"]) == (10, 19, 10)
+    assert (second["first_seed"], second["last_seed"]) == (5, 9)
+    assert first["virtual_h"] == pytest.approx(0.1)
+    assert (first["commits_acknowledged"], first["faults_injected"]) == (20, 12)
+    assert first["faults"] == {"kill-rank": 10, "partition": 2}
+    assert [row["seed"] for row in first["violations"]] == [15]
+
+
+def test_another_commit_is_another_part(tmp_path: Path) -> None:
+    """What was played on two commits is told apart."""
+    path = tmp_path / "record.json"
+    record.add(path, Summary(seeds=2, first_seed=7), "abc")
+    record.add(path, Summary(seeds=3, first_seed=9), "abc")
+    record.add(path, Summary(seeds=1, first_seed=12), "def")
+    assert [(part["commit"], part["first_seed"], part["last_seed"]) for part in record.load(path)] == [
+        ("abc", 7, 11), ("def", 12, 12)
+    ]  # fmt: skip
+    assert record.unplayed(record.load(path), 0, 20) == (0, 7)
+    assert record.unplayed(record.load(path), 7, 20) == (13, 14)
+    assert record.unplayed(record.load(path), 8, 5) == (13, 0)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 from memstore.testing.simulator import corpus
 from memstore.testing.simulator.campaign import COMMAND, Cut, Outcome, failure_text, play, run
 from memstore.testing.simulator.planted import table
+from memstore.testing.simulator.record import commit_of_checkout, play_on
 from memstore.testing.simulator.scenario import draw
 
 FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the summary
@@ -40,16 +39,17 @@ def main(argv: list[str] | None = None) -> int:
         if played % 500 == 0:
             print(f"{played} seeds, {len(failed)} failed", file=sys.stderr)
 
-    summary = run(options.first, options.seeds, jobs=options.jobs, minutes=options.minutes, on_outcome=on_outcome)
+    how = {"jobs": options.jobs, "minutes": options.minutes, "on_outcome": on_outcome}
+    if options.campaign is not None:
+        summary = play_on(options.campaign, options.first, options.seeds, **how)
+    else:
+        summary = run(options.first, options.seeds, **how)
     failed.sort(key=lambda outcome: outcome.seed)
     for outcome in failed[:FAILURES_SHOWN_MAX]:
         print(failure_text(outcome), end="\n\n")
     print(summary.text())
-    commit, date = _commit(), datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
-    if options.out is not None:
-        body = {"commit": commit, "date": date, **summary.to_dict()}
-        options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     if options.record:
+        commit, date = commit_of_checkout(), datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         for outcome in failed:
             why = outcome.why.strip().splitlines()[-1]
             corpus.record(corpus.Row(outcome.seed, outcome.rule, date, commit, why), options.corpus)
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=0, help="processes (default: one per core)")
     parser.add_argument("--minutes", type=float, help="begin no seed after so many minutes")
-    parser.add_argument("--out", type=Path, help="write the summary there as JSON")
+    parser.add_argument("--campaign", type=Path, help="play the seeds that this record lacks, and add them to it")
     parser.add_argument("--record", action="store_true", help="append seeds that fail to the corpus")
     parser.add_argument("--corpus", type=Path, default=corpus.DEFAULT, help="the corpus file")
     parser.add_argument("--planted", action="store_true", help="hunt every planted bug and print the table")
@@ -89,18 +89,6 @@ def _replay(options: argparse.Namespace) -> int:
     print(f"\nfingerprint {outcome.fingerprint}, {outcome.events:,} events, {outcome.virtual_s:.1f} simulated seconds")
     print(outcome.why if outcome.rule else "every rule held")
     return 1 if outcome.rule else 0
-
-
-def _commit() -> str:
-    """The commit of this checkout, "unknown" outside one."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-            timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time
 SHRINK_PLAYS_MAX, SHRINK_S = 60, 60.0
 SHORT_S = (0.3, 1.0)  # durations tried in place of longer ones
+ADDED_UP = (
+    "seeds", "wall_s", "virtual_h", "events", "steps_put", "commits_acknowledged", "restores_checked",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,16 @@ class Summary:
         if outcome.rule:
             last = outcome.why.strip().splitlines()[-1]
             self.violations.append({"seed": outcome.seed, "rule": outcome.rule, "why": last})
+
+    def join(self, other: Summary) -> None:
+        """Add what a later part of the same campaign did."""
+        if not self.seeds:
+            self.first_seed = other.first_seed
+        for name in ADDED_UP:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, count in other.faults.items():
+            self.faults[kind] = self.faults.get(kind, 0) + count
+        self.violations += other.violations
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
