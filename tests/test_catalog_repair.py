@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -219,3 +220,25 @@ def test_a_host_that_dies_often_keeps_no_step_at_one_copy(hosts: int) -> None:
         assert len(trusted) == 2, f"rank {rank}"
     world.run(600.0)
     assert [len(world.holders_of(step, rank)) for rank in range(hosts)] == [2] * hosts
+
+
+@pytest.mark.slow
+def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None:
+    """No host holds more beside what placement asks of it than its room for repairs: one version of its own (R10)."""
+    world, _ = trained(3, last=4, keep_steps=3)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    world.run(20.0)
+    job, view = world.job(), world.served.view
+    attempt = job.newest
+    assert attempt is not None
+    beside: Counter[str] = Counter()
+    for step in job.copies:
+        for rank, seat in attempt.seats.items():
+            asked = {seat.host_id, *view.wanted(job, attempt, rank)}
+            beside.update(host for host in world.holders_of(step, rank) if host not in asked)
+    assert beside
+    assert max(beside.values()) == 1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PUSHES_PER_SOURCE_MAX = 2
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
 LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
+STAND_INS_ASKED_MAX = 8  # hosts looked at for one copy
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy is left alone
 
 
@@ -153,56 +154,72 @@ class Repair:
         }
         wanted = self.catalog.view.wanted(job, attempt, rank)
         seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
+        stand_ins = self._stand_ins(now, job, attempt, shard, wanted, good) if commit else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
-        surplus = [h for h in copies if h not in wanted and h != seat]
+        surplus = [h for h in copies if h not in wanted and h not in stand_ins and h != seat]
         if not commit and seat not in copies and wanted[0] not in copies:
             return False  # still being put: its owner pushes it
         if commit:
             self._awaiting.update(lacking)
-        for target in [*lacking, *(self._stand_ins(now, job, attempt, shard, wanted, good) if commit else ())]:
+        for target in (*lacking, *(h for h in stand_ins if h not in good)):
             if commit or target not in self._awaiting or not self._is_over:
                 self._push(now, shard, target, good, attempt)
         is_over = may_drop and not lacking and bool(surplus)
-        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(now, wanted, attempt):
+        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
                 self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
                 job.drop_copy(shard, host)
-        return not lacking and not surplus
+        return not lacking and not surplus and not stand_ins  # these are free when the probation ends
 
-    def _is_safe(self, now: float, wanted: list[str], attempt: Attempt) -> bool:
+    def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
         """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
 
-        While the cluster cannot hold that many apart, or some of them die often, every copy more is worth its room.
+        While the cluster cannot hold that many apart, every copy more is worth its room.
         """
         hosts = self.catalog.hosts
-        trusted = [h for h in wanted if not hosts.is_on_probation(now, h)]
-        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(trusted)) >= attempt.replicas
+        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
 
     def _stand_ins(
         self, now: float, job: Job, attempt: Attempt, shard: ShardId, wanted: list[str], good: dict[str, Copy]
     ) -> list[str]:
-        """Return hosts that get a kept step's copies in place of hosts that die often (R29).
+        """Return hosts that hold a kept step's copies in place of hosts that die often (R29).
 
-        Of the hosts of the job those in other failure domains come first, then those with the fewest copies of the
-        step; one that has refused the copy is left out for a while.
+        Who has the copy keeps it; a new one is only chosen for what such a host lacks: first of another failure domain,
+        then with the fewest copies of the step. None is asked for more than its room for repairs takes.
         """
         hosts, placement = self.catalog.hosts, self.catalog.view.placement(job)
-        flaky = {h for h in (*wanted, *good) if hosts.is_on_probation(now, h)}
-        if placement is None or flaky.isdisjoint(wanted):
+        flaky = {h for h in wanted if hosts.is_on_probation(now, h)}
+        if placement is None or not flaky:
             return []
-        safe = {*wanted, *(h for h, copy in good.items() if not copy.missing)} - flaky
-        taken, places = hosts.domains(safe), hosts.live_domains(attempt.level_asked)
-        near, step = {places.get(h) for h in safe}, StepId(shard.attempt, shard.step)
+        has_all = all(h in good and not good[h].missing for h in flaky)
+        taken, places = hosts.domains(set(wanted) - flaky), hosts.live_domains(attempt.level_asked)
+        near, step = {places.get(h) for h in wanted if h not in flaky}, StepId(shard.attempt, shard.step)
         others = [
-            h for h in placement.targets
-            if hosts.is_answering(h) and not hosts.is_on_probation(now, h)
+            h for h in (good if has_all else placement.targets)
+            if h not in wanted and hosts.is_answering(h) and not hosts.is_on_probation(now, h)
             and (shard, h) not in self.refused_s and taken.isdisjoint(hosts.domains([h]))
         ]  # fmt: skip
-        # One that the copy is on its way to stays the choice.
         others.sort(key=lambda h: (
-            (shard, h) not in self.pushes, places.get(h) in near, len(job.on_host.get(h, {}).get(step, ())), h
+            h not in good, (shard, h) not in self.pushes, places.get(h) in near,
+            len(job.on_host.get(h, {}).get(step, ())), h
         ))  # fmt: skip
-        return others[: max(0, attempt.replicas - len(taken))]
+        fitting = [h for h in others[:STAND_INS_ASKED_MAX] if self._has_repair_room(job, attempt, shard, h)]
+        return fitting[: max(0, attempt.replicas - len(taken))]
+
+    def _has_repair_room(self, job: Job, attempt: Attempt, shard: ShardId, host: str) -> bool:
+        """True if a host has room for this copy among those that placement does not ask of it: one version of its own.
+
+        Beyond that a copy would take the room of steps that are still to be put, and nothing would be committed.
+        """
+        room, wanted = self.catalog.room, self.catalog.view.wanted
+        here = {rank for rank, seat in attempt.seats.items() if seat.host_id == host}
+        held = {
+            ShardId(job.name, s.attempt, s.step, r) for s, ranks in job.on_host.get(host, {}).items() for r in ranks
+        }
+        held |= {pushed for pushed, target in self.pushes if target == host and pushed.job == job.name}
+        beside = {s for s in held if s.rank not in here and host not in wanted(job, attempt, s.rank)} | {shard}
+        taken = sum(spec.chunks_count for spec in map(job.spec, beside) if spec is not None)
+        return taken <= sum(room.need(job, attempt, rank) for rank in here)
 
     def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> None:
         hosts = self.catalog.hosts
