@@ -7,7 +7,7 @@ never asks the catalog whether the catalog is right; only `claims_redundancy` as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.facts import StepCommitted
@@ -172,8 +172,10 @@ class Checker:
         """A holder says that it refuses older attempts from now on (R21)."""
         self._fenced[holder, job] = max(attempt, self._fenced.get((holder, job), 0))
 
-    def sealed_here(self, holder: SimHolder, shard: ShardId) -> None:
-        """A holder stored what a rank of its own handed over (R21)."""
+    def sealed_here(self, holder: SimHolder, shard: ShardId, digests: Sequence[bytes]) -> None:
+        """A holder stored what a rank of its own handed over: its bytes (R8), in no fenced attempt (R21)."""
+        if list(digests) not in [[chunk_digest(data) for data in put] for put in self.contents[shard]]:
+            raise Violation("R8", f"{holder.host_id} sealed other bytes of {shard} than its rank put")
         if shard.attempt < self._fenced.get((holder, shard.job), 0):
             raise Violation("R21", f"{holder.host_id} sealed {shard} although it had answered a newer fence")
 
@@ -232,8 +234,7 @@ class Checker:
         return {self.world.holders[host].info.labels.get("rack", "") for host in hosts}
 
     def _racks_wanted(self) -> int:
-        scenario = self.world.scenario
-        return scenario.replicas if scenario.racks >= scenario.replicas else 1
+        return self.world.scenario.replicas if self.world.scenario.racks >= self.world.scenario.replicas else 1
 
     def _is_even(self) -> bool:
         """True if the hosts with ranks lie so in racks that placement owes every shard its own racks."""
@@ -245,8 +246,7 @@ class Checker:
 
     def read(self, rank: SimRank, body: Body) -> list[bytes]:
         """The bytes in the slots that a get's answer names, as the rank would load them."""
-        memory = self.world.memories[rank.host_id]
-        return [b"" if n is None else bytes(memory.slots[n]) for n in body["slots"]]
+        return [b"" if n is None else bytes(rank.mapping[n]) for n in body["slots"]]
 
     def read_damaged(self, rank: SimRank, slots: list[int], staged_s: float) -> None:
         """A rank found a bad chunk in what was staged for it: that may only have happened since it was staged (R23)."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memstore.testing.simulator import files
 from memstore.testing.simulator.history import KINDS
 from memstore.testing.simulator.scenario import Fault
 
@@ -25,6 +26,8 @@ NEEDS_QUIET = {
     "flap-host",
     "flip-at-rest",
     "durable-torn",
+    "replace-arena",
+    "remove-files",
 }  # whatever their length
 
 
@@ -344,6 +347,13 @@ def _lose_number(world: Simulation, each: Fault) -> None:
     name = _names(world, each)[0]
     world.kill_holder(name)
     world.memories[name].incarnation = 0
+
+
+@fault("replace-arena")
+@fault("remove-files")
+def _take_files(world: Simulation, each: Fault) -> None:
+    """A holder dies and its arena goes while ranks have it mapped (R8), or a living holder's files go (R35)."""
+    files.take(world, each, _names(world, each))
 
 
 def _ask_people(world: Simulation, each: Fault) -> None:

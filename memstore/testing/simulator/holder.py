@@ -31,6 +31,7 @@ from memstore.shell.forker import drop_unknown_shares
 from memstore.shell.peer_server import PeerServer
 from memstore.shell.vault import Vault
 from memstore.testing.catalog_holder import LEVELS
+from memstore.testing.simulator import files
 from memstore.testing.simulator.durable import Persister
 from memstore.testing.simulator.history import fork
 from memstore.testing.simulator.memory import MachineClock, Memory, MemoryArena, MemoryManifests
@@ -147,11 +148,10 @@ class SimHolder:
 
     def welcome(self, rank: SimRank) -> list[int]:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
-        _, stale = self.vault.table.confirm(rank.owner, rank.held())
+        stale = files.confirm(self, rank)
         self.vault.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
-        if rank.attempt and rank.attempt < self.fences.get(rank.job, 0):
-            rank.is_fenced = True
+        rank.is_fenced |= 0 < rank.attempt < self.fences.get(rank.job, 0)
         return stale
 
     def call(self, rank: SimRank, call_id: int, verb: str, body: Body) -> None:
@@ -186,9 +186,10 @@ class SimHolder:
         try:
             known = self.vault.shelf.find(shard)
             is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
-            if is_mine and (known is not None or shard.attempt < fence):
+            is_void = shard.attempt < fence or not (is_mine and files.are_seen(self, slots, body))
+            if is_mine and (known is not None or is_void):
                 self.vault.give_back(slots)
-            if known is None and (shard.attempt < fence or not is_mine):
+            if known is None and is_void:
                 self._put_failed(rank, shard)
                 return
             has_targets = True
@@ -204,7 +205,7 @@ class SimHolder:
                         nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
                         fresh=fresh,  # type: ignore[arg-type]
                     )  # fmt: skip
-                    self.world.checker.sealed_here(self, shard)
+                    self.world.checker.sealed_here(self, shard, known.digests)
                 except MemstoreError as exc:
                     fresh.why = str(exc)
                     self._put_failed(rank, shard)

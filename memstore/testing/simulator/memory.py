@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.core.events import Body
 from memstore.core.records import journal_after
-from memstore.errors import CapacityError
+from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena import Arena
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.slot_headers import SlotHeader
@@ -38,6 +38,7 @@ class Memory:
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
         self.hollow: set[int] = set()  # slots without pages: whoever touches one is killed
+        self.is_removed = False  # names of its files are gone; its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
         self.crash_in: int | None = None
@@ -47,12 +48,23 @@ class Memory:
         self.stories: dict[str, str] = {}  # outside its folder: of jobs that were dropped
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 
+    @property
+    def is_sound(self) -> bool:
+        """True if every byte and every file is as it was written."""
+        return not self.spoilt and not self.is_removed
+
     def wipe(self) -> None:
         """The machine lost its memory."""
         self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
         self.spoilt.clear()
         self.hurt.clear()
         self.hollow.clear()
+        self.is_removed = False
+        self.version += 1
+
+    def write_again(self) -> None:
+        """What the holder has open is in the folder again: in new files, of the same bytes (R35)."""
+        self.slots, self.is_removed = [bytearray(slot) for slot in self.slots], False
         self.version += 1
 
     def spoil(self, slot: int, now: float) -> None:
@@ -169,6 +181,8 @@ class MemoryManifests(ManifestFolder):
 
     def save(self, name: str, data: bytes) -> None:
         """Store a manifest; CapacityError if the file system is full."""
+        if self.memory.is_removed:
+            raise MemstoreError(f"the folder of manifest {name} was removed")
         if self.memory.is_full:
             raise CapacityError(f"the simulated file system has no room for a manifest of {len(data)} bytes")
         if self.memory.write():

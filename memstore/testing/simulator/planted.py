@@ -2,8 +2,8 @@
 
 A harness that finds nothing proves nothing until it has found what was hidden from it. Each bug is a patch that lasts
 for one run; the same scenario without it must pass. The bugs are in planted_decisions.py (catalog, planner, placement),
-planted_bytes.py (vault, shelf, slot table, peer server), planted_history.py (pins, forks) and planted_steps.py (steps
-that the simulation mirrors).
+planted_bytes.py (vault, shelf, slot table, peer server), planted_files.py (files that go), planted_history.py (pins,
+forks) and planted_steps.py (steps that the simulation mirrors).
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ def load() -> dict[str, Planted]:
     from memstore.testing.simulator import (  # they import this file
         planted_bytes,
         planted_decisions,
+        planted_files,
         planted_history,
         planted_natural,
         planted_steps,
     )
 
-    del planted_bytes, planted_decisions, planted_history, planted_natural, planted_steps
+    del planted_bytes, planted_decisions, planted_files, planted_history, planted_natural, planted_steps
     return PLANTED

@@ -17,6 +17,7 @@ from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     from memstore.testing.simulator.holder import SimHolder
+    from memstore.testing.simulator.memory import Memory
     from memstore.testing.simulator.staging import Stager
     from memstore.testing.simulator.world import Simulation, Wait
 
@@ -41,6 +42,7 @@ class SimRank:
         self.is_dead = self.is_frozen = self.is_fenced = False
         self.is_left = self.is_restored = False  # its launcher takes it for dead; its get is over
         self.holder: SimHolder | None = None
+        self.mapping: list[bytearray] = []  # the arena's file: another list where that is another file
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
         self.handovers: dict[tuple[int, int], tuple[list[int], Body]] = {}  # (attempt, step) -> slots, message
@@ -68,6 +70,7 @@ class SimRank:
         """Come back to the host's holder: confirm the slots, send again what was not sealed or answered (R8)."""
         self.holder = holder
         stale = set(holder.welcome(self))
+        self.map_arena(holder.memory)
         self.in_copy -= stale
         anew: set[int] = set()
         for key, (slots, body) in self.handovers.items():
@@ -81,6 +84,10 @@ class SimRank:
         for call_id, (verb, body) in sorted(self.calls.items()):
             holder.call(self, call_id, verb, body)
         holder.grant(self)
+
+    def map_arena(self, memory: Memory) -> None:
+        """Map the arena that the holder maps (R8)."""
+        self.mapping = memory.slots
 
     def granted(self, slots: list[int]) -> None:
         """The holder leased it more slots."""
@@ -214,7 +221,7 @@ class SimRank:
         content = self.content(step)
         for slot, data in zip(slots, content, strict=True):
             if slot in self.in_copy:  # else the holder has said that it is not ours any more
-                memory.slots[slot][: len(data)] = data
+                self.mapping[slot][: len(data)] = data
                 memory.version += 1
             yield WRITE_S
         if not self.in_copy.issuperset(slots):
@@ -224,6 +231,7 @@ class SimRank:
             return
         self.in_copy.difference_update(slots)
         body: Body = {"attempt": self.attempt, "world_size": self.world_size, "layout": self.layout, **self.shares()}
+        body["seen"] = [bytes(self.mapping[slot]) for slot in slots]
         self.handovers[self.attempt, step] = (slots, body)
         world.checker.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, step, slots, body))

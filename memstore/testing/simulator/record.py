@@ -58,7 +58,7 @@ def add(path: Path, summary: Summary, commit: str) -> None:
 def _joined(before: Body, part: Body) -> Body:
     """Two parts as one: numbers and faults added up, violations in a row."""
     joined = {key: before[key] + part[key] for key in part if isinstance(part[key], int | float)}
-    faults = Counter(before["faults"]) + Counter(part["faults"])
+    faults: Counter[str] = Counter(before["faults"]) + Counter(part["faults"])
     return {
         **part, **joined, "first_seed": before["first_seed"], "last_seed": part["last_seed"],
         "faults": dict(sorted(faults.items())), "violations": [*before["violations"], *part["violations"]],

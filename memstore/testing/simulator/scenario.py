@@ -87,6 +87,7 @@ WEIGHTS = {
 
 CLOCK_SEEDS = (0, 1, 4)  # modulo 20
 TWIN_SEEDS = (3, 9, 18)  # modulo 20
+FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40; none of the corpus was one when this came
 ENDING_SEEDS = (0, 1)  # modulo 20; none of the corpus was one when this came, so all replay
 
 
@@ -107,9 +108,7 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
-        faults=tuple(
-            sorted([*faults, *_notice(seed), *_history(seed), *_clocks(seed), *_rotation(seed), *_ending(seed)])
-        ),
+        faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
 
@@ -152,6 +151,15 @@ def _ending(seed: int) -> list[Fault]:
     return [worn, end] if rng.random() < 0.8 else [end]
 
 
+def _files(seed: int) -> list[Fault]:
+    """Files that go while processes live."""
+    rng = random.Random(f"files {seed}")
+    if seed % 40 not in FILE_SEEDS:
+        return []
+    kinds = rng.choices(["replace-arena", "remove-files"], k=rng.randrange(1, 4))
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
+
+
 def _history(seed: int) -> list[Fault]:
     """Pins and forks in seeds that end in 4: no seed of the corpus does, so that each of them replays as before."""
     rng = random.Random(f"history {seed}")
@@ -181,3 +189,7 @@ def _fault(rng: random.Random) -> Fault:
         for_s=round(rng.choice([0.3, 1.0, 2.5, 4.0, 9.0]), 1),
         count=rng.choice([1, 1, 2, 4, 8, 16]),
     )
+
+
+# Each from a stream of its own, so that seeds of old still draw what they drew.
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files)

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from memstore.config import Config
 from memstore.core.catalog import Rules
 from memstore.core.events import Heard, HostInfo
+from memstore.testing.simulator import files
 from memstore.testing.simulator.checker import Checker, Violation
 from memstore.testing.simulator.control import DIAL_S, LEASE_S, Controller
 from memstore.testing.simulator.durable import Durable
@@ -255,6 +256,7 @@ class Simulation:
         if not holder.is_up:
             return
         holder.is_up = False
+        files.died(self, self.memories[name])
         self.memories[name].is_cut = True
         if holder.session is not None:
             session = holder.session
@@ -360,7 +362,7 @@ class Simulation:
         controller = self.served()
         if controller is None or self.network.cut or self.now < self.wears_until_s:
             return False
-        if any(not h.is_serving or h.memory.spoilt or h.session is None for h in self.holders.values()):
+        if any(not h.is_serving or not h.memory.is_sound or h.session is None for h in self.holders.values()):
             return False
         return self.checker.claims_redundancy(controller)
 
