@@ -202,6 +202,18 @@ def test_a_have_is_verified_and_reported(
     assert not b.vault.verify(theirs)
 
 
+def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
+    """A chunk that lies here for another shard is digested again before a restore counts on it, however young (R23)."""
+    a, b = pair
+    wanted, beside = seal(a.vault, SHARD), seal(b.vault, ShardId("train", 1, 1, 0))
+    rot(b.vault, beside, 1)
+    assert b.stager._stage(order(wanted), SHARD) == {}
+    found = b.vault.shelf.find(SHARD)
+    assert found is not None
+    assert not b.vault.verify(found)
+    assert beside.missing == {1}
+
+
 def test_a_put_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
     """Fresh bytes equal to an old chunk that has rotted are stored, not dropped for it (R13)."""
     vault = pair[0].vault

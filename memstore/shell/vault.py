@@ -183,7 +183,8 @@ class Vault:
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         excerpt: tuple[int, ...] | None = None,
     ) -> Draft:  # fmt: skip
-        """Begin a shard, or an excerpt of it, whose manifest is known; content that is here is held at once (R13)."""
+        """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
+        self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
             draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
         self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
@@ -201,13 +202,13 @@ class Vault:
                 self.shelf.hold_known(draft, index, size)
             return [i for i in indices if draft.slots[i] is None]
 
-    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
         """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
         now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
             # A moment that is yet to come was taken by a clock that was set back since: it says nothing.
-            old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > VERIFY_AGE_S}
+            old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > age_s}
         for number in old:
             for hurt in self.verify_slot(number):
                 self.on_hurt(hurt)
