@@ -122,20 +122,22 @@ def test_a_recorded_handshake_does_not_work_again(aside: Callable[..., Future[An
         assert type(again.exception(5)) is errors.AuthenticationError
 
 
+@pytest.mark.parametrize("changed", [Kind.AUTH2, Kind.AUTH3])
 def test_an_identity_changed_on_the_way_is_refused(
-    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch, changed: Kind
 ) -> None:
-    """The proof covers the identity: another role under the same proof fails."""
+    """The proof covers the identity, the client's and the server's: another role under the same proof fails."""
     send = Channel.send
 
     def tamper(self: Channel, kind: Kind, request_id: int, body: Any, *, deadline_s: float) -> None:
-        if kind is Kind.AUTH2:
+        if kind is changed:
             body = {**body, "identity": wire.pack_body({"role": "controller"})}
         send(self, kind, request_id, body, deadline_s=deadline_s)
 
     monkeypatch.setattr(Channel, "send", tamper)
     client, server = shake(pair, aside)
-    assert type(client) is type(server) is errors.AuthenticationError
+    assert type(client) is errors.AuthenticationError
+    assert changed is Kind.AUTH3 or type(server) is errors.AuthenticationError
 
 
 @pytest.mark.parametrize("body", [{}, {"nonce": 5}, {"nonce": b"short"}, {"mac": b"x"}])
