@@ -16,21 +16,24 @@ from memstore.config import Config, check_name
 from memstore.core.cadence import parse_put_every
 from memstore.core.durable_schedule import parse_every
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
+from memstore.gathering import ask_with_all
 from memstore.pin_verbs import persisted
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.host_id import current_node_labels, holder_hosts, rank_host
-from memstore.shell.launch import detect_launch
+from memstore.shell.launch import Launch, detect_launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Store
 from memstore.store_start import StoreStart, begin_start
-from memstore.stores import others_here
+from memstore.stores import naming_others, others_here
 
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
 RETRY_S = 0.1
+DURABLE_OFF = "durable storage is off: losing every copy of a shard loses the run (durable=)"
+LEAST_S = 0.1  # for the last part of a connect() whose time is over
 _STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may be threads that connect all at once
 
 
@@ -43,13 +46,16 @@ def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) 
     return arena_folder(config.arena_dir, store=config.store, host=host)
 
 
-def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank: int, world_size: int) -> RankLink:
+def open_link(
+    config: Config, launch: Launch, *, address: str | None, nonce: str, job: str, deadline_s: float
+) -> RankLink:
     """Connect to this host's holder; start a store that is not back soon through Ray, beside, and wait for it (R3, R4).
 
     A holder that was here has START_AFTER_S to come back before Ray is asked; where none was, Ray is asked at once and
     the start has its end before the rank connects.
     """
-    began_s, limit_s = time.monotonic(), config.connect_timeout_s
+    began_s = time.monotonic()
+    limit_s = max(LEAST_S, deadline_s - began_s)
     is_new = not holder_hosts(store_root(config))
     start: StoreStart | None = None
     problem: MemstoreError | None = None
@@ -59,8 +65,8 @@ def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank
             if is_over or not is_new:
                 try:
                     folder = holder_folder(config, start.node_labels if start is not None else None)
-                    link = RankLink(folder, nonce=nonce, job=job, rank=rank)
-                    if is_new and rank == 0:
+                    link = RankLink(folder, nonce=nonce, job=job, rank=launch.rank)
+                    if is_new and launch.rank == 0:
                         warn_of_new_store(config, job)
                     return link
                 except (TransportError, ConfigError) as exc:
@@ -68,7 +74,7 @@ def open_link(config: Config, *, address: str | None, nonce: str, job: str, rank
             waited_s = time.monotonic() - began_s
             if waited_s > limit_s:
                 raise _not_there(config, problem, start)
-            may_create = world_size == 1 and not isinstance(problem, ConfigError)
+            may_create = launch.world_size == 1 and not isinstance(problem, ConfigError)
             if start is None and (is_new or waited_s > min(START_AFTER_S, limit_s / 2)):
                 start = begin_start(config, address=address, may_create=may_create, limit_s=limit_s - waited_s)
             elif start is not None and not is_over and start.poll():
@@ -144,25 +150,24 @@ def connect(
     parse_put_every(config.put_every)  # before anybody has joined
     parse_every(config.durable_every)
     check_shard(shard, shards)
+    deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
-    start = process_start_time(os.getpid()) or 0
-    nonce = f"{os.getpid()}-{start}-{job}-{launch.rank}"
-    link = open_link(config, address=address, nonce=nonce, job=job, rank=launch.rank, world_size=launch.world_size)
+    nonce = f"{os.getpid()}-{process_start_time(os.getpid()) or 0}-{job}-{launch.rank}"
+    link = open_link(config, launch, address=address, nonce=nonce, job=job, deadline_s=deadline_s)
     try:
         config = fitted_to_store(config, link.welcome)
-        joined = link.call(
-            "join",
+        limit_s = max(LEAST_S, deadline_s - time.monotonic())
+        joined = ask_with_all(
+            link, "join",
             {
                 "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
                 "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
-                "fresh": fresh, "takeover": takeover, "shard": shard, "shards": shards,
+                "fresh": fresh, "takeover": takeover, "shard": shard, "shards": shards, "limit_s": limit_s,
             },
-            config.connect_timeout_s + ASK_S,
+            limit_s=limit_s,
         )  # fmt: skip
         if config.durable is None and launch.rank == 0:
-            log.warning(
-                "memstore %s: durable storage is off: losing every copy of a shard loses the run (durable=)", job
-            )
+            log.warning("memstore %s: %s", job, DURABLE_OFF)
         store = Store(link, launch, config, joined, job=job)
         end_former(store)
         return store
@@ -220,9 +225,9 @@ def check_store_fields(config: Config, running: dict[str, Any]) -> None:
 class Reader:
     """Reads a job's steps without joining it: no barrier, no fence (DESIGN 5)."""
 
-    def __init__(self, job: str, tool: Tool) -> None:
+    def __init__(self, job: str, tool: Tool, config: Config) -> None:
         self.job = job
-        self._tool = tool
+        self._tool, self._config = tool, config
 
     def __enter__(self) -> Reader:
         return self
@@ -234,7 +239,7 @@ class Reader:
 
     def steps(self) -> list[StepInfo]:
         """Every step the store knows of the job, newest first."""
-        return step_infos(self._tool.ask("steps", {"job": self.job}))
+        return step_infos(self._ask("steps", {"job": self.job}))
 
     def latest_step(self) -> int | None:
         """The newest committed step of the lineage."""
@@ -249,28 +254,33 @@ class Reader:
         `attempt` names who put the step, where several lineages have one of that number.
         """
         body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
-        return read_shard(self._tool.link, body, into, timeout_s)
+        with naming_others(self._config, self.job):
+            return read_shard(self._tool.link, body, into, timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
-        self._tool.ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
+        self._ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
 
     def pins(self) -> list[str]:
         """The names of the job's pins."""
-        return sorted(self._tool.ask("steps", {"job": self.job})["pins"])
+        return sorted(self._ask("steps", {"job": self.job})["pins"])
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
-        self._tool.ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+        self._ask("unpin", {"job": self.job, "name": check_name("pin", name)})
 
     def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Write a committed step to durable storage now; as `Store.persist`."""
         body = {"job": self.job, "step": step, "within_s": timeout_s}
-        return persisted(self._tool.ask("persist", body, timeout_s + ASK_S), timeout_s)
+        return persisted(self._ask("persist", body, timeout_s + ASK_S), timeout_s)
 
     def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
         return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
+
+    def _ask(self, verb: str, body: dict[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
+        with naming_others(self._config, self.job):
+            return self._tool.ask(verb, body, timeout_s)
 
     def close(self) -> None:
         """End the reader's link."""
@@ -292,13 +302,8 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
     """
     config = config or Config()
     check_name("job", job)
-    try:
-        return Reader(job, _reading_tool(config, address))
-    except (ConfigError, PeerUnreachable) as error:
-        others = others_here(config, job)
-        if not others:
-            raise
-        raise type(error)(f"{error}; {others}") from error
+    with naming_others(config, job):
+        return Reader(job, _reading_tool(config, address), config)
 
 
 def _reading_tool(config: Config, address: str | None) -> Tool:

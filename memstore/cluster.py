@@ -19,7 +19,7 @@ from memstore.core.cadence import parse_put_every
 from memstore.core.durable_schedule import parse_every
 from memstore.core.problems import only_in_ram
 from memstore.distribution import installed_version
-from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerUnreachable
+from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena import Arena
 from memstore.shell.arena_folder import read_secret
@@ -31,6 +31,7 @@ from memstore.shell.tool import any_tool, host_folders, store_root
 log = logging.getLogger("memstore")
 START_S = 90.0
 POLL_S = 0.1
+LEAST_S = 0.1  # for the last part of what has one limit
 ASK_S = 30.0
 
 
@@ -47,17 +48,18 @@ class ClusterStatus:
     ray: str = ""
     version: str = ""
     job_defaults: dict[str, Any] = field(default_factory=dict)
+    launches: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, JSON-able."""
         return {
             "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
             "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
-            "job_defaults": self.job_defaults,
+            "job_defaults": self.job_defaults, "launches": self.launches,
         }  # fmt: skip
 
 
-def start(config: Config | None = None, *, address: str | None = None) -> ClusterStatus:
+def start(config: Config | None = None, *, address: str | None = None, timeout_s: float | None = None) -> ClusterStatus:
     """Start one holder per host and the controller; calling it again is fine (R3).
 
     Args:
@@ -65,25 +67,26 @@ def start(config: Config | None = None, *, address: str | None = None) -> Cluste
             store's jobs: each field that a job's own Config does not give.
         address: Ray cluster; default: the one this process is connected to, one found on this machine, or a
             new local one that lives as long as this process.
+        timeout_s: For Ray to answer and every holder to be up; default: `connect_timeout_s` for Ray, then 90 s.
 
     Raises:
         ConfigError: the running store has other fields, or a holder cannot start; says which and why.
-        PeerUnreachable, PeerTimeout: no Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
+        PeerUnreachable, PeerTimeout: no Ray cluster is at `address`, or it is silent for `connect_timeout_s`; the
+            controller does not answer.
     """
-    config = config or Config()
-    join_ray(address, limit_s=config.connect_timeout_s)
-    actor = _controller(config)
-    if actor is None:
-        actor = _create(config)
-    described = ray.get(actor.describe.remote(), timeout=START_S)
-    _check_fields(config, described["fields"])
-    _wait_started(actor)
+    config, began_s = config or Config(), time.monotonic()
+    join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s)
+    limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
+    deadline_s = time.monotonic() + limit_s
+    actor = _controller(config) or _create(config)
+    _check_fields(config, _describe(actor, deadline_s, limit_s)["fields"])
+    _wait_started(actor, deadline_s, limit_s)
     return status(config=config)
 
 
 def ensure_started(config: Config) -> None:
     """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
-    _wait_started(_controller(config) or _create(config))
+    _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S)
 
 
 def join_ray(
@@ -187,17 +190,29 @@ def _check_fields(config: Config, running: dict[str, Any]) -> None:
         )
 
 
-def _wait_started(actor: Any) -> None:
+def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
+    """Return what the controller's actor says of itself; PeerTimeout at the deadline, `limit_s` after the start."""
+    try:
+        said = ray.get(actor.describe.remote(), timeout=max(LEAST_S, deadline_s - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        raise PeerTimeout(
+            f"the store's controller did not answer within {limit_s:.3g} s: Ray has not started its process yet, or it "
+            "hangs; `ray list actors` shows it. Call it again, with more time",
+            operation="start", limit_s=limit_s,
+        ) from None  # fmt: skip
+    return dict(said)
+
+
+def _wait_started(actor: Any, deadline_s: float, limit_s: float) -> None:
     """Wait until every node has a holder that the controller talks to, or one says why it cannot."""
-    deadline_s = time.monotonic() + START_S
     while True:
-        seen = ray.get(actor.describe.remote(), timeout=START_S)
+        seen = _describe(actor, deadline_s, limit_s)
         missing = [n for n in seen["nodes"] if seen["hosts"].get(n) not in seen["connected"]]
         if not missing and seen["nodes"] and seen["is_serving"]:
             return
         failed = {n: seen["errors"][n] for n in missing if n in seen["errors"]}
         if failed or time.monotonic() > deadline_s:
-            node, why = next(iter(failed.items()), (missing[0] if missing else "none", f"silent for {START_S:g} s"))
+            node, why = next(iter(failed.items()), (missing[0] if missing else "none", f"silent for {limit_s:.3g} s"))
             raise ConfigError(f"the holder of Ray node {node[:12]} did not start: {why}", nodes=missing)
         time.sleep(POLL_S)
 
@@ -235,7 +250,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
         config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
-        installed_version(), job_defaults=body["job_defaults"],
+        installed_version(), job_defaults=body["job_defaults"], launches=body["launches"],
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from memstore.checkpoint import Checkpoint, StepInfo, checkpoint, open_shard, re
 from memstore.config import Config
 from memstore.core.manifest import decode_manifest
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
+from memstore.gathering import ask_with_all
 from memstore.mark_verbs import MarkVerbs
 from memstore.natural import NaturalReplicas, check_shard
 from memstore.pin_verbs import PinVerbs
@@ -362,7 +363,7 @@ class Store(PinVerbs, MarkVerbs):
         }  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
-            self._take_attempt(self._link.call("rewind", body, self.config.connect_timeout_s + CALL_SLACK_S))
+            self._take_attempt(ask_with_all(self._link, "rewind", body, limit_s=self.config.connect_timeout_s))
             self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:

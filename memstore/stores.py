@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.errors import MemstoreError
+from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, RecoveryError
 from memstore.shell.arena_lock import is_held
 from memstore.shell.tool import any_tool, store_root
 
@@ -59,7 +60,26 @@ def _store_here(config: Config, hosts: list[Path]) -> StoreHere:
 
 def others_here(config: Config, job: str) -> str:
     """Return words about this user's other stores on this machine, first those that know the job; "" if none is."""
-    others = [store for store in stores_here(config) if store.store != config.store]
+    return _others(config, job, stores_here(config))
+
+
+@contextlib.contextmanager
+def naming_others(config: Config, job: str) -> Iterator[None]:
+    """Add to an error which other stores here know the job, where the one that was asked does not."""
+    try:
+        yield
+    except (ConfigError, PeerUnreachable, RecoveryError) as error:
+        found = stores_here(config)
+        is_known = any(job in store.jobs for store in found if store.store == config.store)
+        is_elsewhere = any(job in store.jobs for store in found)
+        words = _others(config, job, found)
+        if is_known or not words or (isinstance(error, RecoveryError) and not is_elsewhere):
+            raise
+        raise type(error)(f"{error}; {words}") from error
+
+
+def _others(config: Config, job: str, found: list[StoreHere]) -> str:
+    others = [store for store in found if store.store != config.store]
     knowing = [store.store for store in others if job in store.jobs]
     listed = ", ".join(str(store) for store in others[:10])
     if knowing:

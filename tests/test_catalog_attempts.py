@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from memstore.core.events import HostUp, RankCall, Report
+from memstore.core.problems import problems
 from memstore.core.status_report import StatusReport
 from memstore.testing.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.catalog_world import JOB, CatalogWorld
@@ -264,6 +266,61 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
     assert ranks_alive(world) == 2
 
 
+def status_of(world: CatalogWorld) -> dict[str, Any]:
+    """What `memstore status` says, with the problems."""
+    body = StatusReport(world.served).body()
+    return {**body, "problems": problems(body)}
+
+
 def ranks_alive(world: CatalogWorld) -> int:
     """What `memstore status` says."""
     return int(StatusReport(world.served).body()["jobs"][0]["ranks_alive"])
+
+
+def test_a_launch_that_gathers_says_who_is_awaited() -> None:
+    """Ranks that wait can ask, and status shows the launch: who has come, and who has not."""
+    world = CatalogWorld(3)
+    ranks = [world.join(r, 4, "k") for r in (0, 2)]
+    world.run(1.0)
+    row = status_of(world)["launches"][0]
+    assert (row["job"], row["phase"], row["ranks"], row["world_size"]) == (JOB, "gathering", 2, 4)
+    assert row["missing"] == [1, 3]
+    assert not [problem for problem in status_of(world)["problems"] if "gathers" in problem["cause"]]
+    world.run(6.0)
+    world.call(ranks[0], "launch")
+    world.run(0.5)
+    answer = ranks[0].answers["launch"][-1]
+    assert (answer["come"], answer["launch"]["awaited"]) == ("2 of 4 ranks have come", "ranks 1, 3")
+    [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
+    assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"
+    assert problem["severity"] == "note"
+    assert problem["remedy"].startswith("start ranks 1, 3, or see")
+    ranks += [world.join(r, 4, "k") for r in (1, 3)]
+    world.run(1.0)
+    assert {rank.attempt for rank in ranks} == {1}
+    assert status_of(world)["launches"] == []
+
+
+def test_a_launch_that_waits_for_a_host_names_it() -> None:
+    """While a silent host is awaited to refuse older ranks, or to list markers, the ranks that wait can ask for it."""
+    world = CatalogWorld(3, durable="/durable")
+    first = world.launch(3)
+    world.get(first)
+    world.silence("h1")
+    ranks = [world.join(r, 3, "again", host="h0") for r in range(3)]
+    seen = set()
+    for _ in range(2000):
+        world.run(0.01)
+        seen |= {(row["phase"], row["awaited"]) for row in status_of(world)["launches"]}
+        if all(rank.answers.get("join") for rank in ranks):
+            break
+    assert ("fencing", "1 host to refuse ranks of older attempts (h1)") in seen
+    assert ("listing", "host h0 to list what durable storage has of the job") in seen
+
+
+def test_a_rank_gives_up_when_what_is_left_of_its_connect_is_over() -> None:
+    """Finding the holder took most of connect_timeout_s: gathering has the rest, not all of it again."""
+    world = CatalogWorld(2)
+    rank = world.join(0, 2, "k", limit_s=3.0)
+    world.run(5.0)
+    assert rank.error("join").startswith("GatherTimeout")

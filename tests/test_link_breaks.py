@@ -105,7 +105,7 @@ def test_bytes_that_change_under_a_get_are_not_returned(
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
     recycle_under_the_copy(site, monkeypatch)
-    reader = memstore.api.Reader("job", Tool(site.folder("a")))
+    reader = memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config())
     with reader, pytest.raises(DigestMismatch, match="no good copy was found") as caught:
         reader.get(into=state(0) if has_into else None)
     assert ("restart this process" in str(caught.value)) is has_into
@@ -121,7 +121,7 @@ def test_bytes_that_change_under_a_get_come_from_the_peer(
     together(*[lambda s=s: s.put(1, state(s.rank)).wait("committed", WAIT_S) for s in stores])
     recycle_under_the_copy(site, monkeypatch)
     target = {"w": torch.zeros_like(state(0)["w"])} if has_into else None
-    with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+    with memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
         wait_for(lambda: len(stores[0].steps()) == 1 and stores[0].steps()[0].copies == 2, "both copies")
         got = reader.get(rank=0, into=target)
     assert torch.equal(got.state["w"], state(0)["w"])
@@ -296,7 +296,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
     monkeypatch.setattr(checked_stream, "copy_chunk", copy)
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     target = {"w": torch.zeros_like(put["w"])}
-    with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+    with memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
         got = reader.get(rank=1, into=target)
     assert next(batches) > 2
     assert (got.verdict, torch.equal(target["w"], put["w"])) == ("peer", True)
@@ -323,7 +323,10 @@ def test_of_two_reads_of_one_shard_one_fetches(
         return await_other(read)
 
     def read() -> Any:
-        with memstore.api.Reader("job", Tool(site.folder("a"))) as reader, contextlib.suppress(RecoveryError):
+        with (
+            memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader,
+            contextlib.suppress(RecoveryError),
+        ):
             return reader.get(rank=1).state["w"]
 
     monkeypatch.setattr(Peer, "fetch_into", fetch)
@@ -353,7 +356,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
         return await_other(read)
 
     def read() -> Any:
-        with memstore.api.Reader("job", Tool(site.folder("a"))) as reader:
+        with memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
             return reader.get(rank=1).state["w"]
 
     def read_beside() -> list[Any]:
@@ -394,7 +397,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     monkeypatch.setattr(Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     target = {"w": torch.zeros_like(put["w"])} if has_into else None
-    reader = memstore.api.Reader("job", Tool(site.folder("a")))
+    reader = memstore.api.Reader("job", Tool(site.folder("a")), memstore.Config())
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into

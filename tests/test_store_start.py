@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -23,6 +24,7 @@ from memstore.cli import main
 from memstore.cluster import remove_leftovers
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.ray_reach import wait_for_gcs
 from memstore.testing.embedded import EmbeddedCluster
 from memstore.testing.processes import ProcessCluster
 
@@ -39,6 +41,31 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         address = f"127.0.0.2:{listener.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         yield address
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a GCS whose HTTP/2 answers while it handles no call, in RAY_ADDRESS."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.2", 0))
+        listener.listen(64)
+        peers: list[socket.socket] = []
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    peers.append(listener.accept()[0])
+                    peers[-1].sendall(bytes(3) + b"\x04" + bytes(5))  # empty settings
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.2:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield address
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SLACK_S)
+        for peer in peers:
+            peer.close()
 
 
 @pytest.fixture
@@ -95,6 +122,18 @@ def test_where_no_store_was_the_silent_ray_is_named(silent: str, tmp_path: Path)
         assert silent in str(error)
 
 
+def test_a_gcs_that_handles_no_call_is_given_up(hung: str, tmp_path: Path) -> None:
+    """That it speaks HTTP/2 is not enough: ray.init() would wait for it without a limit."""
+    config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
+    for call in (
+        lambda: wait_for_gcs(None, LIMIT_S, lambda _: None),  # first: it is what keeps the others from hanging
+        lambda: memstore.start(config),
+        lambda: memstore.reader("train", address=hung, config=config),
+        lambda: memstore.stop(config=config),
+    ):
+        assert hung in str(refused(call, LIMIT_S))
+
+
 def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
     where = ["--store", f"t{secrets.token_hex(4)}", "--arena-dir", str(tmp_path)]
     for typed, limit_s in (
@@ -134,6 +173,10 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
     )
     with EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False) as cluster:
+        began_s = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.0?[0-9]+ s"):
+            memstore.start(config, timeout_s=0.1)  # its controller takes longer to start
+        assert time.monotonic() - began_s < SLACK_S
         env = {**os.environ, "RAY_ADDRESS": cluster.address}
         run = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False

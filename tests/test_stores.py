@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import memstore
 from memstore.cli import main
 from memstore.config import Config
-from memstore.errors import PeerUnreachable
+from memstore.errors import PeerUnreachable, RecoveryError
 from memstore.stores import others_here, stores_here
 from memstore.testing.processes import ProcessCluster
 
@@ -54,6 +54,16 @@ def test_other_stores_are_listed_and_those_that_know_the_job_named(
         assert others_here(wrong, "other").startswith("other stores here: ")
         with pytest.raises(PeerUnreachable, match=f"has history in store {live.config.store}"):
             memstore.reader("train", config=wrong)
+
+        monkeypatch.setenv("MEMSTORE_HOST", "h4")
+        with ProcessCluster(tmp_path / "c", {"h4": {}}, arena_dir=str(arena_dir)) as empty:
+            with memstore.reader("train", config=empty.config) as reader:
+                for ask in (reader.steps, reader.get):
+                    with pytest.raises(RecoveryError, match=f"no job .* has history in store {live.config.store}"):
+                        ask()
+            with memstore.reader("other", config=empty.config) as reader, pytest.raises(RecoveryError) as caught:
+                reader.get()
+            assert live.config.store not in str(caught.value)
 
         where = ["stores", "--arena-dir", str(arena_dir)]
         rows = json.loads(CliRunner().invoke(main, [*where, "--json"]).stdout)["stores"]

@@ -41,7 +41,7 @@ RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 @click.option("--durable", metavar="DIR", help="Durable storage (a path or URL), for jobs that do not say.")
 @click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
-@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest wait: for Ray, and --wait.")
+@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest wait for all of it.")
 @store_options
 def up(
     config: Config, address: str | None, durable_check: str | None, hosts_count: int | None, timeout_s: float,
@@ -54,14 +54,15 @@ def up(
     config = store_config(config, fields)
     if durable_check is not None:
         check_writable(durable_check)
+    deadline_s = time.monotonic() + timeout_s
     with joined_ray(address, timeout_s):
-        from memstore.cluster import start
+        from memstore.cluster import LEAST_S, start
 
-        start(config)
+        start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
         where = Where(config, address)
-        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, timeout_s)
-        deadline_s = time.monotonic() + BEAT_S
-        while any(not h["stats"] for h in body["hosts"] if h["status"] == "live") and time.monotonic() < deadline_s:
+        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
+        beat_s = time.monotonic() + BEAT_S
+        while any(not h["stats"] for h in body["hosts"] if h["status"] == "live") and time.monotonic() < beat_s:
             time.sleep(POLL_S)
             body = where.status()
     live = [host["host"] for host in body["hosts"] if host["status"] == "live"]
@@ -139,10 +140,9 @@ def sharing_words(nodes: dict[str, int]) -> str:
     return f". {', '.join(shared)}: for a holder each, start every node with a name, `ray start --labels host=NAME`"
 
 
-def _wait_hosts(where: Where, count: int, timeout_s: float) -> dict[str, Any]:
+def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> dict[str, Any]:
     from memstore.cluster import nodes_by_host
 
-    deadline_s = time.monotonic() + timeout_s
     while True:
         body = where.status()
         live = sum(host["status"] == "live" for host in body["hosts"])

@@ -115,7 +115,8 @@ def _watch(where: Where, as_json: bool) -> None:
 def screen(body: dict[str, Any]) -> RenderableType:
     """Return the whole screen: one line, jobs, hosts, problems."""
     parts: list[RenderableType] = [Text(headline(body)), Text()]
-    parts += [job_table(body["jobs"]) if body["jobs"] else Text("no job has put anything yet"), Text()]
+    has_rows = body["jobs"] or body["launches"]
+    parts += [job_table(body["jobs"], body["launches"]) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for line in map(copiers_line, body["jobs"]) if line]
     parts.append(host_table(body["hosts"], body["failure_domains"]))
     if body["problems"]:
@@ -139,20 +140,23 @@ def headline(body: dict[str, Any]) -> str:
     return " · ".join([*parts, *([f"ray at {body['ray']}"] if body["ray"] else [])])
 
 
-def job_table(jobs: list[dict[str, Any]]) -> Table:
+def job_table(jobs: list[dict[str, Any]], launches: list[dict[str, Any]]) -> Table:
     """Return the table that answers: what do I lose if something dies now?"""
     table = plain_table(
         "JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE"
     )
+    begun = {row["job"]: f"{row['phase']} {row['ranks']}/{row['world_size']}" for row in launches}
+    for name in sorted(begun.keys() - {job["job"] for job in jobs}):
+        table.add_row(name, "-", begun[name], *["-"] * 6)
     for job in jobs:
         if job["attempt"] is None:
-            table.add_row(job["job"], *["-"] * 8)
+            table.add_row(job["job"], "-", begun.get(job["job"], "-"), *["-"] * 6)
             continue
         is_open, step = job["phase"] != "closed", job["committed_step"]
         is_short = step is not None and job["copies"] < job["replicas"]
         table.add_row(
             job["job"], str(job["attempt"]),
-            f"{job['ranks_alive']}/{job['world_size']}" if is_open else "closed",
+            begun.get(job["job"]) or (f"{job['ranks_alive']}/{job['world_size']}" if is_open else "closed"),
             count_text(job["training_step"]) if job["training_step"] >= 0 else "-",
             "nothing yet" if step is None else f"{step:,} ({age_text(job['committed_s'])} ago)",
             at_risk(job) if is_open else "-",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
-from memstore.core.gathering import Gathering
+from memstore.core.gathering import Gathering, limit_s
 from memstore.core.job import Attempt, Call, Job, Seat, seat_of
 from memstore.core.listing import listed
 from memstore.core.ordinals import Ordinals
@@ -369,14 +369,14 @@ class Attempts:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
                     self.markers_listed(name, gathering.markers_call, why)
                 continue
-            limits = [(c.since_s, float(c.body["config"]["connect_timeout_s"])) for c in gathering.joins.values()]
-            limit_s = next((limit_s for since_s, limit_s in limits if now - since_s > limit_s), None)
-            if limit_s is not None:  # one deadline for all, so that each of them is told the same ranks
+            late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
+            if late is not None:  # one deadline for all, so that each of them is told the same ranks
+                named_s = float(late.body["config"]["connect_timeout_s"])
                 missing = [r for r in range(gathering.world_size) if r not in gathering.joins]
                 what = "connected" if gathering.rewind is None else "called rewind()"
                 self.dismiss(
                     name, "GatherTimeout",
-                    f"connect to job {name!r}: after {limit_s:g} s ranks {listed(missing)} of {gathering.world_size} "
+                    f"connect to job {name!r}: after {named_s:g} s ranks {listed(missing)} of {gathering.world_size} "
                     f"have not {what}. Every rank must call it; raise connect_timeout_s if they are merely slow",
                 )  # fmt: skip
 

@@ -20,3 +20,8 @@ class Gathering:
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
     listing_since_s: float = 0.0
+
+
+def limit_s(call: Call) -> float:
+    """Return for how long a rank waits from its question on: what is left of its connect(), or that of its attempt."""
+    return float(call.body.get("limit_s", call.body["config"]["connect_timeout_s"]))

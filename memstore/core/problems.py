@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memstore.core.events import Body
+from memstore.core.launches import come_text
 from memstore.core.listing import listed, plural
 
 #: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
@@ -20,6 +21,7 @@ REMOVED_REMEDY = (
     "/dev/shm/memstore-*` in tmpfiles.d)"
 )
 SHORT_ROWS_MAX = 3
+LAUNCH_IS_SLOW_S = 5.0  # ranks of one launch come within this of each other where nothing is wrong
 SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
 
@@ -28,6 +30,8 @@ def problems(status: Body) -> list[Body]:
     found: list[Body] = []
     for host in status["hosts"]:
         found += _host_problems(host, status["jobs"])
+    for launch in status["launches"]:
+        found += _launch_problems(launch)
     for job in status["jobs"]:
         if job["attempt"] is not None:
             found += _copy_problems(job, status["hosts"])
@@ -142,6 +146,21 @@ def drain_text(host: Body) -> str:
 def _few(parts: list[str]) -> str:
     """Return at most three of them, and how many more there are."""
     return ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+
+
+def _launch_problems(launch: Body) -> Iterator[Body]:
+    """Yield what a launch waits for that is not complete after a while."""
+    if launch["since_s"] < LAUNCH_IS_SLOW_S:
+        return
+    what, call = ("a rewind", "rewind()") if launch["is_rewind"] else ("a launch", "connect()")
+    does = "gathers" if launch["phase"] == "gathering" else "is under way"
+    cause = f"{what} {does}: {come_text(launch)} after {launch['since_s']:.0f} s, waiting for {launch['awaited']}"
+    remedy = "nothing to do yet: it goes on without what does not answer within seconds"
+    if launch["missing"]:
+        late = f"{'rank' if len(launch['missing']) == 1 else 'ranks'} {listed(launch['missing'])}"
+        remedy = f"start {late}, or see in their logs why {call} was not called; the others give up in "
+        remedy += f"{launch['left_s']:.0f} s"
+    yield _row(NOTE, launch["job"], cause, None, remedy)
 
 
 def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:

@@ -12,6 +12,7 @@ from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_w
 from memstore.core.facts import StepRetired
 from memstore.core.gone import gone_steps
 from memstore.core.job import Attempt, Call, Job
+from memstore.core.launches import come_text, launch
 from memstore.core.listing import listed
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
@@ -54,6 +55,7 @@ class Queries:
         """Dispatch one question."""
         handlers: dict[str, Callable[[Call], None]] = {
             "status": self._status,
+            "launch": self._launch,
             "steps": self._steps,
             "plan": self._plan,
             "read": self._read,
@@ -99,6 +101,11 @@ class Queries:
     def _status(self, call: Call) -> None:
         body = self.report.body()
         self.catalog.answer(call, {**body, "problems": problems(body)})
+
+    def _launch(self, call: Call) -> None:
+        """How far the launch is that the caller waits for, in words too."""
+        row = launch(self.catalog, str(call.body["job"]))
+        self.catalog.answer(call, {"launch": row, "come": come_text(row) if row is not None else ""})
 
     def _steps(self, call: Call) -> None:
         job = self._job(call)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import Body
 from memstore.core.job import Attempt, Job
+from memstore.core.launches import launches
 from memstore.core.short_ranks import short_rows
 from memstore.core.survival import held_for, survival, survival_odds
 from memstore.core.timeline import fewest_copies, timeline
@@ -68,6 +69,7 @@ class StatusReport:
             "hosts": hosts,
             "job_defaults": dict(self.catalog.rules.job_defaults),
             "failure_domains": list(self.catalog.rules.failure_domains),
+            "launches": launches(self.catalog),
             "jobs": [self._job(job) for _, job in sorted(self.catalog.jobs.items())],
         }
 

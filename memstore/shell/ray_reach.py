@@ -17,8 +17,8 @@ from memstore.errors import PeerTimeout, PeerUnreachable
 REACH_S = 5.0  # a GCS answers in a millisecond; a machine that swaps takes longer
 PROBE_S = 2.0  # one try
 RETRY_S = 0.2
-# How a client of HTTP/2, and so of gRPC, opens: the preface and an empty SETTINGS frame. A server answers with its own.
-_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+_DATA, _HEADERS, _RESET, _SETTINGS = 0, 1, 3, 4  # types of HTTP/2 frames
+_CALL_STREAM = 1
 
 
 def gcs_address(address: str | None) -> str | None:
@@ -77,17 +77,61 @@ def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]
 
 
 def _answers(place: str, limit_s: float) -> bool:
-    """Say whether a gRPC server answers there, False if it is silent; OSError if nothing listens."""
+    """Say whether a GCS answers a call there, False if it is silent; OSError if nothing listens."""
     host, _, port = place.rpartition(":")
     deadline_s = time.monotonic() + limit_s
     with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
         with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
             connection.settimeout(max(0.01, deadline_s - time.monotonic()))
-            connection.sendall(_OPENING)
-            if connection.recv(1) or os.environ.get("RAY_USE_TLS"):  # a server of TLS may hang up on plain text
+            connection.sendall(_call(place))
+            if os.environ.get("RAY_USE_TLS"):  # a server of TLS says something, or hangs up on plain text
+                connection.recv(1)
                 return True
+            while (found := _frame(connection, deadline_s)) is not None:
+                if found in ((_HEADERS, _CALL_STREAM), (_RESET, _CALL_STREAM)):
+                    return True
         time.sleep(min(RETRY_S, limit_s))  # it hung up: no GCS, or one that ends
     return False
+
+
+def _call(place: str) -> bytes:
+    """Return what a client sends that calls CheckAlive of Ray's GCS by gRPC; any answer, a refusal too, says it lives.
+
+    HTTP/2's preface and settings, the headers as literals, and an empty message. A GCS that hangs still has a thread
+    that sends settings, so those alone say nothing.
+    """
+    fields = {
+        ":method": "POST", ":scheme": "http", ":path": "/ray.rpc.NodeInfoGcsService/CheckAlive", ":authority": place,
+        "te": "trailers", "content-type": "application/grpc",
+    }  # fmt: skip
+    texts = [part.encode() for pair in fields.items() for part in pair]
+    literals = [bytes([len(text)]) + text for text in texts]
+    headers = b"".join(b"\0" + name + value for name, value in zip(literals[::2], literals[1::2], strict=True))
+    frames = ((_SETTINGS, 0, 0, b""), (_HEADERS, 4, _CALL_STREAM, headers), (_DATA, 1, _CALL_STREAM, bytes(5)))
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(
+        len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+        for kind, flags, stream, body in frames
+    )
+
+
+def _frame(connection: socket.socket, deadline_s: float) -> tuple[int, int] | None:
+    """Read one HTTP/2 frame; return its type and stream, None if the server hung up. TimeoutError at the deadline."""
+
+    def read(count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+            data = connection.recv(count - len(found))
+            if not data:
+                return b""
+            found += data
+        return found
+
+    head = read(9)
+    size = int.from_bytes(head[:3], "big")
+    if not head or (size and not read(size)):
+        return None
+    return head[3], int.from_bytes(head[5:], "big")
 
 
 def _source(address: str | None) -> str:
