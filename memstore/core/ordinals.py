@@ -5,12 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memstore.core.facts import AttemptOpened
-from memstore.core.job import Job
+from memstore.core.job import Attempt, Job
+from recovery.inventory import StepId
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 LEFT_FREE = 1000  # numbers that launches may have which only absent hosts know of
+
+
+def same_number(attempt: Attempt, step: StepId) -> str:
+    """Say why an attempt cannot go on from this step, or "": another launch that had its number put it.
+
+    That launch's hosts came after the number was given away. The next launch gets a higher one, and goes on from there.
+    """
+    if step.attempt < attempt.ordinal:
+        return ""
+    return (
+        f"step {step.step} was put by another launch that had the number {attempt.ordinal} too: its hosts came after "
+        "this launch had begun. Launch the job again: it gets another number, and goes on from that step"
+    )
 
 
 class Ordinals:

@@ -15,6 +15,7 @@ from memstore.core.durable_place import place_of
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
 from memstore.core.listing import listed
+from memstore.core.ordinals import same_number
 from memstore.core.staging import Phase, Round
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
@@ -228,6 +229,8 @@ class Rounds:
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return
+        if active.is_adopting and (why := same_number(attempt, step)):
+            return self.fail(active, "RecoveryError", why)
         if active.is_adopting and self._is_crash_looping(job, attempt, step):
             config = attempt.config
             reason = (
