@@ -141,3 +141,33 @@ def test_a_manifest_without_room_is_told_until_there_is_some(small_tmpfs: Path) 
     folder.save(name, b"small")
     assert list(folder.load_all()) == [(name, b"small")]
     folder.close()
+
+
+def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, small_tmpfs: Path) -> None:
+    """With no page left the holder says what it needs and serves on from memory; with room its successor has all."""
+    ended: list[str] = []
+    holder.on_fatal = ended.append
+    shard = ShardId("job", 1, 5, 0)
+    holder.vault.ensure_free(2)
+    slots = holder.vault.take_slots(2)
+    for slot in slots:
+        holder.vault.arena.view(slot)[:] = b"\7" * (64 << 10)
+    holder.vault.seal_local(shard, world_size=1, layout=b"", nbytes=2 * (64 << 10), slots=slots, attempt=1)
+    filler = FullFileSystem(small_tmpfs)
+    filler.start()
+    (holder.folder / "arena").unlink()
+    wait_for(lambda: " free; " in holder.guard.problem, "the word of no room")
+    assert ended == []
+    assert [bytes(holder.vault.arena.view(slot, 2)) for slot in slots] == [b"\7\7"] * 2
+    filler.end()
+    wait_for(lambda: bool(ended), "the end of the holder")
+    assert "written again, for another holder to adopt" in ended[0]
+    holder.lock_file.release()
+    identity = HostIdentity("a", read_boot_id(), True, {})
+    again = Holder(identity, holder.config, secret=SECRET, arena_limit_bytes=1 << 20)
+    try:
+        found = again.vault.shelf.find(shard)
+        assert found is not None
+        assert [bytes(again.vault.arena.view(slot, 2)) for slot in found.slots if slot is not None] == [b"\7\7"] * 2
+    finally:
+        again.close()

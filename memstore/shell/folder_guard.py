@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import MemstoreError
+from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena_folder import is_at, make_folder, open_file, write_secret
 from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.incarnation import next_incarnation
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 NOTE_NAME = "lost"  # tells the successor what its predecessor found removed
 NOTE_BYTES_MAX = 1000
+SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
 
 
 class FolderGuard:
@@ -55,6 +57,7 @@ class FolderGuard:
         self.lost, self.is_lost_now = lost, True
         try:
             self._take_folder()
+            self._check_room()
         except (MemstoreError, OSError) as exc:
             self.problem = str(exc)
             if isinstance(getattr(exc, "owner", None), LockOwner):
@@ -62,11 +65,13 @@ class FolderGuard:
             return
         self.holder.beat()
         self.holder.stop_serving()
+        what = "written again, for another holder to adopt"
         try:
             self._write_again()
-        except (MemstoreError, OSError):
+        except (MemstoreError, OSError) as exc:
             log.exception("host %s: not all of %s could be written again", self.holder.info.host_id, self.folder)
-        self.holder.on_fatal(f"{lost} were removed from {self.folder}: written again, for another holder to adopt")
+            what = f"not all of it could be written again ({exc}); the rest is for peers to bring"
+        self.holder.on_fatal(f"{lost} were removed from {self.folder}: {what}")
 
     def missing(self) -> list[str]:
         """Return the names of what is gone, or is another file than the holder's."""
@@ -82,6 +87,24 @@ class FolderGuard:
         make_folder(self.holder.config.arena_dir, store=self.folder.parent.name, host=self.folder.name)
         if not self.holder.lock_file.is_current():
             self.holder.lock_file = ArenaLock.take(self.folder, timeout_s=0.0)
+
+    def _check_room(self) -> None:
+        """Raise CapacityError if the file system has no room for what is to be written: the bytes here are served on.
+
+        A chunk's bytes leave the old file when they are in the new one, so the arena itself takes one chunk more.
+        """
+        vault = self.holder.vault
+        with vault.lock:
+            sizes = [vault.arena.headers.file_bytes, self.holder.journal.nbytes, *vault.manifests.sizes()]
+        needed_bytes = sum(_in_pages(size) for size in sizes) + vault.chunk_bytes + SMALL_FILES_BYTES
+        room = os.statvfs(self.folder)
+        free_bytes = room.f_bavail * room.f_frsize
+        if free_bytes < needed_bytes:
+            raise CapacityError(
+                f"writing {self.folder} again needs {needed_bytes} bytes and its file system has {free_bytes} free; "
+                "remove what else lies there, or enlarge it (mount -o remount,size=...)",
+                needed_bytes=needed_bytes, free_bytes=free_bytes,
+            )  # fmt: skip
 
     def _write_again(self) -> None:
         """Write what a successor adopts: bytes, slot table, manifests, journal, and what it counts on besides."""
@@ -99,6 +122,10 @@ class FolderGuard:
             records = holder.journal_records()
             with contextlib.closing(Journal.open(self.folder / JOURNAL_NAME)) as journal:
                 journal.rewrite(records)
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _leave_note(folder: Path, lost: str) -> None:

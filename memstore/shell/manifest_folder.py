@@ -140,6 +140,11 @@ class ManifestFolder:
         with self._reading:
             return is_at(self.path, self._status) and all(os.fstat(fd).st_nlink for fd in self._fds.values())
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of every manifest that is open. Not beside `save` and `remove`."""
+        with self._reading:
+            return [os.fstat(fd).st_size for fd in self._fds.values()]
+
     def copy_to(self, other: ManifestFolder) -> None:
         """Save there what was saved here, as far as it is not there."""
         there = set(os.listdir(other.path))

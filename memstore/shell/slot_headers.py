@@ -124,6 +124,11 @@ class SlotHeaders:
         self._map = mmap.mmap(fd, nbytes)
         self._slots_count = header.slots_count
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the table's file."""
+        return len(self._map)
+
     @classmethod
     def open(cls, folder: Path, *, chunk_bytes: int, capacity: int) -> SlotHeaders:
         """Create or adopt the table, with room for at least `capacity` records.
