@@ -370,7 +370,9 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     world.call(ranks[0], "status")
     assert world.run_until(lambda: bool(ranks[0].answers.get("status")))
     found = [row["cause"] for row in ranks[0].answers["status"][-1]["problems"] if row["about"] == "train"]
-    assert "step 1 has 1 of 2 copies; refused by h2: needs 32 slots, may take 24" in found[0], found
+    assert "step 1 has 1 of 2 copies: rank 1 on h1 only, not rebuilt: h2: needs 32 slots, may take 24" in found[0], (
+        found
+    )
     assert sum("h2 has no room for job 'train' yet" in note for note in world.notes) == 1
     limit[0] = 100
     assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2)) == 2, 30.0)
