@@ -53,7 +53,8 @@ COMMANDS = printed_commands()
 
 def parse(command: str) -> None:
     """Read a command as the command line does, without running it; click.UsageError if it is none."""
-    plain = re.sub(r"[\[\]]|&&.*|[|>].*", "", command).replace("...", "X").replace(" STEP", " 7")
+    plain = re.sub(r"[\[\]]|\\\|\w+|&&.*|[|>].*", "", command).replace("...", "X")
+    plain = re.sub(r"\b(STEP|N)\b", "7", plain)
     words = shlex.split(plain)[1:]
     tool: click.Command = main
     context = main.make_context("memstore", [], resilient_parsing=True)
