@@ -56,7 +56,7 @@ class Persists:
             return
         step, refusal = named_step(
             job, None if number is None else int(number), None, among={*job.commits, *job.markers},
-            option="`memstore export JOB STEP FOLDER --attempt N`",
+            option="`memstore export JOB STEP FOLDER --format dcp --attempt N`",
         )  # fmt: skip
         refusal = refusal if step is None else self._refusal(job, attempt, step)
         if step is None or refusal is not None:
