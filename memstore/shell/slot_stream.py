@@ -116,18 +116,61 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
     for move in moves:  # neighbours stay together: blocks copy a quarter faster than interleaved moves
         shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
         done += move[2]
-    threads: list[threading.Thread] = []
-    for share in shares[:-1]:
-        thread = threading.Thread(target=work, args=(share,), daemon=True)
+    helpers: list[_Helper] = []
+    try:
+        for share in shares[:-1]:
+            helpers.append(_Helper(work, share))
+            helpers[-1].start()
+        work(shares[-1])
+        for helper in helpers:
+            helper.finish()
+    except BaseException:
+        _stop(helpers)
+        raise
+
+
+class _Helper:
+    """A thread that does one share, or none if it has not begun when it is stopped."""
+
+    def __init__(self, work: Callable[[Sequence[Move]], None], share: Sequence[Move]) -> None:
+        self._work, self._share = work, share
+        self._turn = threading.Lock()  # held while it works
+        self.is_stopped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Start it; with no thread to be had the caller does its share."""
         try:
-            thread.start()
-        except RuntimeError:  # the limit of threads or of memory: this one does it
-            work(share)
-        else:
-            threads.append(thread)
-    work(shares[-1])
-    for thread in threads:
-        thread.join()  # bounded by the bytes: memory moves wait for nobody
+            self._thread.start()
+        except RuntimeError:  # the limit of threads or of memory
+            self._run()
+
+    def _run(self) -> None:
+        with self._turn:
+            if not self.is_stopped:
+                self._work(self._share)
+
+    def finish(self) -> None:
+        """Return when its share is done: bounded by the bytes, for memory moves wait for nobody."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wait_stopped(self) -> None:
+        """Return when it moves nothing any more; `is_stopped` is set."""
+        with self._turn:
+            pass
+
+
+def _stop(helpers: Sequence[_Helper]) -> None:
+    """End helpers of an interrupted copy: whoever gets the slots next must be alone in them."""
+    try:
+        for helper in helpers:
+            helper.is_stopped = True
+        for helper in helpers:
+            helper.wait_stopped()
+    except BaseException:  # another signal: who waits is needed all the more
+        _stop(helpers)
+        raise
 
 
 def _move(moves: Sequence[Move]) -> None:
