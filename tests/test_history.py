@@ -61,7 +61,7 @@ def used_slots(cluster: ProcessCluster) -> dict[str, int]:
 
 def read(cluster: ProcessCluster, job: str, step: int, kib: int, size: int = 2) -> bool:
     """Read every rank's shard on its own and compare it with what was put."""
-    with Reader(job, Tool(cluster.arena("h1"))) as reader:
+    with Reader(job, Tool(cluster.arena("h1")), cluster.config) as reader:
         for rank in range(size):
             got = reader.get(step, rank=rank)
             named = {name: tensor.numpy() for name, tensor in got.state["model"].items()}

@@ -198,7 +198,7 @@ def host_body(name: str, **changes: Any) -> dict[str, Any]:
 
 def found(*jobs: dict[str, Any], hosts: tuple[dict[str, Any], ...] = ()) -> list[dict[str, Any]]:
     """The problems of a store."""
-    return problems({"hosts": list(hosts), "jobs": list(jobs)})
+    return problems({"hosts": list(hosts), "jobs": list(jobs), "launches": []})
 
 
 def test_an_arena_over_its_limit_is_a_problem_with_a_remedy() -> None:
