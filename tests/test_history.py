@@ -122,7 +122,7 @@ def test_a_pin_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, nursery
     with ProcessCluster(tmp_path, HOSTS, arena_bytes=1 << 20) as cluster:
         fleet = Fleet(cluster, nursery, kib=256)
         ranks = fleet.begin(TWO, last_step=1)
-        with Reader("train", Tool(cluster.arena("h0"))) as reader:
+        with Reader("train", Tool(cluster.arena("h0")), cluster.config) as reader:
             with pytest.raises(CapacityError, match=r"a pin takes room of its own.*needs .* MiB, may take 1.0 MiB"):
                 reader.pin(1, "best")
             with pytest.raises(ConfigError, match="pin name"):
