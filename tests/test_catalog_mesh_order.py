@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from memstore.core.events import Body
+from memstore.core.launches import launches
 from memstore.testing.catalog_holder import CHUNKS, FakeRank
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
@@ -179,3 +180,18 @@ def test_hosts_that_may_know_better_are_waited_for() -> None:
     assert world.run_until(lambda: all(r.answers.get("mesh_order") for r in ranks), 3.0)
     assert any("mesh_order() moves 256 bytes instead of 256" in note for note in world.notes)  # it is on h3 alone
     world.check_restored(world.get(ranks))
+
+
+def test_ranks_that_wait_for_their_new_order_are_in_status() -> None:
+    """While the order is written down the launch is one of all ranks; their questions do not say how many there are."""
+    world = trained()
+    ranks = relaunch(world, ELSEWHERE)
+    for launched, rank in enumerate(ranks):
+        ask(world, rank, launched)
+    seen = set()
+    for _ in range(1000):
+        world.run(0.001)
+        seen |= {(row["phase"], row["ranks"], row["world_size"]) for row in launches(world.served)}
+        if all(rank.answers.get("mesh_order") for rank in ranks):
+            break
+    assert ("opening", 4, 4) in seen

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.attempts import FENCE_DEADLINE_S
 from memstore.core.events import Body
+from memstore.core.facts import AttemptOpened
 from memstore.core.gathering import Gathering, limit_s
 from memstore.core.job import Call
 from memstore.core.listing import listed, plural
@@ -54,12 +55,21 @@ def _opening(catalog: Catalog, name: str, calls: list[Call]) -> Body:
         more = f" and {len(hosts) - 10} more" if len(hosts) > 10 else ""
         awaited = f"{plural(len(hosts), 'host')} to refuse ranks of older attempts ({', '.join(hosts[:10])}{more})"
         left_s = max(0.0, min(deadline_s - catalog.now, FENCE_DEADLINE_S))
-    world_size = int(calls[0].body["world_size"])
+    world_size = _world_size(catalog, name, calls)
     return {
         **_row(catalog, name, "fencing" if deadline_s is not None else "opening", calls, awaited),
         "ranks": world_size, "world_size": world_size, "missing": [], "left_s": left_s,
         "is_rewind": "of_attempt" in calls[0].body,
     }  # fmt: skip
+
+
+def _world_size(catalog: Catalog, name: str, calls: list[Call]) -> int:
+    """Return the ranks of the attempt that is written down: calls of mesh_order and rewind do not say how many."""
+    facts = [fact for fact in catalog.log.undone() if isinstance(fact, AttemptOpened) and fact.job == name]
+    if facts:
+        return facts[-1].world_size
+    job = catalog.jobs.get(name)
+    return job.newest.world_size if job is not None and job.newest is not None else len(calls)
 
 
 def _row(catalog: Catalog, name: str, phase: str, calls: list[Call], awaited: str) -> Body:
