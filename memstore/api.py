@@ -16,14 +16,15 @@ from memstore.config import Config, check_name
 from memstore.core.cadence import parse_put_every
 from memstore.core.durable_schedule import parse_every
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
-from memstore.gathering import ask_with_all
 from memstore.pin_verbs import persisted
 from memstore.shell.arena_folder import arena_folder
 from memstore.shell.arena_lock import process_start_time
+from memstore.shell.collective import ask_with_all
 from memstore.shell.host_id import current_node_labels, holder_hosts, rank_host
 from memstore.shell.launch import Launch, detect_launch
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
+from memstore.shell.sigterm import WATCH, check_sigterm
 from memstore.shell.tool import ASK_S, Tool, store_root
 from memstore.store import Store
 from memstore.store_start import StoreStart, begin_start
@@ -170,6 +171,7 @@ def connect(
             log.warning("memstore %s: %s", job, DURABLE_OFF)
         store = Store(link, launch, config, joined, job=job)
         end_former(store)
+        WATCH.watch(link, config.persist_on_sigterm_s)
         return store
     except BaseException:
         link.close()
@@ -202,9 +204,11 @@ def check_shard(shard: int | None, shards: int | None) -> None:
 
 
 def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
-    """Return the config with the store's defaults for what it does not give; ConfigError if store fields differ."""
+    """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
     check_store_fields(config, welcome["store"])
-    return config.with_defaults(welcome["job_defaults"])
+    config = config.with_defaults(welcome["job_defaults"])
+    check_sigterm(config.persist_on_sigterm_s, config.durable)
+    return config
 
 
 def check_store_fields(config: Config, running: dict[str, Any]) -> None:
@@ -218,7 +222,7 @@ def check_store_fields(config: Config, running: dict[str, Any]) -> None:
     if differing:
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {', '.join(differing)}. Use the running ones, another "
-            "store name, or stop it first (memstore down)"
+            f"store name, or stop it first: {config.commands('`memstore down`')}"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.listing import plural
+from memstore.core.listing import lost_text, plural
 from memstore.core.manifest import decode_manifest
 from memstore.core.natural import NaturalLayout
 from memstore.errors import ManifestMismatch
@@ -44,9 +44,9 @@ class StepInfo:
 class Checkpoint:
     """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
 
-    `steps_lost` is the distance from the newest step that any rank is known to have put, or to have skipped, to the one
-    restored. What was trained after that put is not known to the store: a job that puts every 10th step redoes up to 9
-    more.
+    `steps_lost` is how many steps are to be trained again, at least: the distance from the newest step that is known to
+    be trained to the one restored. Known is what a rank put or skipped and, up to a second before its end, what it
+    named in due(). Of a job that puts every 10th step without due() up to 9 more were trained.
     """
 
     step: int
@@ -173,7 +173,7 @@ def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]
     """The one log line of a restore: what, from where, how long, and why nothing newer."""
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
-    lost = f"{plural(got.steps_lost, 'step')} lost"
+    lost = lost_text(got.steps_lost)
     count = len(got.ranks_moved)
     moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
     unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])

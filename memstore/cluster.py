@@ -16,15 +16,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
 from memstore.core.cadence import parse_put_every
+from memstore.core.durable_checks import CHECK_DEADLINE_S
 from memstore.core.durable_schedule import parse_every
-from memstore.core.problems import only_in_ram
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
 from memstore.shell.arena import Arena
-from memstore.shell.arena_folder import read_secret
+from memstore.shell.arena_folder import held_bytes, read_secret
 from memstore.shell.arena_lock import is_held, owner
-from memstore.shell.ray_reach import REACH_S, wait_for_gcs
+from memstore.shell.capacity import gib
+from memstore.shell.ray_reach import REACH_S, wait_for_gcs, wants_token
 from memstore.shell.tls import Tls
 from memstore.shell.tool import any_tool, host_folders, store_root
 
@@ -78,15 +79,21 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
     join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s)
     limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
     deadline_s = time.monotonic() + limit_s
-    actor = _controller(config) or _create(config)
+    running = _controller(config)
+    actor = running or _create(config)
     _check_fields(config, _describe(actor, deadline_s, limit_s)["fields"])
-    _wait_started(actor, deadline_s, limit_s)
+    try:
+        _wait_started(actor, deadline_s, limit_s, config)
+    except ConfigError as error:
+        if running is None and getattr(error, "hosts", None) == []:
+            _close(actor, discard=False)  # so that what the error advises can be tried: nobody uses it yet
+        raise
     return status(config=config)
 
 
 def ensure_started(config: Config) -> None:
     """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
-    _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S)
+    _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S, config)
 
 
 def join_ray(
@@ -106,7 +113,15 @@ def join_ray(
     try:
         wait_for_gcs(address, limit_s, say)
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging_level)
-    except ConnectionError:
+    except ConnectionError as error:
+        if wants_token(error):
+            raise PeerUnreachable(
+                f"the Ray cluster {where} answers and refuses this process: Ray's token authentication is on there. "
+                "With an address given, Ray uses a token only if told to: set RAY_AUTH_MODE=token here, and have the "
+                "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN; or start the cluster with "
+                "RAY_AUTH_MODE=disabled",
+                address=address,
+            ) from error
         if address is not None or not may_create:
             raise PeerUnreachable(f"no Ray cluster answers {where}: {remedy}, then `memstore up`") from None
         create_local_ray()
@@ -175,9 +190,11 @@ def _secret(config: Config) -> bytes:
 
 
 def _check_fields(config: Config, running: dict[str, Any]) -> None:
-    mine, unset = config.start_fields(), Config().job_fields()
+    """Raise ConfigError, with every difference, if a field that is given is not the running store's (R5)."""
+    mine = {name: value for name, value in config.start_fields().items() if name in config.given}
+    unset = Config().job_fields()
     differing = [
-        f"{k}: {running[k]!r} runs, {mine[k]!r} asked"
+        f"{k}: {_said(k, running[k])} runs, {_said(k, mine[k])} asked"
         if k in running
         else f"{k}: no default of the store ({unset[k]!r}), {mine[k]!r} asked"
         for k in mine
@@ -186,8 +203,13 @@ def _check_fields(config: Config, running: dict[str, Any]) -> None:
     if differing:
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
-            "store name, or stop it first (memstore down)"
+            f"store name, or stop it first: {config.commands('`memstore down`')}; what is stored stays in memory"
         )
+
+
+def _said(name: str, value: Any) -> str:
+    is_round = name.endswith("_bytes") and isinstance(value, int) and value % (1 << 20) == 0
+    return gib(value) if is_round else repr(value)
 
 
 def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
@@ -203,17 +225,28 @@ def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
     return dict(said)
 
 
-def _wait_started(actor: Any, deadline_s: float, limit_s: float) -> None:
-    """Wait until every node has a holder that the controller talks to, or one says why it cannot."""
+def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config) -> None:
+    """Wait until every node has a holder that the controller talks to.
+
+    Raises:
+        ConfigError: one says why it cannot start, `hosts` then being those that run; or one is silent.
+    """
     while True:
         seen = _describe(actor, deadline_s, limit_s)
         missing = [n for n in seen["nodes"] if seen["hosts"].get(n) not in seen["connected"]]
         if not missing and seen["nodes"] and seen["is_serving"]:
             return
-        failed = {n: seen["errors"][n] for n in missing if n in seen["errors"]}
-        if failed or time.monotonic() > deadline_s:
-            node, why = next(iter(failed.items()), (missing[0] if missing else "none", f"silent for {limit_s:.3g} s"))
-            raise ConfigError(f"the holder of Ray node {node[:12]} did not start: {why}", nodes=missing)
+        failed = next(((n, seen["errors"][n]) for n in missing if n in seen["errors"]), None)
+        if failed is not None:
+            hosts = sorted(seen["connected"])
+            words = f"the holder of Ray node {failed[0][:12]} did not start: {config.commands(failed[1])}"
+            if hosts:
+                others = f"{', '.join(hosts[:5])}{f' and {len(hosts) - 5} more' if len(hosts) > 5 else ''}"
+                words += f". The store runs on {others}; {config.commands('`memstore down`')} stops it"
+            raise ConfigError(words, nodes=missing, hosts=hosts)
+        if time.monotonic() > deadline_s:
+            node = missing[0][:12] if missing else "none"
+            raise ConfigError(f"the holder of Ray node {node} did not start: silent for {limit_s:.3g} s", nodes=missing)
         time.sleep(POLL_S)
 
 
@@ -262,7 +295,8 @@ def stop(
     Where nothing runs this does nothing; it starts no Ray.
 
     Raises:
-        CapacityError: keep_data=False while a committed step lives only in RAM, unless `force`.
+        CapacityError: keep_data=False while a committed step lives only in RAM, or durable storage, looked at now,
+            cannot be read or lacks some of it; unless `force`.
         PeerUnreachable, PeerTimeout: No Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
     """
     config = config or Config()
@@ -277,22 +311,30 @@ def stop(
         return
     if not keep_data and not force:
         refuse_last_copies(config)
+    _close(actor, discard=not keep_data)
+
+
+def _close(actor: Any, *, discard: bool) -> None:
     with contextlib.suppress(Exception):
-        ray.get(actor.close_holders.remote(not keep_data), timeout=START_S)
+        ray.get(actor.close_holders.remote(discard), timeout=START_S)
     with contextlib.suppress(Exception):
         ray.get(actor.close.remote(), timeout=ASK_S)
     ray.kill(actor, no_restart=True)
 
 
 def refuse_last_copies(config: Config) -> None:
-    """Raise CapacityError, naming every job with its step and pins, if freeing the RAM would lose a committed step."""
-    found = {job["job"]: only_in_ram(job) for job in status(config=config).jobs}
-    lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items() if words]
+    """Raise CapacityError, naming every job with its step and pins, if freeing the RAM would lose a committed step.
+
+    What is durable is looked for on the storage, now.
+    """
+    found = ask("last_copies", {"job": None}, config=config, timeout_s=CHECK_DEADLINE_S + ASK_S)["lost"]
+    lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items()]
     if lost:
         more = f"; and {len(lost) - 10} more jobs" if len(lost) > 10 else ""
         raise CapacityError(
             f"{'; '.join(lost[:10])}{more}. Freeing the memory would lose it: keep the arenas (the default), make it "
-            "durable, or say that it is not needed (`memstore down --discard --yes`, stop(force=True))",
+            "durable, or say that it is not needed "
+            f"({config.commands('`memstore down --discard --yes`')}, stop(force=True))",
             jobs_count=len(lost),
         )
 
@@ -302,12 +344,11 @@ def leftovers(config: Config | None = None) -> list[dict[str, Any]]:
     found = []
     for folder in host_folders(config or Config()):
         holding = owner(folder)
-        arena = folder / "arena"
         found.append(
             {
                 "host": folder.name, "folder": str(folder), "is_live": is_held(folder),
                 "pid": holding.pid if holding is not None else None,
-                "nbytes": arena.stat().st_blocks * 512 if arena.exists() else 0,
+                "nbytes": held_bytes(folder),
             }
         )  # fmt: skip
     return found

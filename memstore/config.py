@@ -8,6 +8,7 @@ store are what its jobs get for the fields that their own Config does not give.
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -15,6 +16,10 @@ from memstore.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_COMMAND = re.compile(  # that is about one store; with nothing that names it yet
+    r"\bmemstore (?:up|down|status|events|ls|pin|unpin|persist|fork|rm|plan|verify|drain|metrics|export|import)\b"
+    r"(?! --store| --arena-dir)"
+)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB * KIB}
 
@@ -85,6 +90,7 @@ class Config:
     durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
     durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays
     durable_key_file: str | None = None  # the same path on every host: 32 bytes, mode 0600; steps are encrypted with it
+    persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest committed step durable, within this; 0: not
     job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
     connect_timeout_s: float = 120.0
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
@@ -109,7 +115,7 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ConfigError(
-                    f"{name}={value!r} is out of range: it must be a number from {low:g} to {high:g}",
+                    f"{name}={value!r} is out of range: it must be a number from {_bound(low)} to {_bound(high)}",
                     field=name,
                     value=value,
                 )
@@ -138,6 +144,15 @@ class Config:
     def lease_s(self) -> float:
         """How long after its last sign of being the newest one a controller may record facts (R17)."""
         return 2 * self.suspect_after_s  # a controller this silent is one that nobody waits for
+
+    def commands(self, text: str) -> str:
+        """Return `text` with this store named in the `memstore` commands that it tells to run.
+
+        A command without --store is for the store "default": run as printed it would stop or clear another one.
+        """
+        named = "" if self.store == Config.store else f" --store {self.store}"
+        named += "" if self.arena_dir == Config.arena_dir else f" --arena-dir {shlex.quote(self.arena_dir)}"
+        return _COMMAND.sub(lambda found: found[0] + named, text)
 
     def store_fields(self) -> dict[str, Any]:
         """Return the fields that belong to the store, as plain values."""
@@ -190,6 +205,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("stall_budget_s", 0, 3600),
     ("durable_keep", 1, 10_000),
     ("durable_bytes_per_s", 0, 1 << 50),
+    ("persist_on_sigterm_s", 0, 3600),
     ("job_ttl_s", 0, 1e9),
     ("connect_timeout_s", 0.1, 86_400),
     ("max_restores", 1, 1000),
@@ -253,6 +269,10 @@ def check_name(what: str, name: object) -> str:
             value=shown,
         )
     return name
+
+
+def _bound(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def bytes_from_text(what: str, value: object) -> int:

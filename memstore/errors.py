@@ -21,6 +21,7 @@
     ├─ CommitError                  the level asked for cannot be reached any more (R15)
     │  └─ StepConflict              a step going backwards along the lineage
     ├─ RecoveryError                a get that cannot return a whole step (R23)
+    │  ├─ StepDropped               newer steps were committed while a reader copied it out
     │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
     ├─ DrillError                   a drill could not do what it says: no verdict
     └─ InternalError                an invariant of ours broke: carries the story
@@ -121,6 +122,10 @@ class StepConflict(CommitError):
 
 class RecoveryError(MemstoreError):
     """No whole step can be restored; lists, newest first, each step and what it lacks (R23)."""
+
+
+class StepDropped(RecoveryError):
+    """A step was dropped while a reader copied it out: newer ones are committed, and puts need its room (R7)."""
 
 
 class GatherTimeout(RecoveryError, TimeoutError):

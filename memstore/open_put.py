@@ -12,34 +12,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 
+from memstore.shell.answers import is_answered
+from memstore.shell.leased_slots import Tenant
 from memstore.shell.rank_link import RankLink
-from memstore.shell.rank_mapping import RankMapping
-from memstore.ticket import Ticket
+from memstore.ticket import LEVELS, Ticket
 
 LEND_S = 30.0
 
 
-class OpenPut:
+class OpenPut(Tenant):
     """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
 
     Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
     """
 
-    def __init__(
-        self, link: RankLink, mapping: RankMapping, ticket: Ticket, slots: list[int], *, chunk_bytes: int,
-        attempt: int, world_size: int,
-    ) -> None:  # fmt: skip
-        """`mapping` is that of the slots: they are never written through a later one's."""
-        self.mapping = mapping
-        self.link, self.ticket, self.slots, self.chunk_bytes = link, ticket, slots, chunk_bytes
+    def __init__(self, link: RankLink, ticket: Ticket, *, world_size: int) -> None:
+        """It has no slots until `extend` takes some."""
+        super().__init__()
+        self.mapping = link.mapping  # of the slots: they are never written through a later one's
+        self.link, self.ticket, self.chunk_bytes = link, ticket, int(link.welcome["chunk_bytes"])
+        self.slots: list[int] = []
         self.step = ticket.step
-        self.attempt, self.world_size = attempt, world_size
-        self.is_over = False
+        self.attempt, self.world_size = link.attempt, world_size
         self.is_lent = False
         self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
         self.lock = threading.RLock()
+
+    @property
+    def is_passed_on(self) -> bool:
+        """True if it goes on without who put: it is copied late, or on its way to the holder, or there."""
+        is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
+        return self.is_filled_late or is_handed_over
 
     def views(self) -> list[memoryview]:
         """Return the slots' bytes, in order."""
@@ -53,17 +57,19 @@ class OpenPut:
 
     def _keep(self, indices: Sequence[int]) -> None:
         kept = [self.slots[i] for i in indices]
-        self.link.put_back(sorted(set(self.slots).difference(kept)), self.mapping)
+        self.link.put_back(set(self.slots).difference(kept), self)
         self.slots = kept
 
     def extend(self, count: int, budget_s: float) -> bool:
         """Take `count` slots more at the end; False if there are none within `budget_s`, or the put is over."""
-        more = self.link.acquire(count, budget_s)
+        more = self.link.acquire(self, count, budget_s)
         if more is None:
             return False
         with self.lock:
+            if not self.slots:
+                self.mapping = more.mapping
             if self.is_over or more.mapping is not self.mapping:
-                self.link.put_back(*more)
+                self.link.put_back(more.slots, self)
                 return False
             self.slots = self.slots + more.slots
             return True
@@ -73,14 +79,16 @@ class OpenPut:
         with self.lock:
             if self.is_over:
                 return False
-            self.is_over = True
-            self._keep(range(-(-nbytes // self.chunk_bytes)))
-            body = {
-                "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
-                "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
-                "shared_chunks": shared_chunks,
-            }  # fmt: skip
-            return self.link.hand_over(self.step, self.slots, self.mapping, body)
+            try:
+                self._keep(range(-(-nbytes // self.chunk_bytes)))
+                body = {
+                    "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
+                    "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
+                    "shared_chunks": shared_chunks,
+                }  # fmt: skip
+                return self.link.hand_over(self, self.step, self.slots, self.mapping, body)
+            finally:
+                self.is_over = True
 
     def stall_s(self) -> float:
         """Return how long training was blocked: until now, unless the copy ended before."""
@@ -92,24 +100,32 @@ class OpenPut:
             if self.is_over:
                 return
             self.is_lent = True
-            offered = self.link.lend(self.step, self.slots, self.mapping)
-        wait([offered], LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
+            offered = self.link.lend(self, self.step, self.slots, self.mapping)
+        is_answered(offered, LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
 
-    def abandon(self, *, is_patient: bool = True) -> None:
+    def abandon(self) -> None:
         """Give everything back; what was lent, as far as no child has it, and when the holder says so.
 
-        Waits for whoever writes into the slots, or, not `is_patient`, leaves them to him. An overlapped copy is never
-        waited for: it gives them back itself.
+        Waits for whoever writes into the slots. An overlapped copy is never waited for: it gives them back itself.
         """
-        if not self.lock.acquire(blocking=is_patient):
-            return
-        try:
+        with self.lock:
             if self.is_over or self.is_filled_late:
                 return
-            self.is_over = True
             if self.is_lent:
                 self.link.take_back(self.step, self.slots, self.mapping)
-            else:
-                self.link.put_back(self.slots, self.mapping)
-        finally:
-            self.lock.release()
+            self.is_over = True
+            self.link.put_back((), self)
+
+    def end_late(self) -> None:
+        """The overlapped copy has ended: what it did not hand over is free."""
+        self.is_over = True  # first: nobody writes any more, and what comes next may be interrupted
+        self.is_filled_late = False
+        self.link.put_back((), self)
+
+    def abandon_unwritten(self) -> None:
+        """Abandon it, unless somebody writes into the slots: he gives them back. For a thread that must not wait."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.abandon()
+            finally:
+                self.lock.release()

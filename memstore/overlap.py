@@ -32,6 +32,7 @@ from memstore.shell.device_copy import DeviceWrite, has_streams
 from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
 from memstore.shell.late_flights import LateFlights
 from memstore.shell.own_memory import is_permitted
+from memstore.shell.safe_condition import SafeThread
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
@@ -67,7 +68,7 @@ class Overlap:
         self._late: tuple[LateCopy, OpenPut] | None = None
         self._checking = threading.RLock()  # a signal handler may put
         self._queue: queue.SimpleQueue[LateCopy | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: SafeThread | None = None
         _OVERLAPS.add(self)
 
     def fence(self, optimizer: torch.optim.Optimizer) -> None:
@@ -162,31 +163,30 @@ class Overlap:
 
     def _start(self, copy: LateCopy) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=_copy_all, args=(self._queue,), name="memstore-copy", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as exc:  # the limit of threads or of memory: this one copies
-                log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
-                copy.work()
-                copy.work_device()
-                return
-            self._thread = thread
+            copies = self._queue
+            self._thread = SafeThread(lambda: _copy_all(copies))
+        try:
+            self._thread.start()  # again, if a signal's handler came between
+        except RuntimeError as exc:  # the limit of threads or of memory: this one copies
+            log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
+            copy.work()
+            copy.work_device()
+            return
         self._queue.put(copy)
 
     def _end(self, room: OpenPut, plan: StatePlan, problem: str) -> None:
         """Hand the put over, or give its step up on all ranks (R12)."""
-        room.is_filled_late = False
-        if not problem:
-            try:
+        try:
+            if not problem:
                 self._puts.hand_over(room, plan)
-            except BaseException as exc:
-                room.abandon()  # nothing, if the slots are on their way to the holder
+            elif not room.ticket.is_over:
+                self._puts.skip(room.ticket, problem, "failed")
+        except BaseException as exc:
+            if not problem:
                 self._puts.skip(room.ticket, f"it could not be handed over: {exc!r}", "failed")
-                raise
-            return
-        room.abandon()
-        if not room.ticket.is_over:
-            self._puts.skip(room.ticket, problem, "failed")
+            raise
+        finally:
+            room.end_late()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the copy under way has ended; at once if there is none.
@@ -222,6 +222,8 @@ class Overlap:
             if name and room.ticket.level not in TERMINAL:
                 self._puts.retire(room.ticket, changed_message(name))
             room.ticket.stall_s += time.monotonic() - began_s
+            if copy.ended.is_set():
+                room.end_late()  # nothing, but where a signal's handler came between
             if copy.flights is None or is_for_device or copy.ended.is_set():
                 self._late = None
 
@@ -230,7 +232,7 @@ class Overlap:
         count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
         with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
             for _ in range(count - 2):  # this one and the copy thread are two
-                threading.Thread(target=_help, args=(copy, deadline_s), daemon=True).start()
+                SafeThread(lambda: _help(copy, deadline_s)).start()
         _help(copy, deadline_s)
 
     def close(self) -> None:

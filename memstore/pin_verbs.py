@@ -1,9 +1,10 @@
-"""What a Store can do with committed steps: names that keep one in RAM (R19), and durable storage out of turn (R31)."""
+"""What a Store says of steps and does with committed ones: names that keep one (R19), durable out of turn (R31)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from memstore.checkpoint import StepInfo, step_infos
 from memstore.config import check_name
 from memstore.errors import PeerTimeout
 from memstore.shell.collective import CALL_SLACK_S
@@ -19,6 +20,15 @@ class PinVerbs:
 
     def _check_open(self) -> None:
         raise NotImplementedError
+
+    def latest_step(self) -> int | None:
+        """The newest committed step of the lineage, for people; ranks branch on get()."""
+        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
+
+    def steps(self) -> list[StepInfo]:
+        """Every step the store knows of this job, newest first, for people."""
+        self._check_open()
+        return step_infos(self._link.call("steps", {"job": self.job}, self.config.connect_timeout_s))
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name, beside what `keep_steps` keeps, until `unpin` (R19).

@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from memstore.errors import ClosedError, PeerTimeout
-from memstore.shell.answers import answer_of
+from memstore.shell.answers import Answer, answer_of
+from memstore.shell.collective import RollCall
 from memstore.shell.rank_link import RankLink
+from memstore.shell.safe_condition import SafeEvent, SafeThread
 
 log = logging.getLogger("memstore")
 BAR_S = 0.1  # between two looks of somebody who waits
@@ -50,13 +51,14 @@ class Preparation:
         self._host = (0, 0)  # bytes this host has made ready of those it lacked
         self._claimed_s = self._ready_s = 0.0  # since the beginning; 0: not yet
         self._error: BaseException | None = None
-        self._over = threading.Event()
+        self._over = SafeEvent()
         self._began_s = time.monotonic()
-        self._cancelled: Future[None] = Future()
-        self._failed: Future[None] = Future()  # with the error, so that a put that waits hears of it
+        self._cancelled: Future[None] = Answer()
+        self._failed: Future[None] = Answer()  # with the error, so that a put that waits hears of it
         self._pid = os.getpid()
         self._body = body
-        self._thread = threading.Thread(target=self._follow, name="memstore-prepare", daemon=True)
+        self._answer: Future[dict[str, Any]] | None = None  # None: not asked
+        self._thread = SafeThread(self._follow)
 
     def begin(self) -> Preparation:
         """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
@@ -77,7 +79,8 @@ class Preparation:
         """True once it cannot become ready; `wait` says why."""
         if self._over.is_set():
             return self._error is not None
-        return self._answer.done() and self._answer.exception() is not None  # its thread has yet to say so
+        # Its thread has yet to say so; or a signal's handler ended `begin` by an exception.
+        return self._answer is None or (self._answer.done() and self._answer.exception() is not None)
 
     @property
     def fraction(self) -> float:
@@ -140,15 +143,23 @@ class Preparation:
                 self._link.job, waited_s, self.nbytes / (1 << 30),
             )  # fmt: skip
 
-    def wait_claimed(self) -> None:
-        """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`."""
+    def wait_claimed(self, roll: RollCall | None = None) -> None:
+        """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`.
+
+        With `roll` the log says who is awaited.
+        """
+        assert self._answer is not None
         ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
-        done, _ = wait(ends, self._timeout_s, FIRST_COMPLETED)
-        if self._answer in done:
+        if roll is not None:
+            roll.wait(ends, self._timeout_s)
+        else:
+            with self._link.room:
+                self._link.room.wait_for(lambda: any(end.done() for end in ends), self._timeout_s)
+        if self._answer.done():
             answer_of(self._answer)
-        elif self._failed in done:
+        elif self._failed.done():
             answer_of(self._failed)
-        elif done:
+        elif self._cancelled.done():
             raise ClosedError("the attempt that was prepared for is over")
         else:
             self._link.forget_call(self._answer)
@@ -162,7 +173,8 @@ class Preparation:
         """Nobody wants it any more: a newer attempt, or the end."""
         if os.getpid() != self._pid:
             return  # forked: its thread is not here, and another one may have held the link's lock (R8)
-        self._link.forget_call(self._answer)
+        if self._answer is not None:
+            self._link.forget_call(self._answer)
         self._cancelled.set_result(None)
         with self._link.room:
             self._link.room.notify_all()
@@ -176,7 +188,7 @@ class Preparation:
 
     def _follow(self) -> None:
         try:
-            self.wait_claimed()
+            self.wait_claimed(RollCall(self._link, "reserve", self._body, self._timeout_s))
             self._claimed_s = time.monotonic() - self._began_s
             if not self._wait_pages():
                 if self._link.fenced_by:
@@ -194,6 +206,8 @@ class Preparation:
         except BaseException as exc:
             self._error = exc
             self._failed.set_exception(exc)
+            with self._link.room:
+                self._link.room.notify_all()
             log.info("memstore %s rank %d: not prepared: %s", self._link.job, self._link.rank, exc)
         self._over.set()
 
@@ -219,7 +233,7 @@ class Preparation:
     def _words(self) -> str:
         if self._over.is_set():
             return "ready" if self._error is None else f"failed: {self._error}"
-        if self._answer.done():
+        if self._answer is not None and self._answer.done():
             return "this process enters its pages"
         grown, lacking = self._host
         return "this host's memory grows" if grown < lacking else "waiting for all ranks and hosts"

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from memstore.config import Config
@@ -20,8 +20,8 @@ from memstore.natural import NaturalReplicas
 from memstore.open_put import OpenPut
 from memstore.overlap import Overlap
 from memstore.preparation import Preparation
+from memstore.shell.answers import is_answered
 from memstore.shell.copy_pass import copying, waiting
-from memstore.shell.leased_slots import Taken
 from memstore.shell.rank_link import RankLink
 from memstore.shell.state_encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.ticket import LEVELS, TERMINAL, Ticket
@@ -116,18 +116,22 @@ class Puts:
             return ticket
         memory = self.overlap.steady_memory(overlap)
         plan = self.planned(state, own)
-        ticket, room = self.begin(step, plan.nbytes, began_s=began_s, timeout_s=timeout_s)
+        room = self._open_put(step, plan.nbytes, began_s)
         try:
-            if room is not None and memory is not None:
+            self._begin(room, 0, timeout_s, 0.0)
+            if not room.is_over and memory is not None:
                 self.overlap.copy(room, plan, memory)
-            elif room is not None:
+            elif not room.is_over:
                 self._copy(room, plan)
         except BaseException:
-            self._forget(step)
+            if not room.is_passed_on:
+                self._forget(step)
             raise
         finally:
-            ticket.stall_s = time.monotonic() - began_s
-        return ticket
+            # Nothing can come before this: all slots that the put has taken by now, and not passed on, are free.
+            room.is_over = room.is_over or not room.is_filled_late
+            room.ticket.stall_s = time.monotonic() - began_s
+        return room.ticket
 
     def planned(self, state: Any, own: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
@@ -155,35 +159,37 @@ class Puts:
         Raises:
             What put() raises; nothing was copied then.
         """
+        room = self._open_put(step, nbytes, began_s)
+        try:
+            self._begin(room, extra_slots, timeout_s, growth_s)
+        except BaseException:
+            room.is_over = True
+            self._forget(step)
+            raise
+        return room.ticket, None if room.is_over else room
+
+    def _open_put(self, step: int, nbytes: int, began_s: float) -> OpenPut:
         if self.link.closed.is_set():
             raise ClosedError(f"the store of job {self.job!r} is closed: connect again")
         known = self._same_step(step)
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
+        return OpenPut(self.link, Ticket(step, nbytes, began_s), world_size=self.world_size)
+
+    def _begin(self, room: OpenPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
+        """Take room for a put, or skip it: it is over then."""
         self.overlap.wait()
-        ticket = self._new_ticket(step, nbytes, began_s)
-        try:
-            taken = self._take_room(ticket, -(-nbytes // self.chunk_bytes) + extra_slots, timeout_s, growth_s)
-        except BaseException:
-            self._forget(step)
-            raise
-        if taken is None:
-            return ticket, None
-        room = OpenPut(
-            self.link, taken.mapping, ticket, taken.slots, chunk_bytes=self.chunk_bytes, attempt=self.link.attempt,
-            world_size=self.world_size,
-        )  # fmt: skip
+        self._know(room.ticket)
+        self._take_room(room, -(-room.ticket.nbytes // self.chunk_bytes) + extra_slots, timeout_s, growth_s)
         self._open = [*(r for r in self._open if not r.is_over), room]
-        return ticket, room
 
     def _copy(self, room: OpenPut, plan: StatePlan) -> None:
-        ticket = self.tickets[room.step]
         try:
             with room.lock:
                 copy_into(plan, room.views(), self.chunk_bytes)
         except BaseException as exc:
             room.abandon()
-            self.skip(ticket, f"its state could not be copied: {exc!r}", "failed")
+            self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
         self.hand_over(room, plan)
 
@@ -204,8 +210,7 @@ class Puts:
             **self.body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
             "is_failed": level == "failed",
         }  # fmt: skip
-        self._skipping = self.link.call_soon("skip", body)
-        self._skipping.add_done_callback(resume)
+        self._skipping = self.link.call_soon("skip", body, resume)
 
     def retire(self, ticket: Ticket, why: str) -> None:
         """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
@@ -222,11 +227,11 @@ class Puts:
         Waits, at most `stall_budget_s`, until the controller knows: ranks that put the next step before would skip it.
         """
         with contextlib.suppress(StepConflict):  # an older step takes no room any more
-            ticket = self._same_step(step) or self._new_ticket(step, 0, time.monotonic())
+            ticket = self._same_step(step) or self._know(Ticket(step, 0, time.monotonic()))
             if not ticket.is_over:
                 self.skip(ticket, why, "failed")
         if self._skipping is not None:
-            wait([self._skipping], self.config.stall_budget_s)
+            is_answered(self._skipping, self.config.stall_budget_s)
 
     # -- tickets ------------------------------------------------------------------------------
 
@@ -243,13 +248,12 @@ class Puts:
             )  # fmt: skip
         return known
 
-    def _new_ticket(self, step: int, nbytes: int, began_s: float) -> Ticket:
-        ticket = Ticket(step, nbytes, began_s)
+    def _know(self, ticket: Ticket) -> Ticket:
         with self._lock:
-            self.tickets[step] = ticket
+            self.tickets[ticket.step] = ticket
             for old in sorted(self.tickets)[:-TICKETS_KEPT]:
                 del self.tickets[old]
-        self._last_step = step
+        self._last_step = ticket.step
         return ticket
 
     def _forget(self, step: int) -> None:
@@ -269,14 +273,14 @@ class Puts:
         for room in self._open:
             # A child of this process has handed it over, or nobody will any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
-                room.abandon(is_patient=False)
+                room.abandon_unwritten()
         if level in ("committed", "durable"):
             for old in older:
                 if old.level not in ("committed", "durable"):
                     old.rise("superseded", f"step {step} was committed")
             for room in self._open:
                 if room.step < step:
-                    room.abandon(is_patient=False)
+                    room.abandon_unwritten()
 
     def fail_all(self, why: str, *, forget: bool = False) -> None:
         """No put of before can reach anything any more."""
@@ -289,37 +293,36 @@ class Puts:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _take_room(self, ticket: Ticket, count: int, timeout_s: float | None, growth_s: float) -> Taken | None:
-        """Return leased slots, or None if the step is skipped."""
+    def _take_room(self, room: OpenPut, count: int, timeout_s: float | None, growth_s: float) -> None:
+        """Take leased slots, or skip the step."""
+        ticket = room.ticket
         if ticket.step < self._resume_step:
             ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
-            return None
-        if count > self._reserved_slots or self._reserved_slots == 0:
+        elif count > self._reserved_slots or self._reserved_slots == 0:
             self._reserve(ticket, count, growth_s)
-            if ticket.is_over:
-                return None
+        if ticket.is_over:
+            room.is_over = True
+            return
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
-        taken = self.link.acquire(count, 0.0)
-        if taken is None:
+        has_room = room.extend(count, 0.0)
+        if not has_room:
             self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
-            taken = self.link.acquire(count, budget_s)
-        if taken is None and self._abandon_open():
-            taken = self.link.acquire(count, budget_s)
+            has_room = room.extend(count, budget_s) or (self._abandon_open() and room.extend(count, budget_s))
         if self.link.fenced_by:
             raise self.link.fenced_error()
-        if taken is None:
+        if not has_room:
+            room.is_over = True
             self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
-        self._has_room = self._has_room or taken is not None
-        return taken
+        self._has_room = self._has_room or has_room
 
     def _abandon_open(self) -> bool:
         """Give up puts that an adapter began and never handed over, such as of a save that failed elsewhere."""
         stale = [room for room in self._open if not room.is_over]
-        self._open = []
         for room in stale:
             room.abandon()
             if not room.ticket.is_over:
                 self.skip(room.ticket, "it was begun, not ended, and its room was needed")
+        self._open = [room for room in stale if not room.is_over]
         return bool(stale)
 
     def prepare(self, nbytes: int) -> Preparation:
@@ -362,15 +365,13 @@ class Puts:
             self._reserved_slots = preparation.slots_count
             # The grant follows the answer; this first put may wait for it beyond the stall budget.
             with waiting():
-                taken = self.link.acquire(count, self.config.connect_timeout_s)
-            if taken is not None:
-                self.link.put_back(*taken)
+                self.link.wait_free(count, self.config.connect_timeout_s)
             preparation.say_waited(time.monotonic() - began_s)
             return
-        grown = self.link.call_soon("reserve", self.body(slots=count))
-        grown.add_done_callback(lambda f: self._grown(count, f.exception()))
+        body = self.body(slots=count)
+        grown = self.link.call_soon("reserve", body, lambda answer: self._grown(count, answer.exception()))
         with waiting():
-            if growth_s and wait([grown], growth_s).done and grown.exception() is None:
+            if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 

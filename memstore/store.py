@@ -14,22 +14,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memstore.cadence import Cadence
-from memstore.checkpoint import Checkpoint, StepInfo, checkpoint, open_shard, read_shard, restore_line, step_infos
+from memstore.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
 from memstore.config import Config
 from memstore.core.manifest import decode_manifest
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
-from memstore.gathering import ask_with_all
 from memstore.mark_verbs import MarkVerbs
 from memstore.natural import NaturalReplicas, check_shard
 from memstore.pin_verbs import PinVerbs
 from memstore.preparation import Preparation
 from memstore.puts import Puts
-from memstore.shell.collective import CALL_SLACK_S, collective, in_turn
+from memstore.shell.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.launch import Launch
 from memstore.shell.marks import Marks
 from memstore.shell.nested_verbs import UnderWay
 from memstore.shell.rank_link import RankLink
 from memstore.shell.shard_ranges import ShardRanges
+from memstore.shell.sigterm import WATCH
+from memstore.shell.trained import TrainedWord
 from memstore.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Store(PinVerbs, MarkVerbs):
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
         self._cadence = Cadence(self.puts, config.stall_budget_s)
+        self._trained = TrainedWord(link)
         self.marks = Marks(link)
         self._take_attempt(joined)
         self._into: Any = None
@@ -106,7 +108,7 @@ class Store(PinVerbs, MarkVerbs):
             "together": together,
         }  # fmt: skip
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
-        joined = self._link.call("mesh_order", body, limit_s)
+        joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
         self.rank = self._link.rank = int(joined["rank"])
         self.puts.natural = NaturalReplicas.joined(joined)  # a shard belongs to the rank's number (D83)
         return tuple(joined["order"]) or tuple(range(self.world_size))
@@ -147,16 +149,19 @@ class Store(PinVerbs, MarkVerbs):
             raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
         with self._under_way.only(f"put({step})"):
             try:
-                return self.puts.put(step, state, timeout_s, overlap, own)
+                ticket = self.puts.put(step, state, timeout_s, overlap, own)
+                if ticket.level == "skipped":
+                    self._trained.say(step)
+                return ticket
             finally:
                 self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
 
     def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
-        A tensor changed before the fence makes its step fail, by name (or retires it). Seen: operations that autograd
-        counts, freed or resized memory, and in host memory what alters one of the cache lines compared, one in a MiB:
-        not a few elements written through `.data`. For GPU memory this thread's current stream waits, not the host. A
+        A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
+        Of host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
+        counts. Of GPU memory only that is seen, not a write through `.data`; this thread's current stream waits. A
         fence that waited `stall_budget_s`, or `timeout_s`, in vain fails the step, too; training goes on (R11, R12).
 
         Raises:
@@ -176,6 +181,7 @@ class Store(PinVerbs, MarkVerbs):
         steps ahead: due() waits only if the word is late, at most `stall_budget_s`, and goes by the last one then.
         """
         self._check_open()
+        self._trained.say(step)
         return self._cadence.due(step)
 
     def prepare(self, state: Any, *, own: Any = None) -> Preparation:
@@ -246,7 +252,7 @@ class Store(PinVerbs, MarkVerbs):
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 
         Returns:
-            None only for a job without history.
+            None only for a job without history, and after `connect(fresh=True)`.
 
         Raises:
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
@@ -335,15 +341,6 @@ class Store(PinVerbs, MarkVerbs):
 
     # -- the rest -----------------------------------------------------------------------------
 
-    def latest_step(self) -> int | None:
-        """The newest committed step of the lineage, for people; ranks branch on get()."""
-        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
-
-    def steps(self) -> list[StepInfo]:
-        """Every step the store knows of this job, newest first, for people."""
-        self._check_open()
-        return step_infos(self._link.call("steps", {"job": self.job}, self.config.connect_timeout_s))
-
     def rewind(self, step: int, *, attempt: int | None = None) -> None:
         """Go on from an older step: collective, opens a new attempt whose parent step is `step` (R22).
 
@@ -380,6 +377,7 @@ class Store(PinVerbs, MarkVerbs):
             return
         self._is_closed = True
         try:
+            WATCH.unwatch(self._link)
             self.puts.overlap.close()
         finally:
             self.puts.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, RecoveryError
+from memstore.shell.arena_folder import held_bytes
 from memstore.shell.arena_lock import is_held
 from memstore.shell.tool import any_tool, store_root
 
@@ -40,7 +41,7 @@ def stores_here(config: Config) -> list[StoreHere]:
     found = []
     top = store_root(config).parent
     for root in sorted(top.iterdir()) if top.is_dir() else []:
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError, ConfigError):  # gone, not ours, or no store's name
             hosts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
             if hosts:
                 found.append(_store_here(config.with_fields({"store": root.name}), hosts))
@@ -49,12 +50,11 @@ def stores_here(config: Config) -> list[StoreHere]:
 
 def _store_here(config: Config, hosts: list[Path]) -> StoreHere:
     is_live = any(is_held(folder) for folder in hosts)
-    arenas = [folder / "arena" for folder in hosts]
     jobs: dict[str, int | None] = {}
     if is_live:
         with contextlib.suppress(MemstoreError), any_tool(config) as tool:
             jobs = {row["job"]: row.get("committed_step") for row in tool.ask("status", timeout_s=ASK_S)["jobs"]}
-    nbytes = sum(arena.stat().st_blocks * 512 for arena in arenas if arena.exists())
+    nbytes = sum(map(held_bytes, hosts))
     return StoreHere(config.store, [folder.name for folder in hosts], nbytes, is_live, jobs)
 
 
@@ -84,5 +84,5 @@ def _others(config: Config, job: str, found: list[StoreHere]) -> str:
     listed = ", ".join(str(store) for store in others[:10])
     if knowing:
         where = " and ".join(knowing)
-        return f"job {job!r} has history in store {where}: is store={config.store!r} mistyped? ({listed})"
+        return f"job {job!r} has history in store {where}: is store={config.store!r} mistyped? Stores here: {listed}"
     return f"other stores here: {listed}" if others else ""

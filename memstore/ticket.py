@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from memstore.errors import CommitError, ConfigError
+from memstore.shell.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
 TERMINAL = ("skipped", "superseded", "failed")
@@ -27,7 +27,7 @@ class Ticket:
         self.degraded = False
         self.reason = ""
         self._torn = ""
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
 
     def __repr__(self) -> str:
         note = f", degraded: {self.reason}" if self.degraded else f", {self.reason}" if self.reason else ""
@@ -81,4 +81,4 @@ class Ticket:
                         f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see "
                         "`memstore status`, or wait longer with timeout_s="
                     )
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, LOOK_S))

@@ -168,13 +168,14 @@ def _incomplete(
     listed = ", ".join(_shortfall(rank, by_rank.get(rank, [])) for rank in lacking[:RANKS_LISTED_MAX])
     more = ", ..." if len(lacking) > RANKS_LISTED_MAX else ""
     state = "" if evidence.commits else "never committed; "
-    reason = f"{state}not whole: {len(lacking)} of {world_size} ranks lack bytes in every tier (ranks {listed}{more})"
+    ranks = f"rank{'s' if len(lacking) != 1 else ''} {listed}{more}"
+    reason = f"{state}not whole: no tier has all bytes of {ranks} ({len(lacking)} of {world_size})"
     hosts: set[str] = set()
     for commit in evidence.commits:
         for rank in lacking:
             hosts.update(commit.hosts.get(rank, ()))
     if hosts:
-        reason += f"; by the commit fact they were on {name_some(hosts)}"
+        reason += f"; when it was committed they were on {name_some(hosts)}"
     return Rejected(evidence.step, reason, tuple(lacking[:RANKS_LISTED_MAX]), len(lacking), tuple(sorted(hosts)))
 
 

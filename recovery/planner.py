@@ -103,9 +103,11 @@ def plan(
 
 def _why_none(rejected: Sequence[Rejected], gone: Sequence[StepId]) -> str:
     if rejected:
-        newest = f"newest: {_name(rejected[0].step)}, {rejected[0].reason}"
+        what = f"{_name(rejected[0].step)} cannot be restored"
+        if rejected[1:]:
+            what = f"none of {len(rejected)} steps can be restored; the newest, {_name(rejected[0].step)}"
         more = f"; {len(gone)} more committed before are gone" if gone else ""
-        return f"there is history, but no whole step among {len(rejected)}; {newest}{more}"
+        return f"there is history, but {what}: {rejected[0].reason}{more}"
     if gone:
         return f"no byte is left of the {len(gone)} steps that were committed; the newest was {_name(gone[0])}"
     return "there is history, but no step of it belongs to the lineage"

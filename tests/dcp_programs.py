@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from memstore.shell.leased_slots import Tenant
 from memstore.shell.shard_ranges import OpenRanges, ShardRanges
 from memstore.testing.dcp_ranks import DcpRank
 
@@ -207,14 +208,13 @@ def save_faulty(rank: DcpRank, step: int, bad_rank: int, is_async: bool) -> dict
 
 def save_without_room(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
     """Save while one rank's slots are all taken."""
-    link = rank.store._link
-    with link.room:
-        taken, link.pool = (link.pool, []) if rank.rank == bad_rank else ([], link.pool)
+    link, other = rank.store._link, Tenant()
+    if rank.rank == bad_rank:
+        assert link.acquire(other, len(link.pool), 0.0) is not None
     try:
         return save(rank, step, "placed")
     finally:
-        with link.room:
-            link.pool += taken
+        other.is_over = True
 
 
 def save_unsupported(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:

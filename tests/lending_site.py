@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.shelf import Share
+from memstore.core.share import Share
 from memstore.open_put import OpenPut
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
@@ -41,10 +41,9 @@ for line in sys.stdin:
             link = RankLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
         elif line == "adopt\\n":
             slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
-            link.in_copy.update(slots)
         elif line == "hand over\\n":
             body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
-            assert link.hand_over(5, slots, link.mapping, body)
+            assert link.hand_over(link.heir, 5, slots, link.mapping, body)
         elif line == "bye\\n":
             link.close()
         reply = {"slots": slots}
@@ -108,11 +107,8 @@ class Site:
 
     def stage(self, count: int = 3) -> OpenPut:
         """Fill slots, as the training process does."""
-        taken = self.link.acquire(count, WAIT_S)
-        assert taken is not None
-        room = OpenPut(
-            self.link, taken.mapping, Ticket(STEP), taken.slots, chunk_bytes=CHUNK_BYTES, attempt=1, world_size=1
-        )
+        room = OpenPut(self.link, Ticket(STEP), world_size=1)
+        assert room.extend(count, WAIT_S)
         for number, view in enumerate(room.views()):
             view[:] = bytes([number + 1]) * CHUNK_BYTES
         return room

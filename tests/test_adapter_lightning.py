@@ -16,7 +16,9 @@ from memstore.testing.processes import ProcessCluster
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's imports warn about themselves
     pl = pytest.importorskip("lightning.pytorch", reason="pip install -e '.[frameworks]'")
-    from memstore.adapters.lightning import MemstoreCallback
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+    from memstore.adapters.lightning import MemstoreCallback, holds_equal_models
 
 EPOCH = 4  # batches
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -128,3 +130,11 @@ def test_puts_come_every_n_optimizer_steps(config: Config) -> None:
     checkpoints, _ = fit(config, "every", module, steps=6, every_n_steps=3)
     assert checkpoints.restored_step == 6
     assert not module.losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_equal"), [(DDPStrategy, True), (DeepSpeedStrategy, False), (FSDPStrategy, False)]
+)
+def test_only_ranks_with_equal_models_share_a_shard(strategy: type, is_equal: bool) -> None:
+    """DeepSpeed's strategy is a subclass of DDP's, and each of its ranks has a part of the optimizer of its own."""
+    assert holds_equal_models(strategy.__new__(strategy)) is is_equal

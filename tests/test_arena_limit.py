@@ -114,7 +114,7 @@ def test_an_arena_that_can_never_be_is_refused_and_a_small_one_is_warned_about(t
     """1 TiB on 64 MiB, the 64 MiB of a container's /dev/shm, none for one chunk: each with cause and remedy."""
     with memory_file_system(tmp_path / "shm", 64) as shm:
         folder = shm / "h0"
-        with pytest.raises(ConfigError, match=r"arena_bytes is 1024\.0 GiB, and 64\.0 MiB can ever be had.*--shm-size"):
+        with pytest.raises(ConfigError, match=r"arena_bytes is 1\.0 TiB, and 64\.0 MiB can ever be had.*--shm-size"):
             arena_limit(Config(arena_dir=str(shm), arena_bytes="1TiB"), folder)
         small = arena_limit(Config(arena_dir=str(shm)), folder)
         assert small.nbytes < 58 * MIB
@@ -131,9 +131,11 @@ def test_an_arena_that_can_never_be_is_refused_and_a_small_one_is_warned_about(t
 def test_up_prints_the_bill() -> None:
     """Limit, why, what fits, for hosts alike in one line, and the warning with its remedy."""
     stats = {"limit_bytes": 50 * MIB, "limit_why": "0.9 of what /dev/shm has free", "limit_warning": "it is small"}
-    lines = bill([{"host": name, "status": "live", "stats": stats} for name in ("h0", "h1")])
+    hosts = [{"host": name, "status": "live", "stats": stats} for name in ("h0", "h1")]
+    lines = bill(hosts, {"durable": "/d"})
     assert lines == [
         "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 10.0 MiB per host with replicas=2, "
         "keep_steps=1",
         "warning: h0, h1: it is small",
     ]
+    assert "fits a state of 7.1 MiB per host with replicas=3, keep_steps=1" in bill(hosts, {"replicas": 3})[0]

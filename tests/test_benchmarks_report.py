@@ -24,21 +24,23 @@ def record(name: str = "put stall", target: tuple[float, str] | None = targets.S
 
 def test_records_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
     """Targets, units and reasons included."""
-    path = results.merge("put_stall", [record()], tmp_path)
-    assert results.load(path) == [record()]
+    written = record()
+    path = results.merge("put_stall", [written], tmp_path)
+    assert results.load(path) == [written]
 
 
 def test_a_benchmark_measured_in_parts_keeps_what_it_did_not_measure_now(tmp_path: Path) -> None:
     """A record replaces the one of its name; the others of the file stay, in their order."""
-    results.merge("peers", [record("a"), record("b")], tmp_path)
-    newer = record("a", None)
+    stays, newer = record("b"), record("a", None)
+    results.merge("peers", [record("a"), stays], tmp_path)
     path = results.merge("peers", [newer], tmp_path)
-    assert results.load(path) == [newer, record("b")]
+    assert results.load(path) == [newer, stays]
 
 
 def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> None:
     """A missed target links the note that answers it, one without a figure is called not measured."""
-    page = report.page(PAGE, {"put_stall": [record()]})
+    records = {"put_stall": [record()]}
+    page = report.page(PAGE, records)
     assert page.startswith("by hand\n")
     assert page.endswith("last\n")
     assert "old" not in page
@@ -46,7 +48,7 @@ def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> No
     assert page.count("| not measured |") == len(targets.LINES) - 1
     assert "| put stall | peer | did not run | | ImportError: no module of that name |" in page
     assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | |" in page
-    assert report.page(page, {"put_stall": [record()]}) == page
+    assert report.page(page, records) == page
 
 
 def test_a_promise_that_two_records_answer_says_which_is_which() -> None:

@@ -32,7 +32,7 @@ def test_a_late_rank_is_named_when_the_deadline_passes() -> None:
     world.run(25.0)
     for rank in ranks:
         assert rank.error("join").startswith("GatherTimeout")
-        assert "ranks 1 of 3 have not connected" in rank.error("join")
+        assert "2 of 3 ranks have connected, missing: rank 1." in rank.error("join")
 
 
 def test_a_second_launch_is_refused_while_the_first_trains() -> None:
@@ -287,10 +287,10 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     assert row["missing"] == [1, 3]
     assert not [problem for problem in status_of(world)["problems"] if "gathers" in problem["cause"]]
     world.run(6.0)
-    world.call(ranks[0], "launch")
+    world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)
-    answer = ranks[0].answers["launch"][-1]
-    assert (answer["come"], answer["launch"]["awaited"]) == ("2 of 4 ranks have come", "ranks 1, 3")
+    answer = ranks[0].answers["roll_call"][-1]["found"]
+    assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
     [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"
     assert problem["severity"] == "note"

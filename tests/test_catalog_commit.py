@@ -221,3 +221,19 @@ def test_what_was_handed_over_before_the_last_close_is_committed() -> None:
         world.call(rank, "close")
     assert world.run_until(lambda: StepId(1, 2) in world.job().commits, 20.0)
     assert {answer["step"] for answer in world.get(world.launch(3))} == {2}
+
+
+def test_a_job_that_begins_while_a_rack_is_lost_is_degraded_until_it_is_back() -> None:
+    """Copies in two hosts of one rack are fewer than the racks asked for: a lost rack's labels still count (R18)."""
+    world = CatalogWorld(4, labels=RACKS)
+    world.run(2.0)
+    for host in ("h2", "h3"):
+        world.kill_host(host)
+    world.run(12.0)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    assert ranks[0].degraded[1], "one rack has both copies"
+    for host in ("h2", "h3"):
+        world.return_host(host)
+    assert world.run_until(lambda: not world.job().commits[StepId(1, 1)].is_degraded, 60.0)

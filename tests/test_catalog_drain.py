@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,23 @@ def test_a_copy_on_a_silent_host_is_not_elsewhere() -> None:
     world.silence("h2")
     world.run_until(lambda: not world.served.hosts.is_answering("h2"), 10.0)
     assert row(world, ranks[0], "h1")["drain_left"] > 0
+
+
+@pytest.mark.parametrize("flaw", ["chunks are missing", "other bytes"])
+def test_a_copy_that_is_not_whole_is_not_elsewhere(flaw: str) -> None:
+    """A host with notice must not go on the word of copies that no restore could use."""
+    world, ranks = trained(3, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=300.0)
+    world.run(5.0)
+    drains = world.served.drains
+    assert drains.remains("h1").shards_count == 0
+    for copies in world.job().copies[StepId(1, 1)].values():
+        for host in set(copies) - {"h1"}:
+            bad = {"missing": frozenset({0})} if flaw == "chunks are missing" else {}
+            spec = copies[host].spec if bad else replace(copies[host].spec, digest="0" * 32)
+            copies[host] = replace(copies[host], spec=spec, **bad)
+    held = sum("h1" in copies for copies in world.job().copies[StepId(1, 1)].values())
+    assert drains.remains("h1").shards_count == held > 0
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from memstore.core.cadence import optimal_interval_s
-from memstore.testing.catalog_holder import FakeRank
+from memstore.core.durable_orders import FAILED_AGAIN_S
+from memstore.testing.catalog_durable import list_markers
+from memstore.testing.catalog_holder import FakeHolder, FakeRank
+from memstore.testing.catalog_trained import written
 from memstore.testing.catalog_world import CatalogWorld
 from recovery.inventory import StepId
-
-
-def trained(last: int = 1, **config: object) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job with a durable directory and steps 1 to `last` committed and written."""
-    world = CatalogWorld(2, durable="/durable", durable_every=1, **config)
-    ranks = world.launch(2)
-    world.get(ranks)
-    for step in range(1, last + 1):
-        assert world.put_all(ranks, step)
-        world.run(2.0)
-    return world, ranks
 
 
 def forget_ram(world: CatalogWorld) -> None:
@@ -32,21 +27,21 @@ def forget_ram(world: CatalogWorld) -> None:
 
 def test_a_committed_step_becomes_durable() -> None:
     """Every part, then the marker; then the tickets rise."""
-    world, ranks = trained()
+    world, ranks = written()
     assert list(world.durable.markers) == [("train", 1, 1)]
     assert [r.tickets[1] for r in ranks] == ["durable", "durable"]
 
 
 def test_only_the_newest_durable_steps_are_kept() -> None:
     """durable_keep bounds what stays; the newest never goes."""
-    world, _ = trained(last=4, durable_keep=2)
+    world, _ = written(last=4, durable_keep=2)
     world.run(2.0)
     assert sorted(step for _, _, step in world.durable.markers) == [3, 4]
 
 
 def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
     """With every machine's memory gone, the next attempt is numbered after the marker and restores its step."""
-    world, _ = trained(last=2)
+    world, _ = written(last=2)
     forget_ram(world)
     ranks = world.launch(2)
     assert [r.attempt for r in ranks] == [2, 2]
@@ -58,7 +53,7 @@ def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
 
 def test_a_job_known_to_durable_storage_alone_is_history() -> None:
     """A first put without a get is refused also when only markers remember the job (R19)."""
-    world, _ = trained()
+    world, _ = written()
     forget_ram(world)
     ranks = world.launch(2)
     world.reserve(ranks)
@@ -67,7 +62,7 @@ def test_a_job_known_to_durable_storage_alone_is_history() -> None:
 
 def test_storage_that_cannot_be_read_is_no_reason_to_start_over() -> None:
     """If no host knows the job and its markers cannot be listed, connect says so; nobody begins at step 0 (R23)."""
-    world, _ = trained()
+    world, _ = written()
     forget_ram(world)
     world.durable.problem = "permission denied"
     ranks = world.launch(2)
@@ -79,7 +74,7 @@ def test_storage_that_cannot_be_read_is_no_reason_to_start_over() -> None:
 
 def test_a_writer_that_dies_ends_the_write_and_the_next_one_goes_on() -> None:
     """The marker is never written without all parts; another host writes what the dead one owed."""
-    world, ranks = trained()
+    world, ranks = written()
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 2)
@@ -115,7 +110,7 @@ def test_auto_writes_at_the_optimum_of_what_a_write_took(failures: int) -> None:
 
 def test_a_failed_write_is_told_and_training_goes_on() -> None:
     """A full disk shows in the status; commits do not wait for it."""
-    world, ranks = trained()
+    world, ranks = written()
     world.durable.problem = "no space left"
     assert world.put_all(ranks, 2)
     world.run(2.0)
@@ -130,9 +125,24 @@ def written_by(world: CatalogWorld, step: int) -> dict[tuple[int, int], list[str
     return {(s.rank, number): hosts for (s, _, number), hosts in world.durable.slices.items() if s.step == step}
 
 
+def test_the_last_step_of_a_run_is_tried_again_when_its_write_failed() -> None:
+    """No newer commit will come, and status says that the write is tried by itself."""
+    world, ranks = written()
+    world.durable.problem = "no space left"
+    assert world.put_all(ranks, 2)
+    world.run(3.0)
+    close_all(world, ranks)
+    world.run(FAILED_AGAIN_S)
+    assert world.served.durable.state("train").failures_count == 2
+    world.durable.problem = ""
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, FAILED_AGAIN_S + 5.0)
+    world.run(1.0)
+    assert world.served.durable.state("train").problem == ""
+
+
 def test_the_holders_of_a_shard_share_its_slices() -> None:
     """Every slice is written once, and both holders of each shard write some of it."""
-    world, _ = trained()
+    world, _ = written()
     wrote = written_by(world, 1)
     assert all(len(hosts) == 1 for hosts in wrote.values())
     for rank in range(2):
@@ -141,7 +151,7 @@ def test_the_holders_of_a_shard_share_its_slices() -> None:
 
 def test_what_a_dead_writer_owed_another_holder_writes_and_nothing_twice() -> None:
     """The write of the same step goes on: it is not abandoned, and what was written is not written again."""
-    world, ranks = trained()
+    world, ranks = written()
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 2)
@@ -158,7 +168,7 @@ def test_what_a_dead_writer_owed_another_holder_writes_and_nothing_twice() -> No
 
 def test_a_slice_that_one_host_cannot_write_another_does() -> None:
     """A host without a way to the storage fails; the write goes on at the other, and status has no problem."""
-    world, ranks = trained()
+    world, ranks = written()
     world.holders["h1"].durable_problem = "no route"
     assert world.put_all(ranks, 2)
     assert world.run_until(lambda: ranks[0].tickets[2] == "durable", 10.0)
@@ -168,7 +178,7 @@ def test_a_slice_that_one_host_cannot_write_another_does() -> None:
 
 def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
     """When every holder of a shard failed, what was written of the step is removed: full storage needs the room."""
-    world, ranks = trained()
+    world, ranks = written()
     world.durable.problem = "no space left"
     assert world.put_all(ranks, 2)
     world.run(3.0)
@@ -178,7 +188,7 @@ def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
 
 def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
     """Writes that take longer than the steps are abandoned slice by slice for newer ones; in the end one is whole."""
-    world, ranks = trained(keep_steps=2)
+    world, ranks = written(keep_steps=2)
     for holder in world.holders.values():
         write = holder._persist
         holder._persist = lambda body, write=write: world.at(2.5, lambda: write(body))  # type: ignore[method-assign]
@@ -196,7 +206,7 @@ def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
 
 def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
     """One holder writes nothing and says nothing: the next write is the other's alone, and steps become durable."""
-    world, ranks = trained(keep_steps=2)
+    world, ranks = written(keep_steps=2)
     world.holders["h1"]._persist = lambda body: None  # type: ignore[method-assign]
     for step in range(2, 9):
         assert world.put_all(ranks, step)
@@ -214,7 +224,7 @@ def close_all(world: CatalogWorld, ranks: list[FakeRank]) -> None:
 
 def test_a_closed_job_that_is_durable_leaves_ram_in_the_end() -> None:
     """Only after job_ttl_s, which a new controller counts anew; the next launch restores it from durable storage."""
-    world, ranks = trained(last=2, job_ttl_s=100.0)
+    world, ranks = written(last=2, job_ttl_s=100.0)
     close_all(world, ranks)
     world.run(60.0)
     world.crash_controller()
@@ -230,7 +240,7 @@ def test_a_closed_job_that_is_durable_leaves_ram_in_the_end() -> None:
 @pytest.mark.parametrize("loss", ["emptied", "a part is gone", "unreadable"])
 def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> None:
     """The storage is looked at when job_ttl_s is over, whatever was written once; the word is an event (R19)."""
-    world, ranks = trained(last=2, job_ttl_s=100.0)
+    world, ranks = written(last=2, job_ttl_s=100.0)
     close_all(world, ranks)
     if loss == "emptied":
         world.durable.markers.clear()
@@ -252,7 +262,7 @@ def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> N
 @pytest.mark.parametrize("keeper", ["ram only", "running", "crashed", "pinned", "no limit"])
 def test_what_may_be_needed_does_not_expire(keeper: str) -> None:
     """A step that lies only in RAM, a run that goes on or died, a pinned step, job_ttl_s=0: nothing is freed."""
-    world, ranks = trained(last=2, job_ttl_s=0 if keeper == "no limit" else 100.0)
+    world, ranks = written(last=2, job_ttl_s=0 if keeper == "no limit" else 100.0)
     if keeper == "ram only":
         world.durable.problem = "no space left"
         assert world.put_all(ranks, 3)
@@ -267,6 +277,31 @@ def test_what_may_be_needed_does_not_expire(keeper: str) -> None:
     world.run(300.0)
     newest = 3 if keeper == "ram only" else 2
     assert len(world.holders_of(StepId(1, newest), 0)) == 2
+
+
+@pytest.mark.parametrize("news", ["a pin", "a launch", "half a launch"])
+def test_what_is_needed_again_while_the_storage_is_looked_at_stays(news: str) -> None:
+    """job_ttl_s is over and the look takes 10 s: whoever comes meanwhile loses nothing by its good result."""
+    world, ranks = written(last=2, job_ttl_s=100.0)
+    close_all(world, ranks)
+    looks = []
+
+    def look_slowly(holder: FakeHolder, body: Any) -> None:
+        looks.append(holder.host_id)
+        world.at(10.0, lambda: list_markers(holder, body))
+
+    for holder in world.holders.values():
+        holder._on_markers = partial(look_slowly, holder)  # type: ignore[method-assign]
+    assert world.run_until(lambda: bool(looks), 150.0)
+    if news == "a pin":
+        world.call(ranks[0], "pin", step=2, name="best")
+    elif news == "a launch":
+        world.launch(2)
+    else:
+        world.join(0, 2, "the next launch")
+    world.run(60.0)
+    assert "train" in world.served.jobs
+    assert all(len(world.holders_of(StepId(1, 2), rank)) == 2 for rank in range(2))
 
 
 def test_a_job_of_a_removed_name_is_written_at_once() -> None:
@@ -288,7 +323,7 @@ def test_a_job_of_a_removed_name_is_written_at_once() -> None:
 
 def test_what_durable_storage_brings_back_after_a_removal_is_the_jobs_own() -> None:
     """The step has the number of a removed attempt; its copies stay, and it is committed, pinned, forked, retired."""
-    world, ranks = trained(last=2)
+    world, ranks = written(last=2)
     assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 60.0)
     world.call(ranks[0], "rm", force=True)
     world.run(1.0)

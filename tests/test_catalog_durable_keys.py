@@ -126,7 +126,7 @@ def test_a_listing_says_which_key_the_newest_step_needs() -> None:
     world.crash_controller()
     world.run(6.0)
     world.launch(2)
-    assert f"step 1 needs key {A}" in world.served.durable.state("train").problem
+    assert f"step 1 needs key {A}" in world.served.durable.state("train").unread
 
 
 @pytest.mark.parametrize(

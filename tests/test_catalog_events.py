@@ -8,6 +8,7 @@ import pytest
 
 from memstore.core.chronicle import KEPT, PAGE, Chronicle
 from memstore.core.events import Heard, Report, copy_to_wire
+from memstore.core.observer import Observer
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
 from recovery.inventory import StepId
@@ -17,6 +18,12 @@ def told(world: CatalogWorld, *kinds: str) -> list[dict[str, Any]]:
     """Happenings of these kinds as `memstore events --json` gives them, oldest first."""
     found = [h.to_dict() for h in world.served.observer.chronicle.since(0)]
     return [row for row in found if row["event"] in kinds]
+
+
+def test_a_mistake_in_telling_undoes_nothing() -> None:
+    """Whatever is told is told aside: all that the catalog calls but `add`, of what its own parts tell."""
+    calls = [method for name, method in vars(Observer).items() if not name.startswith("_") and name != "add"]
+    assert [method.__name__ for method in calls if not hasattr(method, "__wrapped__")] == []
 
 
 def test_a_step_leaves_one_put_and_one_commit_with_the_slowest_rank_and_the_seconds() -> None:

@@ -89,12 +89,13 @@ def test_a_host_that_died_just_now_may_be_back_with_its_memory() -> None:
 
 
 def test_durable_storage_that_was_not_listed_yet_may_have_them() -> None:
-    """A new controller has not looked at durable storage: no step is gone before it has."""
+    """A new controller cannot list durable storage: no step is gone before it has."""
     world, _ = trained(2, 2, last=2, durable="/ck", durable_every=100)
     catalog = world.served
     assert catalog.durable.is_known(world.job())
     for host in ("h0", "h1"):
         world.holders[host].copies.clear()
+    world.durable.problem = "not mounted"
     world.crash_controller()
     world.run(10.0)
     assert not world.served.durable.is_known(world.job())

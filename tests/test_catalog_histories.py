@@ -108,7 +108,7 @@ def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> 
         assert "marker of step 2 is torn" in ranks[0].error("join")
         return
     assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "durable")}
-    assert world.served.durable.state("train").problem == "marker of step 2 is torn"
+    assert world.served.durable.state("train").unread == "marker of step 2 is torn"
 
 
 def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -> None:
@@ -123,4 +123,4 @@ def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -
     world.kill_rank(ranks[0])
     world.run(25.0)
     assert ranks[1].error("join").startswith("GatherTimeout")
-    assert "ranks 0 of 2" in ranks[1].error("join")
+    assert "missing: rank 0" in ranks[1].error("join")

@@ -24,6 +24,20 @@ def test_a_stand_in_takes_the_copies_of_a_dead_host() -> None:
     assert all(len(world.holders_of(StepId(1, 1), rank)) == 2 for rank in range(3))
 
 
+def test_copies_are_rebuilt_while_a_rank_is_awaited_at_get() -> None:
+    """The others may wait ten minutes for it; until all have asked nothing is brought to them, and nothing spared."""
+    world, _ = trained(4, 3)
+    world.kill_host("h1")
+    ranks = world.launch(3)
+    for rank in ranks[:2]:
+        world.call(rank, "get", step=None, timeout_s=600.0, is_agreement=False)
+    world.run(20.0)
+    assert [len(world.holders_of(StepId(1, 1), rank)) >= 2 for rank in range(3)] == [True] * 3
+    world.call(ranks[2], "get", step=None, timeout_s=600.0, is_agreement=False)
+    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    world.check_restored([rank.answers["get"][-1] for rank in ranks])
+
+
 def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
     """A holder that restarts with its memory within repair_after_s gets nothing and loses nothing."""
     world, _ = trained(4, 3)
@@ -187,6 +201,32 @@ def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
     world.run(20.0)
     assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
     assert world.holders_of(StepId(1, 2), 0) == (["h0"] if is_ended else ["h0", "h1"])
+
+
+def test_a_commit_that_is_being_written_down_gives_no_copy_up() -> None:
+    """Where a kept step's copy is refused, the room is not taken of a step whose commit is on its way (R19, R29)."""
+    world, ranks = trained(3, 2)
+    world.has_lease = False
+    world.silence("h2")
+    world.run(6.0)
+    for rank in ranks:
+        world.put(rank, 2)
+    world.run(1.0)
+    assert world.job().newest.steps[2] == "committing"
+    world.kill_rank(ranks[1])
+    full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
+    full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
+    del full.copies[kept]
+    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(kept)]}))
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
+    world.has_lease = True
+    world.thaw("h2")
+    assert world.run_until(lambda: StepId(1, 2) in world.job().commits)
+    world.kill_host("h0")
+    answers = world.get(world.launch(2))
+    world.check_restored(answers)
+    assert {answer.get("step") for answer in answers} == {2}
 
 
 def test_surplus_copies_of_an_open_step_go() -> None:

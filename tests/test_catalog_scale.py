@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from memstore.core import launches
 from memstore.core.commit_rule import CommitRule
-from memstore.core.events import Heard, Tick
+from memstore.core.events import Heard, RankCall, Tick
 from memstore.core.fact_log import FactLog
 from memstore.core.facts import HostsJoined, StepCommitted
 from memstore.core.orphans import Orphans
@@ -133,6 +134,30 @@ def test_a_seal_that_comes_while_all_shards_are_looked_at_is_looked_at_too() -> 
     for _ in range(4):
         fleet.handle(Tick())
     assert (gone.shard, gone.host) in catalog.repair.pushes
+
+
+def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each asks after the same seconds: to look at all of them for each of them is the square of the ranks."""
+    fleet = CatalogFleet(4)
+    join = {
+        "job": "next", "world_size": 17, "key": "k", "launcher": "l", "fresh": False, "takeover": False,
+        "config": fleet.config,
+    }  # fmt: skip
+    asked: list[Any] = []
+    looks = counted(monkeypatch, launches, "_gathering")
+    for rank in range(16):
+        fleet.handle(RankCall(fleet.hosts[0], 1000 + rank, "join", {**join, "rank": rank, "nonce": f"m{rank}"}))
+    for rank in range(16):
+        asked += fleet.catalog.handle(
+            fleet.now, RankCall(fleet.hosts[0], 2000 + rank, "roll_call", {"job": "next", "of": "join"})
+        )
+    assert {answer.body["found"]["awaited"] for answer in asked} == {"rank 16"}
+    assert looks == [1]
+    fleet.handle(Tick())
+    fleet.handle(RankCall(fleet.hosts[0], 3000, "roll_call", {"job": "next", "of": "join"}))
+    assert looks == [2]
 
 
 def test_a_heartbeat_of_a_live_host_orders_nothing() -> None:

@@ -13,7 +13,8 @@ import pytest
 from memstore.core.events import copy_to_wire
 from memstore.core.facts import StepAbandoned
 from memstore.core.records import Entry
-from memstore.core.shelf import Share, Shelved
+from memstore.core.share import Share
+from memstore.core.shelf import Shelved
 from memstore.errors import CapacityError
 from memstore.shell.peer_server import DRAFT_IDLE_S, PeerServer
 from memstore.shell.vault import Vault
@@ -40,6 +41,23 @@ def test_an_open_step_whose_owner_lost_a_chunk_is_mended_from_a_peer() -> None:
     world.put(ranks[1], 2)
     assert world.run_until(lambda: ranks[1].tickets[2] == "committed", 20.0)
     assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
+
+
+def test_an_open_step_whose_owner_lost_the_whole_copy_is_mended_from_a_peer() -> None:
+    """The last rank's put is late; meanwhile a new arena replaces rank 0's, while rank 0 lives: a peer's copy is pushed
+    back, for rank 0 was told that its put is over and hands nothing over again.
+    """
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    world.kill_host("h0")
+    world.return_host("h0")
+    ranks[0].is_dead = False
+    world.run(3.0)
+    world.put(ranks[1], 2)
+    assert world.run_until(lambda: ranks[1].tickets[2] == "committed", 20.0)
+    assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
+    assert not world.job().commits[StepId(1, 2)].is_degraded
 
 
 def test_an_open_step_with_a_chunk_that_nobody_has_is_given_up() -> None:

@@ -87,6 +87,20 @@ def test_a_lone_host_can_go_once_its_step_is_durable(tmp_path: Path, nursery: Ra
         assert (body["left"], [row["step"] for row in body["durable"]]) == (0, [2])
 
 
+def test_hosts_that_all_go_leave_the_newest_step_on_durable_storage(tmp_path: Path, nursery: RankNursery) -> None:
+    """By its schedule step 0 alone is durable; with the notices step 3 is, and both hosts can go."""
+    storage = tmp_path / "durable"
+    storage.mkdir()
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}) as cluster:
+        ranks = Fleet(cluster, nursery, durable=str(storage), durable_every=1000).begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        together(ranks, "train", first=1, last=3)
+        for host in ("h0", "h1"):
+            body, _ = run(cluster, "drain", host, "--within", "60")
+            assert (body["left"], [row["step"] for row in body["durable"]]) == (0, [3])
+        assert sorted(marker.parent.name for marker in storage.glob("train/*/*/marker")) == ["0", "3"]
+
+
 def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_path: Path) -> None:
     """--cancel ends it; a notice without time, and one to an unknown host, are refused in words."""
     with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
@@ -101,7 +115,7 @@ def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> Non
     host = {
         "status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent",
         "drain_may_come": True, "drain_durable": [], "stats": {},
-        "drain_short": [{"job": "train", "step": 9, "copies": 1, "replicas": 2}],
+        "drain_short": [{"job": "train", "step": 9, "copies": 1, "replicas": 2, "durable_problem": ""}],
     }  # fmt: skip
     assert state_text(host) == "draining: 3 shards to copy"
     assert state_text({**host, "drain_may_come": False}) == "draining: train step 9: 1 of 2 copies elsewhere !"

@@ -33,10 +33,15 @@ def test_up_and_down_and_what_is_left() -> None:
 
     start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1", "--keep-steps", "2"]
     with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False) as cluster:
-        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]
+        refused = run("up", "--arena-bytes", "1TiB", code=1)["said"]
+        assert "can ever be had here" in refused, refused
+        assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
+        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]  # a smaller --arena-bytes, as it was told
+        assert run("up")["hosts"] == ["h1", "h2"]  # what is not given need not be the running store's
         assert run(*start)["hosts"] == ["h1", "h2"]
         other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
-        assert "arena_bytes" in other
+        assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other
+        assert f"`memstore down --store {name}`" in other
         assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
         assert "2 of the 3 hosts asked for" in run(*start, "--wait", "3", "--timeout-s", "1", code=1)["said"]
         assert run("status")["ray"]

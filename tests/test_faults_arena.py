@@ -70,9 +70,14 @@ def _leased(cluster: ProcessCluster, host: str) -> int:
 
 
 def remove(cluster: ProcessCluster, host: str, what: str) -> None:
-    """Do what systemd's RemoveIPC and cleaners do."""
+    """Do what systemd's RemoveIPC and cleaners do; the holder may remove files of a dropped step meanwhile."""
     path = cluster.arena(host) if what == "all" else cluster.arena(host) / what
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def unless_gone(_function: object, _path: str, error: tuple[type, BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(path, onerror=unless_gone) if path.is_dir() else path.unlink()
 
 
 def supervise(cluster: ProcessCluster, host: str) -> None:

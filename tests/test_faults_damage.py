@@ -98,6 +98,34 @@ def test_damage_is_not_adopted(tmp_path: Path, nursery: RankNursery) -> None:
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
 
 
+@pytest.mark.parametrize("finder", ["verify", "scrub"])
+def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: RankNursery, finder: str) -> None:
+    """Nobody reads it: verify, or the scrub, compares it with its digest, and repair brings it again (R30)."""
+    with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0 if finder == "verify" else 1 << 30) as cluster:
+        Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
+        wait_for(lambda: len(cluster.manifests("h0")) == 2, "older steps to be dropped")
+        wait_for(lambda: cluster.job("train")["copies"] == 2, "both copies")
+        before = cluster.manifests("h0")
+        damaged = min(before)
+        with (cluster.arena("h0") / "manifests" / damaged).open("r+b") as file:
+            file.seek(before[damaged].index(b"weights"))
+            file.write(b"v")
+        if finder == "verify":
+            found = cluster.ask("verify", {"job": "train"})["hosts"]
+            assert [found[host]["damaged_manifests"] for host in ("h0", "h1")] == [1, 0]
+            assert found["h0"]["damaged"] == 0
+        wait_for(lambda: cluster.manifests("h0") == before, "the manifest to be written anew")
+        wait_for(lambda: cluster.job("train")["missing_copies"] == 0, "the word of it")
+        assert cluster.job("train")["copies"] == 2
+
+        def events() -> list[tuple[str, int]]:
+            rows = cluster.ask("events", {"since": 0})["events"]
+            return [(event["host"], event["found"]) for event in rows if event["event"] == "scrub"]
+
+        assert wait_for(events, "the event") == [("h0", 1)]
+        assert all(row["damaged_manifests"] == 0 for row in cluster.ask("verify", {})["hosts"].values())
+
+
 def test_a_damaged_manifest_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
     """A key's name flips in the rank's own manifest: get brings the manifest from the peer, and writes it anew."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:

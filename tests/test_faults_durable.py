@@ -7,7 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from memstore.cli import main
+from memstore.cluster import refuse_last_copies
+from memstore.errors import CapacityError
 from memstore.testing.fleet import Fleet
 from memstore.testing.processes import ProcessCluster, wait_for
 from memstore.testing.rank_process import RankFailed, RankNursery, together
@@ -189,3 +193,33 @@ def test_a_closed_job_keeps_its_ram_when_the_durable_folder_was_emptied(tmp_path
         wait_for(lambda: "not_expired" in events() or "removed" in events(), "the end of job_ttl_s")
         assert "removed" not in events()
         wait_for(lambda: list(durable.rglob("marker")), "the step's second write")
+
+
+def test_the_last_copies_are_freed_only_for_a_step_that_is_on_the_storage_now(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """A slice was removed under a job that is durable: rm and `down --discard` refuse, and do it once it is back."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, durable=str(durable), durable_every=1000)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
+        together(ranks, "close")
+        refuse_last_copies(cluster.config)
+        durable.rename(tmp_path / "away")
+        with pytest.raises(CapacityError, match=r"step 0 cannot be looked for on durable storage: .*/durable"):
+            refuse_last_copies(cluster.config)
+        (tmp_path / "away").rename(durable)
+        part = min(durable.rglob("rank-1.*"))
+        part.unlink()
+        result = CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store])
+        assert result.exit_code == 1
+        assert part.name in result.output
+        assert "pass --yes" in result.output
+        assert cluster.job("train")["copies"] == 2
+        wait_for(part.exists, "the slice to be written again")
+        wait_for(lambda: cluster.job("train")["durable_seen_s"] is not None, "the step to be whole there")
+        refuse_last_copies(cluster.config)
+        result = CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store])
+        assert result.exit_code == 0, result.output

@@ -67,7 +67,7 @@ def test_a_lone_copy_that_is_lost_is_refused_by_name(tmp_path: Path, nursery: Ra
             assert failed.error == "RecoveryError"
             assert "step 2" in failed.message
             assert "h1" in failed.message
-            assert "ranks 1" in failed.message
+            assert "rank 1" in failed.message
         refused = ranks[0].fails("put", step=0)
         assert refused.error == "CommitError"
 

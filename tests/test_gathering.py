@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,41 @@ def test_all_of_connect_has_one_deadline(tmp_path: Path, monkeypatch: pytest.Mon
         for store in stores:
             store.close()
         assert len(stores) == 2
+
+
+def test_every_call_of_all_ranks_says_for_whom_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mesh_order(), get() and prepare() of one rank of two: the log names the other and its host, then all goes on."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S, replicas=1) as cluster:
+        stores: dict[int, Store] = {}
+
+        def join(rank: int) -> None:
+            stores[rank] = memstore.connect("train", rank=rank, world_size=2, attempt="one", config=cluster.config)
+
+        run_together(join, join)
+        for name, call in {
+            "mesh_order of": lambda store: store.mesh_order(),
+            "get of": lambda store: store.get(),
+            "room for the puts of": lambda store: store.prepare({"x": b"1"}).wait(),
+        }.items():
+            with caplog.at_level(logging.WARNING, "memstore"):
+                first = threading.Thread(target=call, args=(stores[0],), daemon=True)
+                first.start()
+                line = f"{name} job train: 1 of 2 ranks have come after 5 s, waiting for rank 1 on h1 (up to "
+                wait_for(lambda line=line: [said for said in caplog.messages if line in said], line)
+            call(stores[1])
+            first.join(LIMIT_S)
+            assert not first.is_alive()
+        for store in stores.values():
+            store.close()
+
+
+def run_together(*work: Callable[[int], None]) -> None:
+    """Run what each rank does, at once."""
+    threads = [threading.Thread(target=each, args=(rank,), daemon=True) for rank, each in enumerate(work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)

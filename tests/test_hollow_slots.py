@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from memstore.core.shelf import Share, Shelf
+from memstore.core.share import Share
+from memstore.core.shelf import Shelf
 from memstore.core.slots import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError
 from memstore.shell import arena as arena_module
@@ -178,6 +179,35 @@ def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder:
     vault.room.release()
     assert (vault.table.free, on_disk(folder)) == ([], 0)
     vault.close()
+
+
+def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
+    """A loader's workers live as long as training: what a get was reading when they began must not stay claimed."""
+    vault = open_vault(folder)
+    vault.claim("a", share(4))
+    mapping = ArenaMapping.open(folder)
+    reader = mapping.reading()
+    reader.add([1])
+    over, end = os.pipe()
+    runs, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(begun, b"r")
+        os.read(over, 1)
+        os._exit(0)
+    os.close(over)
+    reader.close()
+    try:
+        assert os.read(runs, 1) == b"r"
+        vault.drop_all([], ["a", 1])
+        assert on_disk(folder) == 0
+    finally:
+        for fd in (end, runs, begun):
+            os.close(fd)
+        os.waitpid(child, 0)
+        mapping.close()
+        vault.close()
 
 
 def test_slots_whose_reader_outlived_its_pin_keep_their_pages(folder: Path) -> None:

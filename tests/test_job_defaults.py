@@ -32,6 +32,9 @@ def test_a_start_with_other_defaults_lists_them() -> None:
     running = Config(replicas=3, durable="/d").start_fields()
     _check_fields(Config(), running)
     _check_fields(Config(replicas=3), running)
+    _check_fields(Config(), Config(arena_bytes="400MiB").start_fields())  # nothing is asked, so nothing differs
+    with pytest.raises(ConfigError, match=r"arena_bytes: 400.0 MiB runs, 1.0 TiB asked.*`memstore down --store a`"):
+        _check_fields(Config(arena_bytes="1TiB", store="a"), Config(arena_bytes="400MiB", store="a").start_fields())
     with pytest.raises(ConfigError, match=r"replicas: 3 runs, 2 asked; keep_steps: no default of the store \(1\), 4"):
         _check_fields(Config(replicas=2, keep_steps=4), running)
 

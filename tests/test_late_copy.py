@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interruption import interrupt
 
 from memstore.core.layout import decode_layout
 from memstore.core.tensor_names import name_at
@@ -275,3 +277,18 @@ def test_sources_that_cannot_be_compared_are_not_handed_over(monkeypatch: pytest
     copy.work()
     assert ends == ["its sources could not be compared: OSError('bad')"]
     assert copy.ended.is_set()
+
+
+def test_a_copy_that_is_interrupted_anywhere_ends_and_is_not_taken_for_whole() -> None:
+    """By a signal's handler that raises, say between taking a move and making it."""
+    for at in itertools.count(1):
+        ends: list[str] = []
+        source, target = torch.rand(4 * KIB), torch.zeros(4 * KIB)
+        copy = late([(source, target)], ends, [True])
+        interrupted = interrupt(copy.work, at)
+        copy.work()
+        assert copy.ended.is_set(), interrupted
+        assert ends != [""] or torch.equal(source, target), interrupted
+        if interrupted is None:
+            break
+    assert at > 20

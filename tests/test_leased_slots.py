@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
     assert len(site.link.pool) == SHARE_SLOTS - 4
     assert other.hand_over(b"", 4 * CHUNK_BYTES)
     tell(site, "sealed")
+
+
+def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> None:
+    """Another rank gave the step up while the hand-over waited for the link's writer: it is never sent, so the holder
+    takes no slot of it, and all are free again.
+    """
+    is_told = threading.Event()
+    site.link.outbox.put(lambda: is_told.wait(30.0) and None)
+    room = site.stage(2)
+    assert room.hand_over(b"", 2 * CHUNK_BYTES)
+    site.link.take_event({"k": "level", "attempt": 1, "step": STEP, "level": "skipped"})
+    is_told.set()
+    wait_for(site.link.outbox.empty, "the link's writer")
+    assert len(site.link.pool) == SHARE_SLOTS
 
 
 def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
@@ -124,6 +139,5 @@ def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, seen
     site.link.notify({**body, "attempt": 1, "world_size": 1, "layout": b"", "nbytes": 3 * CHUNK_BYTES})
     tell(site, "failed")
     assert site.holder.vault.pin(SHARD) is None
-    with site.link.room:
-        site.link.in_copy.clear()
+    room.abandon()
     wait_for(site.is_whole, "the whole share")

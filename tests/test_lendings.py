@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
 
-from memstore.core.shelf import Share
+from memstore.core.share import Share
 from memstore.errors import CommitError, ConfigError
 from memstore.shell import lendings, rank_server, vault
 from memstore.shell.rank_link import RankLink
@@ -90,6 +90,22 @@ def test_slots_are_adopted_once(site: Site) -> None:
     room.abandon()
     child.close()
     site.holder.ranks.reap()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_an_offer_of_what_a_child_has_looks_at_no_byte_of_it(site: Site) -> None:
+    """The child writes there: an offer that comes again, as with a new link, is no mistake of the parent's."""
+    room = site.lend()
+    body = site.link.offers[STEP][1]
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    for view in room.views():
+        view[:] = b"z" * CHUNK_BYTES
+    site.link.call("lend", body, WAIT_S)
+    assert not site.holder.ranks.lendings.lent
+    child.do("bye")
+    room.abandon()
     wait_for(site.is_whole, "the whole share")
 
 

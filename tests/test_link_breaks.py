@@ -27,6 +27,7 @@ from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnre
 from memstore.shell import checked_stream, stager
 from memstore.shell.arena_mapping import ArenaMapping
 from memstore.shell.copy_pass import copying
+from memstore.shell.leased_slots import Tenant
 from memstore.shell.peer_client import Peer
 from memstore.shell.stager import Reading, Stager
 from memstore.shell.tool import Tool
@@ -207,7 +208,7 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
             link = ranks.links[again.nonce]
         link.attempt = 1
         ranks.grant(link)
-        taken = again.acquire(1, WAIT_S)
+        taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
         wait_for(lambda: owner == link.owner or not site.vault.table.leases.get(owner), "the old store's goodbye")

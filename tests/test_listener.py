@@ -163,6 +163,27 @@ def test_a_stranger_that_is_slow_to_go_keeps_no_peer_out(monkeypatch: pytest.Mon
         assert works(server)
 
 
+def test_a_stranger_that_never_goes_costs_the_next_peer_not_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread hangs: whoever needs its place is refused after a while, and the next is served once it is gone."""
+    monkeypatch.setattr(listener, "MAKE_ROOM_S", 0.05)
+    refuse, goes = Listener._refuse, threading.Event()
+
+    def refuse_late(self: Listener, peer: str, error: Exception) -> None:
+        if threading.current_thread() is not self._acceptor:
+            goes.wait(30)
+        refuse(self, peer, error)
+
+    monkeypatch.setattr(Listener, "_refuse", refuse_late)
+    with serve(unauthenticated_max=1, handshake_timeout_s=30) as server, socket.create_connection(server.address):
+        until(lambda: server.connections == 1, "the stranger's place")
+        with pytest.raises(errors.PeerUnreachable):
+            connect(server)
+        assert "1 handshakes" in server.last_refusal
+        goes.set()
+        until(lambda: server.connections == 0, "the stranger's end")
+        assert works(server)
+
+
 def test_connections_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The total is bounded too; once one leaves, the next is served."""
     monkeypatch.setattr(listener, "CONNECTIONS_MAX", 2)
@@ -272,6 +293,33 @@ def test_close_ends_live_connections_and_waiting_threads() -> None:
     with pytest.raises(errors.PeerUnreachable):
         connect(server)
     server.close()
+
+
+def test_close_waits_for_a_handler_that_hangs_only_so_long() -> None:
+    """What a handler is stuck in may never end, such as a file system: close() gives its thread up in time."""
+    ends = threading.Event()
+    server = serve(on_channel=lambda channel, identity: ends.wait(30) and None)
+    with connect(server):
+        closing = threading.Thread(target=server.close, kwargs={"timeout_s": 0.1})
+        closing.start()
+        closing.join(10)
+        is_late = closing.is_alive()
+        ends.set()
+        closing.join(30)
+    assert not is_late
+    until(lambda: server.connections == 0, "the handler's end")
+
+
+def test_a_holder_that_takes_no_connections_is_a_timeout(tmp_path: Path) -> None:
+    """Its queue is full: who connects hears of it within its own limit."""
+    path = tmp_path / "holder.sock"
+    with socket.socket(socket.AF_UNIX) as stuck, contextlib.ExitStack() as waiting:
+        stuck.bind(str(path))
+        stuck.listen(0)
+        first = waiting.enter_context(socket.socket(socket.AF_UNIX))
+        first.connect(str(path))  # the queue has one place more than it says
+        with pytest.raises(errors.PeerTimeout):
+            connect_unix(path, timeout_s=0.05)
 
 
 def test_a_handler_may_close_its_listener() -> None:

@@ -15,6 +15,7 @@ from memstore import overlap as overlap_module
 from memstore.api import connect
 from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell import late_copy, state_encode
+from memstore.shell.safe_condition import SafeThread
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 
@@ -84,7 +85,7 @@ def test_without_a_thread_to_be_had_the_caller_copies(
     """The limit of processes is reached: nothing overlaps, everything is stored, once."""
     store.put(0, {"w": weight})  # the first put takes its room in a thread
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
         ticket = store.put(1, {"w": weight}, overlap=[weight])
         store.fence()
     ticket.wait("committed", WAIT_S)
@@ -100,7 +101,7 @@ def test_without_helpers_the_fence_makes_every_move(
     with monkeypatch.context() as patch:
         patch.setattr(overlap_module, "THREAD_BYTES", 1)
         patch.setattr(torch, "get_num_threads", lambda: 8)
-        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
         store.fence()
     ticket.wait("committed", WAIT_S)
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from memstore.core.events import shard_to_wire
-from memstore.core.shelf import Share
+from memstore.core.share import Share
 from memstore.core.wire import Kind
 from memstore.errors import PeerUnreachable
 from memstore.shell.channel import Channel, Frame

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from memstore.config import Config
-from memstore.core.shelf import Share
+from memstore.core.events import shard_to_wire
+from memstore.core.share import Share
+from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind
 from memstore.errors import ConfigError, FencedError
@@ -23,10 +25,13 @@ from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
 from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
+from memstore.shell.leased_slots import Tenant
 from memstore.shell.listener import connect_unix
+from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.rank_link import RankLink
 from memstore.shell.tool import store_root
 from memstore.testing.processes import wait_for
+from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
 WAIT_S = 15.0
@@ -35,12 +40,27 @@ ME = os.getpid()
 RANK = """
 import signal, sys
 from pathlib import Path
+from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.rank_link import RankLink
 link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
-link.acquire(2, 15.0)
+link.wait_free(2, 15.0)
 link.call_soon("steps", {})
 link.outbox.put(lambda: print("ready", flush=True))
 signal.pause()
+"""
+
+
+FULL_RANK = """
+import os, resource, sys
+from pathlib import Path
+from memstore.shell.manifest_folder import ManifestFolder
+from memstore.shell.rank_link import RankLink
+link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
+lowest = os.dup(0)
+os.close(lowest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print("full", flush=True)
+sys.stdin.readline()
 """
 
 
@@ -183,6 +203,47 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
 # -- pid namespaces ---------------------------------------------------------------------------------
 
 
+def stored(site: Site) -> tuple[Shelved, dict[str, Any]]:
+    """Store a shard of one chunk; return it, and the controller's answer that names it."""
+    vault, shard = site.holder.vault, ShardId("job", 1, 2, 0)
+    vault.ensure_free(1)
+    shelved = vault.seal_local(
+        shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=vault.take_slots(1), attempt=1
+    )
+    return shelved, {"shard": shard_to_wire(shard), "digest": shelved.spec.digest}
+
+
+def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
+    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
+    shelved, answer = stored(site)
+    channel, vault = hello(1), site.holder.vault
+    number, pin = ask(site, channel), vault.pin
+
+    def pin_after_the_link(*named: Any, **how: Any) -> Any:
+        channel.close()
+        wait_for(lambda: not site.holder.ranks.links, "the link to end")
+        wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
+        return pin(*named, **how)
+
+    monkeypatch.setattr(vault, "pin", pin_after_the_link)
+    site.holder.ranks.answer(number, answer, None)
+    assert not shelved.pins
+
+
+def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callable[..., Channel]) -> None:
+    """Not left to its deadline; and nothing stays pinned for it."""
+    shelved, answer = stored(site)
+    channel = hello(1)
+    number = ask(site, channel)
+    path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    site.holder.ranks.answer(number, answer, None)
+    assert receive(channel)["error"][0] == "RecoveryError"
+    assert not shelved.pins
+
+
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
     """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
@@ -249,7 +310,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     site.holder.vault.claim("job", Share(1, {0: 3}, 0))
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        taken = link.acquire(3, WAIT_S)
+        taken = link.acquire(Tenant(), 3, WAIT_S)
         assert taken is not None
         for moment in range(2):
             channel = link.channel
@@ -259,7 +320,6 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
             site.holder.ranks.reap()
             assert (site.leased(), site.gone) == (3, []), moment
         assert sorted(link.in_copy) == taken.slots
-        link.put_back(*taken)
     finally:
         link.close()
     wait_for(lambda: site.leased() == 0, "the goodbye")
@@ -268,17 +328,32 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
 # -- a removed job ------------------------------------------------------------------------------------
 
 
+def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) -> None:
+    """All that it needs is the one that the broken link gave back: of another error its reader thread would end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FULL_RANK, str(site.holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"full\n"
+        first = wait_for(lambda: site.holder.ranks.links.get("n"), "the link to be known")
+        first.channel.abort()
+        wait_for(lambda: site.holder.ranks.links.get("n", first) is not first, "the link to come back")
+        process.stdin.close()
+
+
 def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        link.attempt = site.holder.ranks.links["n"].attempt = 2
+        with site.holder.ranks.lock:  # the welcome is read before the link is known
+            link.attempt = site.holder.ranks.links["n"].attempt = 2
         order = {"k": "drop", "shards": [], "removed": ["job", 2]}
         site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
-        assert link.acquire(1, 0.0) is None
+        assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences) == (0, {})
         site.holder.orders.obey(order)
-        assert link.acquire(1, WAIT_S) is None
+        assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
         link.fenced_by, link.is_removed = 0, False
@@ -298,7 +373,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
     site.begin(4).vault.claim("job", Share(1, {0: 2}, 0))
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        taken = link.acquire(2, WAIT_S)
+        taken = link.acquire(Tenant(), 2, WAIT_S)
         assert taken is not None
         held = taken.slots
         mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
@@ -307,7 +382,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         wait_for(lambda: link.channel is not channel, "the next holder")
         vault.claim("job", Share(1, {0: 8}, 8))
         site.holder.ranks.grant_job("job")
-        more = link.acquire(6, WAIT_S)
+        more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4
         for slot in more.slots:

@@ -233,15 +233,16 @@ def test_nothing_whole_anywhere_lists_everything() -> None:
     """A job with history and no whole step yields every step, newest first (R23)."""
     found = restore([copy(5, 0, "a"), copy(6, 1, "b")], [commit(5)])
     assert (found.verdict, [r.step.step for r in found.rejected]) == ("none", [6, 5])
+    assert "but none of 2 steps can be restored; the newest, attempt 1 step 6: never committed" in found.why
 
 
 def test_steps_that_are_gone_are_counted_apart() -> None:
-    """They are not judged one by one: "no whole step among" counts those that can exist, and history stays history."""
+    """They are not judged one by one: the reason is of those that can exist, and history stays history."""
     commits = [commit(n) for n in range(1, 21)]
     gone = frozenset(StepId(1, n) for n in range(1, 20))
     found = restore(commits=commits, gone=gone)
     assert (found.verdict, [r.step.step for r in found.rejected], len(found.gone)) == ("none", [20], 19)
-    assert "no whole step among 1; newest: attempt 1 step 20" in found.why
+    assert "but attempt 1 step 20 cannot be restored: not whole: no tier has all bytes of rank" in found.why
     assert "19 more committed before are gone" in found.why
     found = restore(commits=commits, gone=gone | {StepId(1, 20)})
     assert (found.verdict, found.has_history, found.rejected, len(found.gone)) == ("none", True, (), 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from memstore.cli import main
+from memstore.config import Config
 from memstore.demo.cli import demo
 from memstore.drills.cli import drill
 
@@ -91,3 +94,22 @@ def test_a_printed_command_can_be_run(command: str, tmp_path: Path, monkeypatch:
         parse(command)
     except click.UsageError as error:
         pytest.fail(f"{COMMANDS[command]} prints {command!r}: {error.format_message()}")
+
+
+def test_a_printed_command_names_its_store(tmp_path: Path) -> None:
+    """Run without --store it would stop or clear the store "default"."""
+    assert Config().commands("run `memstore down`") == "run `memstore down`"
+    other = Config(store="two", arena_dir="/mnt/a b")
+    assert other.commands("`memstore down --discard` or memstore up --arena-bytes SIZE") == (
+        "`memstore down --store two --arena-dir '/mnt/a b' --discard` or "
+        "memstore up --store two --arena-dir '/mnt/a b' --arena-bytes SIZE"
+    )
+    once = other.commands("`memstore rm j`; `memstore stores` lists all, a memstore commit is no command")
+    assert other.commands(once) == once
+    shown = CliRunner().invoke(main, ["down", "--leftovers", "--store", "two", "--arena-dir", str(tmp_path)])
+    assert "left nothing" in shown.stderr
+    (tmp_path / f"memstore-{os.getuid()}" / "two" / "h1").mkdir(parents=True)
+    for words in ("down --leftovers", "status", "status --json"):
+        shown = CliRunner().invoke(main, [*words.split(), "--store", "two", "--arena-dir", str(tmp_path)])
+        assert f"`memstore up --store two --arena-dir {tmp_path}`" in shown.output, words
+        assert "`memstore up`" not in shown.output, words

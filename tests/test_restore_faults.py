@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from memstore.core.events import shard_to_wire, spec_to_wire
 from memstore.core.shelf import Shelved
+from memstore.core.slots import Owner
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
-from memstore.shell import stager
+from memstore.shell import forker, stager
 from memstore.shell.holder import Holder
+from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.peer_client import Peer
+from memstore.shell.sealer import RankLink
 from memstore.shell.shipment import Stored
 from memstore.shell.vault import VERIFY_AGE_S, Vault
 from memstore.testing.two_holders import two_holders
@@ -173,6 +176,52 @@ def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Hold
         a.stager._stage(order(shelved, 1), SHARD)
     assert not a.vault.shelf.shards
     assert len(a.vault.table.free) == len(a.vault.table.slots)
+
+
+def test_a_staging_that_fails_leaves_nothing_pinned(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is damaged and the other copy out of reach: a pin would keep the slots for minutes (R7)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    damage_manifest(a, shelved)
+    monkeypatch.setattr(a.stager, "may_wait", lambda body, deadline_s: False)
+    with pytest.raises(PeerUnreachable):
+        a.stager._stage({**order(shelved), "holders": ["a", "gone"]}, SHARD)
+    assert not shelved.pins
+
+
+def damage_manifest(holder: Holder, shelved: Shelved) -> None:
+    """Flip a bit in the file of a manifest."""
+    path = holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_check_whose_manifest_was_damaged_since_is_answered(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The get fails by name, and brings the manifest from another copy when it is called again."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    assert a.stager._stage(order(shelved), SHARD) == {}
+    damage_manifest(a, shelved)
+    link = RankLink(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
+    monkeypatch.setattr(a.ranks, "of_job", lambda job: [link])
+    reports = reports_of(a, monkeypatch)
+    a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})
+    assert [(kind, body["ok"]) for kind, body in reports] == [("checked", False)]
+    assert "was damaged after it was written" in reports[0][1]["error"][1]
+
+
+def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host says that it has no copy, instead of nothing, for which the fork would wait."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    damage_manifest(a, shelved)
+    assert forker.look(a.vault, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    assert not shelved.pins
 
 
 def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memstore.core.shelf import Share, Shelf, Shelved
+from memstore.core.share import Share
+from memstore.core.shelf import Shelf, Shelved
 from memstore.core.slots import SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
 

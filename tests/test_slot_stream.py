@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memstore.shell import slot_stream
+from memstore.shell.safe_condition import SafeThread
 from memstore.shell.slot_stream import Move, in_threads
 
 WAIT_S = 10.0
@@ -53,10 +54,10 @@ def test_an_interrupted_copy_leaves_no_thread_that_writes() -> None:
 def test_without_a_thread_to_be_had_the_caller_makes_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of threads is reached: nothing is left out."""
 
-    def refused(self: threading.Thread) -> None:
+    def refused(self: SafeThread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(SafeThread, "start", refused)
     done: list[Move] = []
     in_threads(MOVES, done.extend)
     assert sorted(done) == MOVES

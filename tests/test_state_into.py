@@ -71,6 +71,24 @@ def test_tensors_are_filled_in_place() -> None:
     assert into["n"].tolist() == state["n"].tolist()
 
 
+def test_a_view_into_itself_takes_what_was_stored_of_such_a_view() -> None:
+    """Elements that share memory were equal when they were stored the same way."""
+    windows = torch.arange(5.0).unfold(0, 3, 1)
+    into = torch.zeros(5).unfold(0, 3, 1)
+    decode_state(*stored({"a": windows}), into={"a": into})
+    assert torch.equal(into, windows)
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_view_into_itself_takes_nothing_else(is_array: bool) -> None:
+    """Of values that differ the last one written would stand in silence: where bytes are wrong there is an error."""
+    value: Any = np.eye(3) if is_array else torch.eye(3)
+    array = np.lib.stride_tricks.as_strided(np.zeros(5), (3, 3), (8, 8))
+    into: Any = array if is_array else torch.zeros(5).unfold(0, 3, 1)
+    with pytest.raises(ManifestMismatch, match=r"state\['a'\].*share memory"):
+        decode_state(*stored({"a": value}), into={"a": into})
+
+
 def test_fill_is_seen_by_autograd() -> None:
     """A backward over values that a restore has overwritten fails instead of using the new ones."""
     weight = torch.ones(3, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -163,7 +164,10 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     """4 s for each sealed chunk at a quarter of a chunk a second; at 0 it reads nothing."""
     found: list[int] = []
     slots = [SimpleNamespace(state=state) for state in (SlotState.SEALED, SlotState.FREE, SlotState.SEALED)]
-    vault = SimpleNamespace(table=SimpleNamespace(slots=slots), verify_slot=lambda n: found.append(n) or [])
+    vault = SimpleNamespace(
+        table=SimpleNamespace(slots=slots), shelf=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
+        verify_slot=lambda n: found.append(n) or [],
+    )  # fmt: skip
     pauses = Pauses()
     holder: Any = SimpleNamespace(
         config=SimpleNamespace(scrub_bytes_per_s=rate, chunk_bytes=CHUNK_BYTES), stopping=pauses, vault=vault

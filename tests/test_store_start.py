@@ -24,7 +24,7 @@ from memstore.cli import main
 from memstore.cluster import remove_leftovers
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
-from memstore.shell.ray_reach import wait_for_gcs
+from memstore.shell.ray_reach import wait_for_gcs, wants_token
 from memstore.testing.embedded import EmbeddedCluster
 from memstore.testing.processes import ProcessCluster
 
@@ -196,3 +196,12 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
         memstore.stop(config=mistyped, keep_data=False, force=True)
         remove_leftovers(mistyped)
+
+
+def test_a_cluster_that_wants_a_token_is_told_from_one_that_is_not_there() -> None:
+    """Ray says "Failed to connect" of both; the reason is in what that was raised from."""
+    deep = RuntimeError("Failed to connect to GCS. Last connection error: RPC error: InvalidAuthToken: missing")
+    error = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
+    assert not wants_token(error)
+    error.__cause__ = deep
+    assert wants_token(error)

@@ -172,7 +172,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "survives": [{"level": "host", "tolerated": 1, "fatal": []}], "targets": {"a": ["b"], "b": ["a"]},
         "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "warnings": [], "unmet": [],
         "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_keys": "", "durable_abandoned": 0,
-        "durable_s": 3.0,
+        "durable_s": 3.0, "durable_seen_s": 3.0, "durable_unseen": "",
     }  # fmt: skip
     return {**healthy, **changes}
 
@@ -238,6 +238,7 @@ def test_a_healthy_store_has_no_problem() -> None:
         ({"degraded": "copies are spread over hosts, not racks"}, DEGRADED, "not racks"),
         ({"survives": [{"level": "host", "tolerated": -1, "fatal": []}]}, DEGRADED, "not whole in RAM"),
         ({"durable_problem": "permission denied"}, DEGRADED, "permission denied"),
+        ({"durable_unseen": "step 4: rank-0.0 is gone"}, DEGRADED, "durable /ck: step 4: rank-0.0 is gone"),
         ({"durable": None}, NOTE, "losing 2 hosts at once can lose"),
         (
             {"durable": None, "survives": [{"level": "host", "tolerated": 0, "fatal": ["b"]}]},
@@ -262,6 +263,22 @@ def test_a_host_without_room_beside_its_arena_is_told_with_the_reason() -> None:
     assert (row["severity"], row["about"]) == (DEGRADED, "a")
     assert "no room for 103 more bytes" in row["cause"]
     assert row["remedy"]
+
+
+@pytest.mark.parametrize(("used", "is_short"), [(972, False), (973, True), (1024, True), (1030, True)])
+@pytest.mark.parametrize(("hard", "at_once"), [(1024, ""), (4096, "4096"), (1 << 20, "65536")])
+def test_a_holder_short_of_descriptors_is_told_with_numbers_and_remedies(
+    used: int, is_short: bool, hard: int, at_once: str
+) -> None:
+    """Before it is full, for then it accepts nobody; a holder that tells nothing of them is none."""
+    stats = {"descriptors": used, "descriptors_limit": 1024, "descriptors_hard": hard, "pid": 77}
+    rows = found(job_body(), hosts=(host_body("a", stats=stats), host_body("b")))
+    assert len(rows) == is_short
+    for row in rows:
+        assert (row["severity"], row["about"]) == (DEGRADED, "a")
+        assert f"{used} of 1024 file descriptors" in row["cause"]
+        assert (f"`prlimit --nofile={at_once}: --pid 77`" in row["remedy"]) == bool(at_once)
+        assert all(way in row["remedy"] for way in ("ulimit -n 65536", "LimitNOFILE=65536", "--ulimit nofile=65536"))
 
 
 def test_a_step_lost_from_ram_without_durable_is_unrecoverable_and_comes_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -218,6 +219,65 @@ def test_a_handshake_passed_on_by_another_member_is_refused(
         assert isinstance(proofs[1].exception(5), TransportError)
 
 
+@pytest.mark.parametrize("fault", ["stranger client", "no certificate", "stranger server", "TLS 1.2"])
+def test_both_ends_show_a_certificate_of_the_store_in_the_newest_tls(
+    members: dict[str, Config], aside: Callable[..., Future[Any]], fault: str
+) -> None:
+    """Whoever has none of the store's authority, or speaks an older TLS, never reaches the proofs, on either side."""
+    client_tls = tls_of(members["stranger" if fault == "stranger client" else "a"])
+    server_tls = tls_of(members["stranger" if fault == "stranger server" else "b"])
+    if fault == "no certificate":
+        client_tls = replace(client_tls, client=_without_certificate(members["a"]))
+    elif fault == "TLS 1.2":
+        client_tls.client.minimum_version = ssl.TLSVersion.TLSv1_2
+        client_tls.client.maximum_version = ssl.TLSVersion.TLSv1_2
+    elif fault == "stranger client":  # who takes any server
+        client_tls.client.verify_mode = ssl.CERT_NONE
+    else:  # who takes any client
+        server_tls.server.verify_mode = ssl.CERT_NONE
+    left, right = socket.socketpair()
+    with Channel(left) as client, Channel(right) as server:
+        careful, other = (client, server) if fault == "stranger server" else (server, client)
+        ends = {client: (client_tls, False), server: (server_tls, True)}
+        secured = {
+            end: aside(end.secure, tls, is_server=is_server, timeout_s=5) for end, (tls, is_server) in ends.items()
+        }
+        assert type(secured[careful].exception(10)) is AuthenticationError
+        careful.close()
+        secured[other].exception(10)
+
+
+def test_a_certificate_may_come_with_those_between_it_and_the_authority(
+    members: dict[str, Config], aside: Callable[..., Future[Any]], tmp_path: Path
+) -> None:
+    """A file with more than one certificate: its own is the first, and the proofs of both ends name that."""
+    chain = tmp_path / "chain.pem"
+    chain.write_text(
+        "".join(Path(str(members["a"].tls_cert if n else members["b"].tls_cert)).read_text() for n in (0, 1))
+    )
+    left, right = socket.socketpair()
+    with Channel(left) as client, Channel(right) as server:
+        server_tls = tls_of(replace(members["b"], tls_cert=str(chain)))
+        shake((client, server), aside, (tls_of(members["a"]), server_tls))
+
+
+def test_a_mute_server_costs_the_callers_deadline(members: dict[str, Config]) -> None:
+    """Who calls a TLS port that never answers gives up in its own time."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        caught: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                connect_tcp(*mute.getsockname(), **SIDES, timeout_s=0.2, tls=tls_of(members["a"]))
+            except BaseException as error:
+                caught.append(error)
+
+        caller = threading.Thread(target=call, daemon=True)
+        caller.start()
+        caller.join(10)
+        assert [type(error) for error in caught] == [PeerTimeout]
+
+
 def test_a_mute_client_costs_the_handshakes_deadline(members: dict[str, Config]) -> None:
     """Who connects to a TLS port and says nothing, or drips, is gone at the deadline."""
     options: dict[str, Any] = {**SIDES, "on_channel": lambda *_: None, "handshake_timeout_s": 0.2}
@@ -266,8 +326,6 @@ def test_a_job_is_put_committed_and_restored_over_tls(
 
 
 def _without_certificate(config: Config) -> Any:
-    import ssl
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(config.tls_ca)
@@ -305,15 +363,29 @@ def test_up_takes_the_files_as_options_or_from_the_environment(
     assert words in " ".join(result.stderr.split())
 
 
-def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_path: Path) -> None:
-    """A key of mode 0644 is a ConfigError naming the mode; a certificate that is not its own is one, too."""
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620])
+def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_path: Path, mode: int) -> None:
+    """A key open to others or a group is a ConfigError naming the mode; so is another one's certificate an error."""
     key = tmp_path / "key"
     key.write_bytes(Path(str(members["a"].tls_key)).read_bytes())
-    key.chmod(0o644)
-    with pytest.raises(ConfigError, match="0644"):
+    key.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{mode:04o}"):
         Tls.load(replace(members["a"], tls_key=str(key)))
     with pytest.raises(ConfigError, match="cannot be set up"):
         Tls.load(replace(members["a"], tls_key=members["b"].tls_key))
+
+
+def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Config], tmp_path: Path) -> None:
+    """Nobody sits at the terminal of every host: OpenSSL would wait there for the password."""
+    from cryptography.hazmat.primitives import serialization
+
+    plain = serialization.load_pem_private_key(Path(str(members["a"].tls_key)).read_bytes(), None)
+    form, sealed = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(plain.private_bytes(serialization.Encoding.PEM, form, sealed))
+    with pytest.raises(ConfigError, match="has a password"):
+        Tls.load(replace(members["a"], tls_key=str(key)))
 
 
 def test_a_plain_frame_header_is_not_taken_for_tls(members: dict[str, Config]) -> None:

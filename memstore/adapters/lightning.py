@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from memstore.adapters.torch import AppState
 from memstore.api import connect
@@ -31,7 +31,7 @@ class MemstoreCallback(Callback):
         every_n_steps: Steps between two puts.
         config: As for `memstore.connect`.
         shard, shards: As for `memstore.connect`, where a strategy's ranks hold equal parts, such as HSDP.
-            [default: 0 of 1 under DDP; else every rank's part is its own]
+            [default: 0 of 1 under DDP; else, also under DeepSpeed, every rank's part is its own]
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MemstoreCallback(Callback):
                 no rank of this launch can take.
         """
         shard, shards = self.shard, self.shards
-        if shard is None and isinstance(trainer.strategy, DDPStrategy):
+        if shard is None and holds_equal_models(trainer.strategy):
             shard, shards = 0, 1
         self.store = connect(
             self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config, shard=shard,
@@ -95,6 +95,11 @@ class MemstoreCallback(Callback):
         if self.store is not None:
             self.store.close()
             self.store = None
+
+
+def holds_equal_models(strategy: object) -> bool:
+    """Tell whether all ranks of a strategy hold the same model and optimizer; DeepSpeed's parts them, and is a DDP."""
+    return isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
 class TrainerState:

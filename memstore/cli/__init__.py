@@ -23,7 +23,7 @@ from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.metrics import metrics
 from memstore.cli.options import is_debug, is_json
-from memstore.cli.output import ExitCode, print_json, say
+from memstore.cli.output import ExitCode, for_this_store, print_json, say
 from memstore.cli.plan import plan
 from memstore.cli.status import status
 from memstore.cli.stores import stores
@@ -67,6 +67,7 @@ class Verbs(click.Group):
         except Exception as error:
             failure = error
             problem = f"internal error, please report it with the output of --debug: {type(error).__name__}: {error}"
+        problem = for_this_store(problem)
         if is_debug(ctx):
             traceback.print_exception(failure)
         say(f"memstore: {problem}")

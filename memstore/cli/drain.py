@@ -27,9 +27,10 @@ def drain(
 ) -> None:
     """Copy what HOST holds to hosts that stay, and wait for it; for preemption notices and maintenance.
 
-    Nothing is stopped: its ranks go on putting. Exit code 0 once every kept step has all its copies on hosts that
-    stay, or is durable; 4 if the time ran out first, or at once if too few hosts stay for that. Nodes that Ray drains
-    are noticed without this command.
+    Nothing is stopped: its ranks go on putting. Where too few hosts stay for all copies, a job with durable= has its
+    kept steps written there at once. Exit code 0 once every kept step has all its copies on hosts that stay, or is
+    durable; 4 if the time ran out first, or at once if neither can be. Nodes that Ray drains are noticed without this
+    command.
     """
     where = Where(config, address)
     host = check_host(where.status(), host)

@@ -12,6 +12,7 @@ from memstore.cli.options import Where, address_option, check_job, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.chronicle import PROBLEMS, ROUTINE
+from memstore.core.listing import lost_text
 from memstore.core.problems import drain_text
 from memstore.errors import MemstoreError
 
@@ -163,7 +164,7 @@ def _restore(e: Event) -> str:
         return f"attempt {e['attempt']} restored nothing: {e['why']}"
     tiers = ", ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in e["bytes"].items() if nbytes)
     spent = ", ".join(f"{phase} {fine(value)}" for phase, value in e["seconds"].items())
-    lost = f"{plural(e['steps_lost'], 'step')} lost" if e["adopted"] else "only read"
+    lost = lost_text(e["steps_lost"]) if e["adopted"] else "only read"
     unused = f"; not used: {'; '.join(e['not_used'])}" if e["not_used"] else ""
     return f"step {e['step']} RESTORED by attempt {e['attempt']}: {e['verdict']}, {tiers}; {spent}; {lost}{unused}"
 
@@ -250,7 +251,9 @@ LINES: dict[str, Callable[[Event], str]] = {
     "durable_keys": lambda e: f"NOT ONE KEY: {e['why']}",
     "not_expired": lambda e: f"closed and over, and its RAM is kept: {e['why']}",
     "durable_abandoned": lambda e: f"durable write of step {e['step']} abandoned: {e['why']}",
-    "scrub": lambda e: f"scrub found {plural(e['found'], 'damaged chunk')}: taken out, to be replaced from a copy",
+    "scrub": lambda e: (
+        f"scrub found {plural(e['found'], 'damaged piece')}, chunks or manifests, to be replaced from a copy"
+    ),
     "files_lost": lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}",
     "spill": lambda e: f"idle time between collectives does not suffice: {e['why']}",
     "term": lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.options import ASK_S, Where, address_option, check_job, store_options
 from memstore.cli.output import plural, print_json, say
 from memstore.config import Config
-from memstore.core.problems import only_in_ram
+from memstore.core.durable_checks import CHECK_DEADLINE_S
 from memstore.errors import CapacityError
 
 
 @click.command(short_help="Drop every copy of a job in RAM.")
 @click.argument("job")
-@click.option("--yes", is_flag=True, help="Even if its newest committed step, or a pinned one, lives only in RAM.")
+@click.option("--yes", is_flag=True, help="Even if its newest committed step, or a pinned one, is only in RAM.")
 @click.option("--force", is_flag=True, help="Even while a rank of it is alive, and with its pins.")
 @address_option
 @store_options
 def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as_json: bool) -> None:
     """Drop every copy of JOB in RAM, and what the store knows of it; durable steps stay where they are.
 
+    Durable storage is looked at first: what it should have in place of the copies must be there now.
     The memory that no other job has reserved goes back to the machine.
     """
     where = Where(config, address)
     status = where.status()
     check_job(status, job)
     row = next(row for row in status["jobs"] if row["job"] == job)
-    lost = only_in_ram(row)
-    if lost and not yes:
+    lost = [] if yes else where.ask("last_copies", {"job": job}, CHECK_DEADLINE_S + ASK_S)["lost"].get(job)
+    if lost:
         raise CapacityError(
             f"job {job!r}: {' and '.join(lost)}. Dropping it would lose that for good: pass --yes if it is not needed"
         )

@@ -19,7 +19,6 @@ from memstore.shell.ray_reach import REACH_S
 
 POLL_S = 0.2
 BEAT_S = 5.0  # a holder that has just joined says within this what it may have
-VERSIONS = 5  # of one host's state: replicas x (keep_steps + 1) + 1, the last one room to rebuild a neighbour's copies
 RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
 
 
@@ -71,25 +70,29 @@ def up(
         return
     words = f"store {config.store} is up on {plural(len(live), 'host')}: {', '.join(live[:10])}"
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
-    for line in bill(body["hosts"]):
+    for line in bill(body["hosts"], body["job_defaults"]):
         say(line)
     adopted = [job["job"] for job in body["jobs"]]
     if adopted:
         say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")
 
 
-def bill(hosts: list[dict[str, Any]]) -> list[str]:
+def bill(hosts: list[dict[str, Any]], job_defaults: dict[str, Any]) -> list[str]:
     """Return what the arenas may have, why, and what fits: a line for each kind of host, and warnings."""
+    replicas = job_defaults.get("replicas", Config.replicas)
+    keep_steps = job_defaults.get("keep_steps", Config.keep_steps)
+    versions = replicas * (keep_steps + 1) + 1  # of one host's state; the last: room to rebuild a neighbour's copies
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for host in hosts:
         stats = host["stats"]
         if host["status"] == "live" and "limit_bytes" in stats:
-            limit, fits = size_text(stats["limit_bytes"]), size_text(stats["limit_bytes"] // VERSIONS)
+            limit, fits = size_text(stats["limit_bytes"]), size_text(stats["limit_bytes"] // versions)
             kinds.setdefault((limit, fits, stats["limit_why"], stats["limit_warning"]), []).append(host["host"])
     lines = []
     for (limit, fits, why, warning), names in kinds.items():
         who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        lines.append(f"{who}: up to {limit} ({why}); fits a state of {fits} per host with replicas=2, keep_steps=1")
+        terms = f"replicas={replicas}, keep_steps={keep_steps}"
+        lines.append(f"{who}: up to {limit} ({why}); fits a state of {fits} per host with {terms}")
         lines += [f"warning: {who}: {warning}"] if warning else []
     return lines
 
@@ -181,7 +184,7 @@ def joined_ray(address: str | None, limit_s: float = REACH_S) -> Iterator[None]:
 @click.command(short_help="Stop the store; its arenas stay in memory unless --discard.")
 @click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
 @click.option("--discard", is_flag=True, help="Free the memory too: every step that lives only in RAM is lost.")
-@click.option("--yes", is_flag=True, help="With --discard: even if a committed step lives only in RAM.")
+@click.option("--yes", is_flag=True, help="With --discard: even if a committed step is only in RAM.")
 @click.option("--leftovers", is_flag=True, help="No Ray: list this machine's arenas; with --discard remove dead ones.")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="With --leftovers: only this host. Repeatable.")
 @store_options

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.output import say
+from memstore.cli.output import STORE_CONFIG, say
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
@@ -59,8 +59,11 @@ class Where:
             raise PeerUnreachable(f"{error}, or name its Ray cluster with --address") from error
 
     def status(self) -> dict[str, Any]:
-        """Return the controller's status."""
-        return self.ask("status")
+        """Return the controller's status; what it advises to run names the store."""
+        body = self.ask("status")
+        for row in body["problems"]:
+            row.update({part: self.config.commands(row[part]) for part in ("cause", "remedy")})
+        return body
 
 
 def check_job(status: dict[str, Any], name: str) -> str:
@@ -149,7 +152,9 @@ def store_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     )
     @functools.wraps(verb)
     def wrapped(*args: Any, store: str, arena_dir: str, **kwargs: Any) -> Any:
-        return verb(*args, config=config_or_usage(store=store, arena_dir=arena_dir), **kwargs)
+        config = config_or_usage(store=store, arena_dir=arena_dir)
+        click.get_current_context().find_root().meta[STORE_CONFIG] = config
+        return verb(*args, config=config, **kwargs)
 
     return wrapped
 

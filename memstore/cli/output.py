@@ -14,6 +14,7 @@ from rich.table import Table
 
 from memstore.core.listing import plural as plural
 
+STORE_CONFIG = "memstore.config"  # where click's context keeps the Config that --store and --arena-dir make
 PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -42,8 +43,15 @@ def words_console() -> Console:
 
 
 def say(text: str) -> None:
-    """Write words, not data."""
-    click.echo(text, err=True)
+    """Write words, not data; the commands in them name the store that the verb was asked about."""
+    click.echo(for_this_store(text), err=True)
+
+
+def for_this_store(text: str) -> str:
+    """Return `text` with the verb's store named in the `memstore` commands that it tells to run."""
+    context = click.get_current_context(silent=True)
+    config = context.find_root().meta.get(STORE_CONFIG) if context is not None else None
+    return text if config is None else str(config.commands(text))
 
 
 def print_json(body: Any) -> None:

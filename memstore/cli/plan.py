@@ -10,6 +10,7 @@ from memstore.cli.options import Where, address_option, check_host, check_job, s
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import gone_text
 from memstore.config import Config
+from memstore.core.listing import lost_text
 from memstore.errors import ConfigError
 
 SPANS_MAX = 3  # runs of steps that are gone
@@ -121,8 +122,10 @@ def verdict_line(row: dict[str, Any]) -> str:
         return f"{head} {loss}: no step is committed yet"
     if kind == "wait":
         return f"{head}: not known yet: {row['why']}"
-    steps_lost = committed - step if kind == "older" else 0
-    words = f"{head} restores step {step:,} ({row['verdict']}), {plural(steps_lost, 'committed step')} lost"
+    committed_lost = committed - step if kind == "older" else 0
+    words = f"{head} restores step {step:,} ({row['verdict']}), {plural(committed_lost, 'committed step')} lost"
+    if row["steps_lost"] > committed_lost:
+        words += f", {lost_text(row['steps_lost'])} in all"
     ranks, asked = row["step_world_size"], row["world_size"]
     other = f"; it is of {plural(ranks, 'rank')}: a get() of the newest launch's {asked} raises WorldSizeError"
     return words + (other if ranks != asked else "")
@@ -147,6 +150,8 @@ def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
 def _show(row: dict[str, Any]) -> None:
     console = data_console()
     console.print(verdict_line(row))
+    if row["unlisted"]:
+        console.print(f"  {row['unlisted']}: a get() lists them first, and may find a newer step there")
     if row["step"] is not None:
         sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items())
         console.print(f"  {sizes} · {moved_text(row)}")

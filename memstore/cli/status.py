@@ -193,11 +193,13 @@ def survives_text(rows: list[dict[str, Any]]) -> str:
 
 
 def durable_text(job: dict[str, Any]) -> str:
-    """Return the newest durable step, "off" or "none yet"; "!" marks what needs attention."""
+    """Return the newest durable step and when it was last seen there, "off" or "none yet"; "!" needs attention."""
     if job["durable"] is None:
         return "off !"
-    text = "none yet" if job["durable_step"] is None else f"{job['durable_step']:,}"
-    return f"{text} !" if job["durable_problem"] else text
+    text, seen_s = "none yet", job["durable_seen_s"]
+    if job["durable_step"] is not None:
+        text = f"{job['durable_step']:,} ({f'seen {age_text(seen_s)} ago' if seen_s is not None else 'not seen yet'})"
+    return f"{text} !" if job["durable_problem"] or job["durable_unseen"] else text
 
 
 def host_table(hosts: list[dict[str, Any]], failure_domains: list[str]) -> Table:

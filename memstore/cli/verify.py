@@ -23,9 +23,9 @@ VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
 @store_options
 @click.pass_context
 def verify(ctx: click.Context, config: Config, address: str | None, job: str | None, as_json: bool) -> None:
-    """Re-digest every stored chunk, of JOB or of all jobs; damaged ones are taken out and rebuilt from a copy.
+    """Re-digest every stored chunk and manifest, of JOB or of all jobs; what is damaged is rebuilt from a copy.
 
-    Exits with 0 if every byte is right, 4 if chunks were damaged or a host did not answer but every committed step
+    Exits with 0 if every byte is right, 4 if some were damaged or a host did not answer but every committed step
     can still be restored, 3 if one cannot.
     """
     where = Where(config, address)
@@ -38,11 +38,10 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
         if row["job"] in names and row["attempt"] is not None
     ]
     lost = [row["job"] for row in plans if outcome(row) in ("lost", "older")]
-    rows = {
-        host: {"shards": 0, "chunks": 0, "damaged": 0, "error": "", **found} for host, found in answer["hosts"].items()
-    }
-    rows.update({host: {"shards": 0, "chunks": 0, "damaged": 0, "error": "no answer"} for host in answer["silent"]})
-    damaged = sum(row["damaged"] for row in rows.values())
+    nothing = {"shards": 0, "chunks": 0, "damaged": 0, "damaged_manifests": 0, "error": ""}
+    rows = {host: {**nothing, **found} for host, found in answer["hosts"].items()}
+    rows.update({host: {**nothing, "error": "no answer"} for host in answer["silent"]})
+    damaged = sum(row["damaged"] + row["damaged_manifests"] for row in rows.values())
     is_whole_answer = all(not row["error"] for row in rows.values())
     code = ExitCode.FINE if not damaged and is_whole_answer else ExitCode.DEGRADED
     code = ExitCode.UNRECOVERABLE if lost else code
@@ -75,13 +74,20 @@ def _show(rows: dict[str, dict[str, Any]], plans: list[dict[str, Any]], lost: li
     console = data_console()
     table = plain_table("HOST", ">SHARDS", ">CHUNKS", ">DAMAGED", "RESULT")
     for host, row in sorted(rows.items()):
-        result = row["error"] or ("damaged chunks taken out" if row["damaged"] else "every digest ok")
+        result = row["error"] or damage_text(row) or "every digest ok"
         table.add_row(host, f"{row['shards']:,}", f"{row['chunks']:,}", f"{row['damaged']:,}", result)
     console.print(table)
     for row in plans:
         if row["job"] in lost:
             back = f"a restart would get step {row['step']:,}" if row["step"] is not None else "nothing can be restored"
             console.print(f"! {row['job']}: committed step {row['committed_step']:,} is lost: {back}. {row['why']}")
-    if not lost and any(row["damaged"] for row in rows.values()):
-        count = sum(row["damaged"] for row in rows.values())
-        console.print(f"every committed step is still whole; {plural(count, 'chunk')} rebuilt from other copies")
+    found = {key: sum(row[key] for row in rows.values()) for key in ("damaged", "damaged_manifests")}
+    if not lost and any(found.values()):
+        counts = [plural(n, what) for n, what in zip(found.values(), ("chunk", "manifest"), strict=True) if n]
+        console.print(f"every committed step is still whole; {' and '.join(counts)} rebuilt from other copies")
+
+
+def damage_text(row: dict[str, Any]) -> str:
+    """Return "damaged chunks and manifests taken out", of what a host found; "" if nothing is damaged."""
+    found = [what for key, what in (("damaged", "chunks"), ("damaged_manifests", "manifests")) if row[key]]
+    return f"damaged {' and '.join(found)} taken out" if found else ""

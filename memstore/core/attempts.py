@@ -14,7 +14,7 @@ from memstore.core.durable_place import place_of
 from memstore.core.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.gathering import Gathering, limit_s
 from memstore.core.job import Attempt, Call, Job, Seat, seat_of
-from memstore.core.listing import listed
+from memstore.core.listing import who_is_missing
 from memstore.core.ordinals import Ordinals
 
 if TYPE_CHECKING:
@@ -229,9 +229,8 @@ class Attempts:
             rank: seat_of(rank, host, nonce, joined.get(nonce, {}), now)
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
-        if (
-            old := job.attempts.get(fact.attempt)
-        ) is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+        old = job.attempts.get(fact.attempt)
+        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
             old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
@@ -376,8 +375,9 @@ class Attempts:
                 what = "connected" if gathering.rewind is None else "called rewind()"
                 self.dismiss(
                     name, "GatherTimeout",
-                    f"connect to job {name!r}: after {named_s:g} s ranks {listed(missing)} of {gathering.world_size} "
-                    f"have not {what}. Every rank must call it; raise connect_timeout_s if they are merely slow",
+                    f"connect to job {name!r}: after {named_s:g} s "
+                    f"{who_is_missing(missing, gathering.world_size, what)}. Every rank must call "
+                    "it; raise connect_timeout_s if they are merely slow",
                 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from memstore.core.cluster_view import ClusterView
 from memstore.core.compaction import compact
 from memstore.core.drains import Drains
 from memstore.core.durable_checks import DurableChecks
+from memstore.core.durable_looks import DurableLooks
 from memstore.core.durable_markers import DurableMarkers
 from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import (
@@ -128,6 +129,7 @@ class Catalog:
         self.repair = Repair(self)
         self.durable = DurableOrders(self)
         self.durable_checks, self.durable_markers = DurableChecks(self), DurableMarkers(self)
+        self.durable_looks = DurableLooks(self)
         self.persists = Persists(self)
         self.queries = Queries(self)
         self.observer = Observer(self)
@@ -170,6 +172,7 @@ class Catalog:
             for part in (self.attempts, self.mesh_orders, self.room, self.rounds, self.repair, self.forks, self.expiry):
                 part.tick(now)
             self.durable_checks.tick(now)
+            self.durable_looks.tick(now)
             self.persists.tick(now)
             self.orphans.tick()
             self.queries.tick()
@@ -205,6 +208,7 @@ class Catalog:
         for beat in beats:
             changes += self.hosts.heard(self.now, beat)
             self.observer.heard(beat.host_id, beat.stats)
+            self.steps.trained(beat.trained)
         self.placing.changed(changes)
 
     def placement(self, job: Job) -> Placement | None:

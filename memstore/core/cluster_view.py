@@ -79,10 +79,16 @@ class ClusterView:
         return chosen | set(leaving[: max(0, replicas - len(chosen))])
 
     def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
-        """The coarsest spread level the job ever had: what fewer racks must be measured against (R18)."""
-        hosts = self.catalog.hosts
-        topology = hosts.topology(sorted(self.eligible_hosts(rank_hosts, replicas)))
-        level = spread_level(topology, replicas).level
+        """The coarsest spread level the job ever had: what fewer racks must be measured against (R18).
+
+        A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
+        count. A host that had notice to go is no loss.
+        """
+        hosts, drains = self.catalog.hosts, self.catalog.drains
+        eligible = self.eligible_hosts(rank_hosts, replicas)
+        if eligible.issuperset(hosts.live_ids()):
+            eligible.update(h for h in hosts.states if not drains.had_notice(h))
+        level = spread_level(hosts.topology(sorted(eligible)), replicas).level
         if before is None or before not in levels_of(hosts.failure_domains):
             return level
         return before if is_finer(level, before, hosts.failure_domains) else level

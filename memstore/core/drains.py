@@ -4,7 +4,8 @@
                                                      '--cancelled, or live OVERDUE_S past its moment--> (none)
 
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
-an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own.
+an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. Where too few hosts stay
+for that, all of a job's above all, the job's kept steps are written to durable storage at once, if it has any.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.events import Body
 from memstore.core.facts import HostDraining
-from memstore.core.job import Call, Job
+from memstore.core.job import Attempt, Call, Job
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ WITHIN_MAX_S = 30 * 86_400.0
 class Remains:
     """What a host that is to go has of kept steps, and too few copies elsewhere have."""
 
-    short: list[Body] = field(
-        default_factory=list
-    )  # by step: shards below `replicas` elsewhere, and in no tier besides
+    short: list[Body] = field(default_factory=list)  # steps of which shards are below `replicas` in all tiers elsewhere
     durable: list[Body] = field(default_factory=list)  # steps as short of copies that durable storage has
 
     @property
@@ -62,6 +61,10 @@ class Drains:
         """True from the notice until the host is gone, spared, or back after its end."""
         return host in self.until_s
 
+    def had_notice(self, host: str) -> bool:
+        """True if the host was to go at some time, whether it went or not."""
+        return host in self.until_s or host in self.ended_s
+
     def ask(self, call: Call) -> None:
         """A person or a script gives notice, or takes it back: body {host, within_s or None}."""
         host, within_s = str(call.body["host"]), call.body.get("within_s")
@@ -74,8 +77,6 @@ class Drains:
             self.catalog.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.catalog.wall_s + within_s
-        self.looked_s.clear()
-        self.is_there.clear()
         self._record(host, until_s)
         self.catalog.answer(call, {"host": host, "until_s": until_s})
 
@@ -97,6 +98,8 @@ class Drains:
         before = self.is_draining(fact.host_id)
         if fact.until_s is not None:
             self.until_s[fact.host_id] = fact.until_s
+            self.looked_s.clear()
+            self.is_there.clear()
         elif before:
             self.ended_s[fact.host_id] = self.until_s.pop(fact.host_id)
         if before != self.is_draining(fact.host_id) and not is_replay:
@@ -108,9 +111,18 @@ class Drains:
             if self._is_over(host, moment_s):
                 self._record(host, None)
         for job in self.catalog.jobs.values() if self.until_s else ():
-            held = self.catalog.retention.held(job, job.newest) if job.newest is not None else ()
-            for step in [step for step in held if step in job.markers]:
-                self._look_for(job, step)
+            attempt = job.newest
+            held = self.catalog.retention.held(job, attempt) if attempt is not None else ()
+            for step in held:
+                if step in job.markers:
+                    self._look_for(job, step)
+                elif attempt is not None and attempt.config.get("durable") and self._is_stranded(job, attempt, step):
+                    self.catalog.persists.want(job, step)
+
+    def _is_stranded(self, job: Job, attempt: Attempt, step: StepId) -> bool:
+        """True if a host with notice holds some of the step, and too few hosts stay for all copies of it."""
+        is_held = any(step in job.on_host.get(host, {}) for host in self.until_s)
+        return is_held and len(self.catalog.hosts.domains(self._staying())) < attempt.replicas
 
     def _look_for(self, job: Job, step: StepId) -> None:
         """Have the storage looked at now and then, while a host may go because it has the step."""
@@ -167,27 +179,33 @@ class Drains:
         return found
 
     def _look(self, job: Job, host: str, found: Remains) -> None:
-        attempt, hosts = job.newest, self.catalog.hosts
+        attempt = job.newest
         if attempt is None:
             return
-        staying = [h for h in hosts.live_ids() if hosts.is_answering(h) and not self.is_draining(h)]
-        reachable = min(attempt.replicas, len(hosts.domains(staying)))
+        staying = self._staying()
+        reachable = min(attempt.replicas, len(self.catalog.hosts.domains(staying)))
         for step in sorted(self.catalog.retention.held(job, attempt), reverse=True):
-            ranks = [rank for rank, copies in job.copies.get(step, {}).items() if host in copies]
+            ranks = job.on_host.get(host, {}).get(step, ())
             counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
             few = [count for count in counts if count < attempt.replicas]
             if few and step in job.markers and self.is_there.get((job.name, step)):
                 found.durable.append({"job": job.name, "step": step.step, "copies": min(few)})
             elif few:
-                may_come = min(few) < reachable or attempt.config.get("durable") is not None
+                is_durable_on = attempt.config.get("durable") is not None
                 found.short.append(
                     {
                         "job": job.name, "step": step.step, "shards": len(few), "copies": min(few),
-                        "replicas": attempt.replicas, "may_come": may_come,
+                        "replicas": attempt.replicas, "may_come": min(few) < reachable or is_durable_on,
+                        "durable_problem": self.catalog.persists.problem(job, step) if is_durable_on else "",
                     }
                 )  # fmt: skip
 
-    def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: list[str]) -> int:
-        digest, copies = job.commits[step].digests[rank], job.copies[step][rank]
-        whole = [h for h in staying if h in copies and not copies[h].missing and copies[h].spec.digest == digest]
+    def _staying(self) -> set[str]:
+        """The hosts to which a draining one may leave its copies."""
+        hosts = self.catalog.hosts
+        return {h for h in hosts.states if hosts.is_answering(h) and not self.is_draining(h)}
+
+    def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: set[str]) -> int:
+        digest, copies = job.commits[step].digests[rank], job.copies[step][rank].items()
+        whole = [h for h, copy in copies if h in staying and not copy.missing and copy.spec.digest == digest]
         return len(self.catalog.hosts.domains(whole))

@@ -66,10 +66,9 @@ def difference(names: Mapping[str, str], faults: Mapping[str, str]) -> str:
 
 
 def _listed(hosts: list[str]) -> str:
-    more = (
-        f" and {len(hosts) - NAMED_MAX} more have" if len(hosts) > NAMED_MAX else " have" if len(hosts) > 1 else " has"
-    )
-    return ", ".join(hosts[:NAMED_MAX]) + more
+    if len(hosts) > NAMED_MAX:
+        return f"{', '.join(hosts[:NAMED_MAX])} and {len(hosts) - NAMED_MAX} more have"
+    return f"{', '.join(hosts)} {'have' if len(hosts) > 1 else 'has'}"
 
 
 class DurableKeys:

@@ -26,20 +26,22 @@ class DurableMarkers:
 
         Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
         """
-        name = str(body["job"])
+        name, call = str(body["job"]), int(body["call"])
+        state = self.catalog.durable.state(name)
         if not body["ok"]:
-            self.catalog.durable.state(name).problem = str(body["why"])
-            return str(body["why"])
+            state.unread = str(body["why"])
+            return state.unread
         damaged = str(body["why"])  # of markers that are there and say nothing
-        self.catalog.durable.state(name).is_listed = not damaged
-        if damaged:
-            self.catalog.durable.state(name).problem = damaged
+        state.is_listed = not damaged
+        if damaged and damaged != state.unread:
             self.catalog.note(f"job {name!r}: durable storage: {damaged}", "warning")
+        problem, state.unread = state.unread, damaged
         if body["markers"]:
             self.catalog.jobs.setdefault(name, Job(name))
         job = self.catalog.jobs.get(name)
         if job is None:
             return damaged
+        known = dict(job.markers)
         job.markers.clear()
         others = set[int]()
         for attempt, number, specs, key, *rest in body["markers"]:
@@ -57,18 +59,26 @@ class DurableMarkers:
                     continue
                 job.past_opened_s.update(named)
             job.markers[step] = DurableMarker(step, len(table), table, str(key))
-        if others:
+        for step in [step for step, count in state.changed.items() if count >= call]:
+            job.markers.pop(step, None)  # written or removed after the question: the list may not show it
+            if step in known:
+                job.markers[step] = known[step]
+        state.seen_s = {step: seen_s for step, seen_s in state.seen_s.items() if step in job.markers}
+        state.changed = {s: count for s, count in state.changed.items() if s in job.markers or count >= call}
+        if others - state.left_alone:
             self.catalog.note(
                 f"job {name!r}: durable storage has attempts {listing.listed(sorted(others))} of another, older run "
                 "of this name: they are left alone and are not restored",
                 "warning",
             )
+        state.left_alone = others
         newest = max(job.markers.values(), key=lambda marker: marker.step, default=None)
         if newest is not None and newest.key not in ("", body["key"]):
             have = f"has key {body['key']}" if body["key"] else "has no durable_key_file"
             why = f"step {newest.step.step} needs key {newest.key}, and {host_id} {have}: give the file of that key"
-            self.catalog.durable.state(name).problem = why
-            self.catalog.note(f"job {name!r}: durable {why}", "warning")
+            state.unread = why
+            if why != problem:
+                self.catalog.note(f"job {name!r}: durable {why}", "warning")
         return "" if body["markers"] else damaged
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 
+FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
 
 
@@ -65,17 +66,16 @@ class DurableOrders:
             self._begin(job, attempt, state, state.active)
         if self._put_first(now, job, attempt, state):
             return
-        spans = job.spans(attempt.ordinal)
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
         committed = [s for s in mine if self.is_whole(job, s)]
         decision = next_durable(
             now,
             last_started_s=state.last_started_s,
-            last_durable_step=max((s for s in job.markers if in_lineage(spans, s)), default=None),
+            last_durable_step=job.newest_durable,
             committed=committed,
             every=self._spacing(job, attempt, state),
             in_progress=state.active.step if state.active is not None else None,
-            last_started_step=state.last_started_step,
+            last_started_step=state.last_started_step if now - state.failed_s < FAILED_AGAIN_S else None,
             abandoned_in_a_row=state.abandoned_in_a_row,
         )
         if decision.start is None:
@@ -152,6 +152,7 @@ class DurableOrders:
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, {}, {})
         state.active, state.last_started_s, state.last_started_step = write, now, step
+        state.failed_s = math.inf
         self.keys.ask(job)
         if self.keys.is_known(job.name):
             self._begin(job, attempt, state, write)
@@ -224,7 +225,7 @@ class DurableOrders:
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
         self._stop(job, state)
-        state.problem = why
+        state.problem, state.failed_s = why, self.catalog.now
         self.catalog.observer.durable(job.name, write.step, "failed", write.since_s, why)
         state.failures_count += 1
 
@@ -281,7 +282,8 @@ class DurableOrders:
             self._give_up_retired(now, job, attempt, state)
             return
         job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key)
-        state.last_done_s = now
+        state.changed[step], state.lacks = self.calls_count, ""
+        state.last_done_s = state.seen_s[step] = now
         state.write_s = now - write.since_s
         self.catalog.observer.durable(job.name, step, "", write.since_s)
         self.catalog.steps.tell_durable(job, step)
@@ -290,6 +292,7 @@ class DurableOrders:
         if not self.keys.state(job.name).problem:  # else it is open whose key will be had when a step is needed
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
+                state.changed[old] = self.calls_count
                 self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
         self.catalog.persists.written(job, step)
         self.catalog.retention.retain(job)
@@ -311,9 +314,12 @@ class DurableOrders:
     def not_there(self, job: Job, step: StepId, why: str, *, is_read: bool) -> None:
         """Storage cannot be read, or has not all of a step that was durable: then it is written again from RAM."""
         state = self.state(job.name)
-        state.problem = why
-        if is_read:
+        if not is_read:
+            state.unread = why
+        else:
+            state.lacks = why
             job.markers.pop(step, None)
+            state.seen_s.pop(step, None)
             state.last_started_s = state.last_started_step = None
 
     def take_back_again(self, name: str, step: StepId) -> None:

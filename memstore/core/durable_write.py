@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,11 +38,18 @@ class DurableState:
     active: Write | None = None
     last_started_s: float | None = None
     last_started_step: StepId | None = None
+    failed_s: float = math.inf  # when the last write failed; inf if it did not
     abandoned_in_a_row: int = 0
     abandoned_count: int = 0
     failures_count: int = 0
     problem: str = ""
     is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
+    unread: str = ""  # why the storage could not be read when it was last asked
+    lacks: str = ""  # what the last look found missing
+    seen_s: dict[StepId, float] = field(default_factory=dict)  # when marker and slices were last known to be there
+    look_s: float = -math.inf  # no look before
+    changed: dict[StepId, int] = field(default_factory=dict)  # markers written or removed -> lists asked for by then
+    left_alone: set[int] = field(default_factory=set)  # attempts of another run of the name, which was said
     key: str | None = None  # of the last write
     last_done_s: float | None = None
     write_s: float | None = None  # what the last write took

@@ -89,6 +89,7 @@ class Heard:
     host_id: str
     stats: Mapping[str, Any] = field(default_factory=dict)
     clock_s: float = -math.inf
+    trained: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # job -> attempt, newest step trained there
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,17 +82,8 @@ class Expiry:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
         self.removing.setdefault(job.name, []).extend(waiting)
         undone = [fact for fact in self.catalog.log.undone() if getattr(fact, "job", "") == job.name]
-        fact = JobRemoved(
-            job.name,
-            max(
-                [
-                    job.newest_ordinal,
-                    self.catalog.removed.get(job.name, 0),
-                    *(getattr(fact, "attempt", 0) for fact in undone),
-                ]
-            ),
-            story,
-        )
+        begun = [getattr(fact, "attempt", 0) for fact in undone]
+        fact = JobRemoved(job.name, max(job.newest_ordinal, self.catalog.removed.get(job.name, 0), *begun), story)
         if fact not in undone:
             self.catalog.record(fact)
 

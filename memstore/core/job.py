@@ -78,6 +78,12 @@ class Attempt:
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     copiers: tuple[int, ...] = ()
     opened_s: float | None = None  # wall clock
+    told_step: int = -1  # newest that a host said is trained, put or not
+
+    @property
+    def trained_step(self) -> int:
+        """The newest step that is known to be trained: ranks may have come further."""
+        return max((self.told_step, *(seat.step for seat in self.seats.values())))
 
     @property
     def replicas(self) -> int:
@@ -166,6 +172,12 @@ class Job:
         """The newest committed step of the lineage, or None."""
         spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
         return max((step for step in self.commits if in_lineage(spans, step)), default=None)
+
+    @property
+    def newest_durable(self) -> StepId | None:
+        """The newest step of the lineage that has a marker, or None."""
+        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        return max((step for step in self.markers if in_lineage(spans, step)), default=None)
 
     @property
     def has_history(self) -> bool:

@@ -95,6 +95,20 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
     return True
 
 
+def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether two elements may share bytes: False is a proof, for no dimension steps into what smaller ones reach.
+
+    >>> may_overlap_itself((3, 3), (4, 4), 4), may_overlap_itself((2, 3), (-12, 4), 4)
+    (True, False)
+    """
+    reach = itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride < reach and 0 not in shape:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def byte_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
     """Return the first and one past the last byte touched, relative to the first element; shape has no zero.
 

@@ -14,3 +14,21 @@ def plural(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def lost_text(count: int) -> str:
+    """Return how many steps are to be trained again, of which only what the store heard is known.
+
+    >>> lost_text(9), lost_text(0)
+    ('at least 9 steps lost', 'no step known to be lost')
+    """
+    return f"at least {plural(count, 'step')} lost" if count else "no step known to be lost"
+
+
+def who_is_missing(missing: list[int], world_size: int, done: str) -> str:
+    """Return "2 of 3 ranks have connected, missing: rank 1", for `done`="connected"."""
+    return f"{world_size - len(missing)} of {world_size} ranks have {done}, missing: {_ranks(missing)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.listing import listed
+from memstore.core.listing import who_is_missing
 from recovery.mesh_order import MeshOrder, mesh_order
 
 if TYPE_CHECKING:
@@ -116,8 +116,9 @@ class MeshOrders:
                 missing = [rank for rank in range(attempt.world_size) if rank not in asked.calls]
                 self._dismiss(
                     name, "GatherTimeout",
-                    f"mesh_order() of job {name!r}: after {now - asked.since_s:.0f} s ranks {listed(missing)} of "
-                    f"{attempt.world_size} have not called it. Every rank must call it, before get() and put()",
+                    f"mesh_order() of job {name!r}: after {now - asked.since_s:.0f} s "
+                    f"{who_is_missing(missing, attempt.world_size, 'called it')}. Every rank must call it, before "
+                    "get() and put()",
                 )  # fmt: skip
 
     def _dismiss(self, name: str, error: str, message: str) -> None:

@@ -63,7 +63,7 @@ _COUNTERS: tuple[Row, ...] = (
     ("superseded_total", JOB, "Steps that a newer commit overtook."),
     ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
     ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
-    ("steps_lost_total", JOB, "Steps that were put and that restores went back behind."),
+    ("steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many."),
     ("repaired_copies_total", JOB, "Copies that repair made."),
     ("repaired_bytes_total", JOB, "Bytes of the copies that repair made."),
     ("durable_writes_total", (*JOB, "outcome"), "Durable writes by outcome: written, failed, abandoned."),
@@ -81,7 +81,7 @@ _ARENA: tuple[Row, ...] = (
     ("arena_limit_bytes", HOST, "Arena bytes allowed."),
 )
 _DAMAGE: tuple[Row, ...] = (
-    ("scrub_findings_total", HOST, "Damaged slots found in the arena."),
+    ("scrub_findings_total", HOST, "Damaged slots found in the arena, and manifests beside it."),
     ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
     ("received_bytes_total", HOST, "Bytes of copies that peers pushed to the host."),
     ("spilled_bytes_total", HOST, "Bytes of copies sent beside collectives, for want of idle time between them."),

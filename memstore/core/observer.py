@@ -302,6 +302,7 @@ class Observer:
             "rank_dead", job=job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id, pid=seat.pid
         )
 
+    @aside
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"

@@ -1,11 +1,12 @@
-"""Steps that are written to durable storage out of turn, because a rank or a person asks for it. Pure (R31).
+"""Steps that are written to durable storage out of turn: somebody asks for it, or their hosts are to go. Pure (R31).
 
 asked --has a marker--> looked for on the storage, now --all there--> answered
   |                         '--something is missing--> written
   '--> written ahead of the schedule, again after a failure --marker--> answered
                  '--not within its time--> answered all the same, with what went wrong
 
-All who ask for one step wait for one write. A write that the schedule began makes way for it; it makes way for none.
+All who ask for one step wait for one write; who asked for the newest is content with a newer one. A write that the
+schedule began makes way for it; it makes way for none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
 
 AGAIN_S = 2.0  # between a write that failed and the next one
+WANTED_S = 2.0  # how long a step is wanted without anybody who waits for the answer, unless it is said again
 WITHIN_MAX_S = 86_400.0
 
 
@@ -34,6 +36,13 @@ class Wish:
     calls: list[Call] = field(default_factory=list)
     is_looked_for: bool = False  # on the storage, for it has a marker
     tried_s: float = -math.inf
+    until_s: float = -math.inf  # wanted until then although nobody waits for the answer
+
+    def take_newest(self) -> list[Call]:
+        """Take out who asked for the newest step, and so is content with a newer one."""
+        taken = [call for call in self.calls if call.body.get("step") is None]
+        self.calls = [call for call in self.calls if call not in taken]
+        return taken
 
 
 class Persists:
@@ -54,10 +63,7 @@ class Persists:
             why = f"within {str(within_s)[:40]} s: the write must have some time, at most {WITHIN_MAX_S:g} s"
             self.catalog.refuse(call, "ConfigError", why)
             return
-        step, refusal = named_step(
-            job, None if number is None else int(number), None, among={*job.commits, *job.markers},
-            option="`memstore export JOB STEP FOLDER --format dcp --attempt N`",
-        )  # fmt: skip
+        step, refusal = self._named(job, None if number is None else int(number))
         refusal = refusal if step is None else self._refusal(job, attempt, step)
         if step is None or refusal is not None:
             self.catalog.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
@@ -67,6 +73,17 @@ class Persists:
         if step in job.markers and not wish.is_looked_for:
             wish.is_looked_for = self._look(job, step)
         self.catalog.durable.consider(self.catalog.now, job)
+
+    def _named(self, job: Job, number: int | None) -> tuple[StepId | None, Refusal | None]:
+        return named_step(
+            job, number, None, among={*job.commits, *job.markers},
+            option="`memstore export JOB STEP FOLDER --format dcp --attempt N`",
+        )  # fmt: skip
+
+    def want(self, job: Job, step: StepId) -> None:
+        """Have a committed step written although nobody waits for the answer; to be said again within WANTED_S."""
+        if job.newest is not None and self._refusal(job, job.newest, step) is None:
+            self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.catalog.now + WANTED_S
 
     def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be made durable"
@@ -137,10 +154,13 @@ class Persists:
 
     def written(self, job: Job, step: StepId) -> None:
         """The step is on durable storage; older ones that are asked for may not stay there any more."""
-        wish = self.wishes.get(job.name, {}).pop(step, Wish())
-        for call in wish.calls:
+        wishes = self.wishes.get(job.name, {})
+        calls = wishes.pop(step, Wish()).calls
+        for older in [wish for s, wish in wishes.items() if s < step]:
+            calls += older.take_newest()
+        for call in calls:
             self._answer(job, step, call, "")
-        for other in [s for s in self.wishes.get(job.name, {}) if s < step]:
+        for other in [s for s in wishes if s < step]:
             refusal = self._refusal(job, job.newest, other) if job.newest is not None else None
             if refusal is not None and refusal[0] == "ConfigError":
                 self.refuse(job, other, refusal)
@@ -159,15 +179,28 @@ class Persists:
                     continue
                 if step in job.markers and not wish.is_looked_for and self.is_due(job, step):
                     wish.is_looked_for = self._look(job, step)
+                self._go_on(job, step, wish)
                 late = [call for call in wish.calls if now - call.since_s >= float(call.body["within_s"])]
                 wish.calls = [call for call in wish.calls if call not in late]
                 for call in late:
-                    self._answer(job, step, call, self._problem(job, step))
-                if not wish.calls:
+                    self._answer(job, step, call, self.problem(job, step))
+                if not wish.calls and now > wish.until_s:
                     del wishes[step]
 
-    def _problem(self, job: Job, step: StepId) -> str:
-        """Say what a write that is late waits for, or why it failed."""
+    def _go_on(self, job: Job, step: StepId, wish: Wish) -> None:
+        """Who asked for the newest step goes on to a newer one, once training has left theirs behind."""
+        newest = self._named(job, None)[0]
+        if (
+            newest is not None
+            and newest > step
+            and step not in job.markers
+            and not self.catalog.durable.is_whole(job, step)
+        ):
+            calls = wish.take_newest()
+            self.wishes[job.name].setdefault(newest, Wish()).calls += calls
+
+    def problem(self, job: Job, step: StepId) -> str:
+        """Say what a step's write waits for, or why it failed."""
         state = self.catalog.durable.state(job.name)
         active = state.active
         if active is not None and active.step == step:
@@ -176,7 +209,10 @@ class Persists:
             return f"{', '.join(hosts[:3])}{more} still write{'s' if len(hosts) == 1 else ''}" if hosts else (
                 "hosts are asked for their key"
             )  # fmt: skip
-        return state.problem or f"step {step.step} is not whole in RAM any more, or storage does not answer"
+        if active is not None and self.is_wanted(job, active.step):
+            return f"step {active.step.step} is written first"
+        seen = state.problem or state.lacks or state.unread
+        return seen or f"step {step.step} is not whole in RAM any more, or storage does not answer"
 
     def forget(self, name: str) -> None:
         """The job was removed."""

@@ -63,6 +63,7 @@ class Placing:
         for job in catalog.jobs.values():
             catalog.durable.host_died(job, host)
             job.drop_host(host)
+        catalog.durable_checks.host_died(host)
         catalog.rounds.source_died(catalog.now, host)
         catalog.queries.host_died(host)
 

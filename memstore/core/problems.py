@@ -21,6 +21,8 @@ REMOVED_REMEDY = (
     "/dev/shm/memstore-*` in tmpfiles.d)"
 )
 SHORT_ROWS_MAX = 3
+DESCRIPTORS_SHORT = 0.95  # of the limit
+DESCRIPTORS_GOOD = 65536
 LAUNCH_IS_SLOW_S = 5.0  # ranks of one launch come within this of each other where nothing is wrong
 SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
@@ -43,20 +45,6 @@ def problems(status: Body) -> list[Body]:
 def is_running(job: Body) -> bool:
     """Return whether an attempt of the job is open."""
     return job["attempt"] is not None and job["phase"] != "closed"
-
-
-def only_in_ram(job: Body) -> list[str]:
-    """Return what a job would lose with its copies in RAM, in words: its newest committed step, and what is pinned."""
-    newest, durable, lost = job.get("committed_step"), job.get("durable_step"), []
-    if newest is not None and (durable is None or durable < newest):
-        known = "nothing of it is durable" if durable is None else f"durable is step {durable}"
-        lost.append(f"step {newest} lives only in RAM ({known})")
-    safe = {(step["attempt"], step["step"]) for step in job["steps"] if step["durable"]}
-    pins = {name: pin for name, pin in job["pins"].items() if (pin["attempt"], pin["step"]) not in safe}
-    if pins:
-        named = ", ".join(f"{name} (step {pin['step']})" for name, pin in pins.items())
-        lost.append(f"what is pinned as {named} lives only in RAM")
-    return lost
 
 
 def _row(severity: str, about: str, cause: str, since_s: float | None, remedy: str) -> Body:
@@ -94,6 +82,7 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
             "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
         )  # fmt: skip
     yield from _limit_problems(host)
+    yield from _descriptor_problems(host)
     lost = host["stats"].get("files_lost")
     if lost:
         is_now, problem = host["stats"].get("files_lost_now"), host["stats"].get("files_problem")
@@ -107,7 +96,8 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
     damaged = int(host["stats"].get("scrub", 0))
     if damaged:
         yield _row(
-            NOTE, name, f"{damaged} damaged chunks found since its holder started, taken out and replaced from a copy",
+            NOTE, name,
+            f"{damaged} damaged chunks or manifests found since its holder started, to be replaced from a copy",
             host["up_s"], f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
         )  # fmt: skip
 
@@ -125,22 +115,42 @@ def _limit_problems(host: Body) -> Iterator[Body]:
         yield _row(
             DEGRADED, host["host"], f"its arena has {sizes[0]} reserved and {sizes[1]} claimed, over the limit of "
             f"{sizes[2]} ({stats.get('limit_why', 'arena_bytes')}): nothing more is admitted", None,
-            "`memstore rm` a job that is not needed, or start the store with a larger --arena-bytes",
+            "`memstore rm` a job that is not needed, or `memstore down` and `memstore up` with a larger --arena-bytes",
         )  # fmt: skip
     if stats.get("limit_warning"):
         yield _row(NOTE, host["host"], stats["limit_warning"], None, "")
+
+
+def _descriptor_problems(host: Body) -> Iterator[Body]:
+    stats = host["stats"]
+    used, limit = int(stats.get("descriptors", 0)), int(stats.get("descriptors_limit", 0))
+    if not limit or used < DESCRIPTORS_SHORT * limit:
+        return
+    good, at_once = max(DESCRIPTORS_GOOD, 4 * limit), min(DESCRIPTORS_GOOD, int(stats["descriptors_hard"]))
+    remedy = (
+        f"`ulimit -n {good}`, LimitNOFILE={good} in the systemd unit or `docker run --ulimit nofile={good}` for what "
+        "starts it (with Ray its raylet)"
+    )
+    if at_once > limit:
+        remedy = f"`prlimit --nofile={at_once}: --pid {stats['pid']}` there, at once; for its next start {remedy}"
+    yield _row(
+        DEGRADED, host["host"], f"its holder has {used} of {limit} file descriptors open: at the limit it accepts no "
+        "rank and no other host, and writes no file", None, remedy,
+    )  # fmt: skip
 
 
 def drain_text(host: Body) -> str:
     """Return what a host that is to go would take along: "train step 9: 1 of 2 copies elsewhere", or that it can go."""
     short, durable = host["drain_short"], host["drain_durable"]
     if short:
-        parts = [
-            f"{row['job']} step {row['step']}: {row['copies']} of {row['replicas']} copies elsewhere" for row in short
-        ]
-        return _few(parts)
+        return _few([_short_text(row) for row in short])
     parts = [f"step {row['step']} of {row['job']} is durable" for row in durable]
     return f"all it holds is on enough others{f', or in durable storage: {_few(parts)}' if parts else ''}"
+
+
+def _short_text(row: Body) -> str:
+    text = f"{row['job']} step {row['step']}: {row['copies']} of {row['replicas']} copies elsewhere"
+    return f"{text}, not durable yet: {row['durable_problem']}" if row["durable_problem"] else text
 
 
 def _few(parts: list[str]) -> str:
@@ -274,7 +284,13 @@ def _durable_problems(job: Body) -> Iterator[Body]:
     elif job["durable_problem"]:
         yield _row(
             DEGRADED, name, f"durable {job['durable']}: {job['durable_problem']}", job["durable_s"],
-            "make the directory writable on every host; the next write is tried by itself",
+            "mend that, on every host where it is so; the next write is tried by itself",
+        )  # fmt: skip
+    elif job["durable_unseen"]:
+        yield _row(
+            DEGRADED, name, f"durable {job['durable']}: {job['durable_unseen']}", job["durable_seen_s"],
+            "find what removes files there, or keeps it from being read; what is in RAM is written again by itself, "
+            "and it is looked at every minute until all is there",
         )  # fmt: skip
     elif job["durable_abandoned"]:
         yield _row(

@@ -12,10 +12,11 @@ from memstore.core.events import Body, shard_from_wire, shard_to_wire, spec_to_w
 from memstore.core.facts import StepRetired
 from memstore.core.gone import gone_steps
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.launches import come_text, launch
+from memstore.core.last_copies import LastCopies
 from memstore.core.listing import listed
 from memstore.core.pins import listed_pins
 from memstore.core.problems import problems
+from memstore.core.roll_call import roll_call
 from memstore.core.status_report import StatusReport
 from memstore.core.timeline import gone_rows, timeline
 from recovery.inventory import ShardId, StepId
@@ -37,6 +38,7 @@ class Ask:
     call: Call
     waits: set[str]
     answers: dict[str, Any] = field(default_factory=dict)
+    died: set[str] = field(default_factory=set)  # hosts that died before they answered
 
 
 class Queries:
@@ -44,10 +46,12 @@ class Queries:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.report = StatusReport(catalog)
+        self.report, self.last_copies = StatusReport(catalog), LastCopies(catalog)
         self.asks: dict[int, Ask] = {}
         self.reads: dict[int, tuple[Call, ShardId, Body]] = {}
         self.retiring: dict[StepRetired, list[Call]] = {}  # recorded, not spread yet
+        # Looked at since the last tick, by job and verb: all ranks that wait ask at one moment.
+        self.roll_calls: dict[tuple[str, str], Body] = {}
         # Of what is ordered, for its report: none that a former controller ordered may answer a read of ours.
         self.count = catalog.log.term % TERMS << TERM_SHIFT
 
@@ -55,7 +59,7 @@ class Queries:
         """Dispatch one question."""
         handlers: dict[str, Callable[[Call], None]] = {
             "status": self._status,
-            "launch": self._launch,
+            "roll_call": self._roll_call,
             "steps": self._steps,
             "plan": self._plan,
             "read": self._read,
@@ -63,6 +67,7 @@ class Queries:
             "rm": self._remove,
             "retire": self._retire,
             "events": self._events,
+            "last_copies": self._last_copies,
             "pin": lambda call: self._with_job(call, self.catalog.pins.pin),
             "fork": lambda call: self._with_job(call, self.catalog.forks.ask),
             "persist": lambda call: self._with_job(call, self.catalog.persists.ask),
@@ -102,10 +107,13 @@ class Queries:
         body = self.report.body()
         self.catalog.answer(call, {**body, "problems": problems(body)})
 
-    def _launch(self, call: Call) -> None:
-        """How far the launch is that the caller waits for, in words too."""
-        row = launch(self.catalog, str(call.body["job"]))
-        self.catalog.answer(call, {"launch": row, "come": come_text(row) if row is not None else ""})
+    def _roll_call(self, call: Call) -> None:
+        """Who has come to what the caller waits for, and who is awaited."""
+        key = (str(call.body["job"]), str(call.body["of"]))
+        found = self.roll_calls.get(key) or roll_call(self.catalog, *key)
+        if found is not None:
+            self.roll_calls[key] = found
+        self.catalog.answer(call, {"found": found})
 
     def _steps(self, call: Call) -> None:
         job = self._job(call)
@@ -118,6 +126,12 @@ class Queries:
         job, since = call.body.get("job"), int(call.body.get("since") or 0)
         page = self.catalog.observer.chronicle.page(since, None if job is None else str(job))
         self.catalog.answer(call, {**page, "wall_s": self.catalog.wall_s})
+
+    def _last_copies(self, call: Call) -> None:
+        """Say what would be lost with the copies in RAM, of one job or of all."""
+        job = self._job(call) if call.body.get("job") is not None else None
+        if job is not None or call.body.get("job") is None:
+            self.last_copies.ask(call, [job] if job is not None else list(self.catalog.jobs.values()))
 
     # -- dry runs and single shards -------------------------------------------------------------
 
@@ -137,13 +151,16 @@ class Queries:
         if result.step is not None and result.world_size not in (None, attempt.world_size):
             result = self._what_if(job, attempt, lost, result.world_size)
         committed = max((s.step for s in job.commits), default=None)
+        trained = max((attempt.trained_step, *(s.step for s in job.commits)))
         self.catalog.answer(
             call,
             {
                 "job": job.name, "lost_hosts": lost, "verdict": result.verdict, "why": result.why,
                 "step": result.step.step if result.step is not None else None,
                 "attempt": result.step.attempt if result.step is not None else None,
-                "committed_step": committed, "ranks_moved": list(result.ranks_moved),
+                "committed_step": committed,
+                "steps_lost": max(0, trained - result.step.step) if result.step is not None else None,
+                "ranks_moved": list(result.ranks_moved),
                 "world_size": attempt.world_size, "step_world_size": result.world_size,
                 "moved_bytes": result.moved_bytes,
                 "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
@@ -152,6 +169,7 @@ class Queries:
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
                 "gone": gone_rows(job, result.gone),
+                "unlisted": self.catalog.durable_looks.unlisted(job),
                 "odds": self.report.odds_table(job, attempt.replicas),
             },
         )  # fmt: skip
@@ -257,20 +275,22 @@ class Queries:
 
     def _finish_asks(self) -> None:
         for number, ask in list(self.asks.items()):
-            ask.waits = {h for h in ask.waits if self.catalog.hosts.is_live(h)}
+            ask.died |= {h for h in ask.waits if not self.catalog.hosts.is_live(h)}
+            ask.waits -= ask.died
             if not ask.waits or self.catalog.now - ask.call.since_s > ASK_DEADLINE_S:
                 del self.asks[number]
-                self.catalog.answer(ask.call, {"hosts": ask.answers, "silent": sorted(ask.waits)})
+                self.catalog.answer(ask.call, {"hosts": ask.answers, "silent": sorted(ask.waits | ask.died)})
 
     def host_died(self, host_id: str) -> None:
         """Whoever died does not answer, also if it is back at once: its ranks ask again."""
         self.reads = {n: read for n, read in self.reads.items() if read[0].host_id != host_id}
         for ask in self.asks.values():
-            ask.waits.discard(host_id)
+            ask.died |= ask.waits & {host_id}
         self._finish_asks()
 
     def tick(self) -> None:
         """Deadlines."""
+        self.roll_calls.clear()
         self._finish_asks()
 
     def _remove(self, call: Call) -> None:
@@ -331,6 +351,7 @@ class Queries:
 
     def forget(self, name: str) -> None:
         """The job was removed: whoever retired a step of it meanwhile has what he asked for."""
+        self.last_copies.forget(name)
         for fact in [fact for fact in self.retiring if fact.job == name]:
             for call in self.retiring.pop(fact):
                 self.catalog.answer(call, {})

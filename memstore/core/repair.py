@@ -69,7 +69,7 @@ class Repair:
     def consider(self, now: float, job: Job) -> None:
         """Order what is missing of one job, newest step first."""
         attempt = job.newest
-        if attempt is None or attempt.phase == "fencing" or job.name in self.catalog.rounds.active:
+        if attempt is None or attempt.phase == "fencing" or self.catalog.staging.is_due(job.name):
             return
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
@@ -157,8 +157,6 @@ class Repair:
         stand_ins = self._stand_ins(now, job, attempt, shard, wanted, good) if commit else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
         surplus = [h for h in copies if h not in wanted and h not in stand_ins and h != seat]
-        if not commit and seat not in copies and wanted[0] not in copies:
-            return False  # still being put: its owner pushes it
         if commit:
             self._awaiting.update(lacking)
         for target in (*lacking, *(h for h in stand_ins if h not in good)):
@@ -278,7 +276,8 @@ class Repair:
         if self.catalog.room.order(job, attempt, only=(target,), is_news_only=True):
             return
         here = {rank for rank, seat in attempt.seats.items() if seat.host_id == target}
-        spared, wanted = job.commits.keys() | retention.busy(job, attempt), spec.chunks_count
+        committing = {StepId(attempt.ordinal, n) for n, phase in attempt.steps.items() if phase == "committing"}
+        spared, wanted = job.commits.keys() | committing | retention.busy(job, attempt), spec.chunks_count
         unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
         for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):
             for rank in sorted(job.on_host[target][step] - here):

@@ -14,6 +14,7 @@ from memstore.core.committed import Refusal, named_step
 from memstore.core.durable_place import place_of
 from memstore.core.gathering import Gathering
 from memstore.core.job import Attempt, Call, Job
+from memstore.core.listing import plural
 from recovery.inventory import StepId
 from recovery.lineage import Span
 from recovery.planner import NONE, plan
@@ -97,9 +98,9 @@ class Rewinds:
         size = commit.world_size if commit is not None else job.markers[step].world_size
         if size != attempt.world_size:
             return "WorldSizeError", (
-                f"{name} was put by {size} ranks, this attempt has {attempt.world_size}: start {size} ranks to go on "
-                "from it, read single shards with get(step, rank=r), or, where ranks hold equal state (DDP), put with "
-                "connect(shard=0, shards=1), whose steps any number of ranks gets"
+                f"{name} was put by {plural(size, 'rank')}, this attempt has {attempt.world_size}: start "
+                f"{plural(size, 'rank')} to go on from it, read single shards with get(step, rank=r), or, where ranks "
+                "hold equal state (DDP), put with connect(shard=0, shards=1), whose steps any number of ranks gets"
             )
         result = plan(
             job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),

@@ -13,7 +13,7 @@ from memstore.core.cluster_view import GuestLookup
 from memstore.core.events import Body
 from memstore.core.facts import RoomClaimed
 from memstore.core.job import Attempt, Call, Job
-from memstore.core.listing import listed
+from memstore.core.listing import who_is_missing
 from memstore.core.pins import listed_pins
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Room:
     def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
         if not attempt.has_put and len(attempt.needs) < attempt.world_size:
             return  # most ranks of a first put hear no more than this: nobody looks at all ranks for each of them
-        if active.is_ordered or self._missing(job, attempt) or not self._is_gathered(attempt, active):
+        if active.is_ordered or self.silent_ranks(job, attempt) or not self._is_gathered(attempt, active):
             return
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
@@ -139,7 +139,7 @@ class Room:
             else:
                 attempt.needs[rank] = slots
 
-    def _missing(self, job: Job, attempt: Attempt) -> list[int]:
+    def silent_ranks(self, job: Job, attempt: Attempt) -> list[int]:
         """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
         silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
         return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
@@ -353,10 +353,10 @@ class Room:
             self._finish(job, active)
             limit_s = float(attempt.config["connect_timeout_s"])
             if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
-                missing = listed(self._missing(job, attempt))
+                missing = who_is_missing(self.silent_ranks(job, attempt), attempt.world_size, "put or prepared")
                 why = (
-                    f"first put of job {name!r}: after {limit_s:g} s ranks {missing} of {attempt.world_size} have not "
-                    "put, nor prepared. Every rank must put every step; raise connect_timeout_s if they are merely slow"
+                    f"first put of job {name!r}: after {limit_s:g} s {missing}. "
+                    "Every rank must put every step; raise connect_timeout_s if they are merely slow"
                 )
                 self._dismiss(active, "GatherTimeout", why)
                 self._take_back(attempt, active)

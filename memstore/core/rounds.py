@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from memstore.core.durable_place import place_of
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
-from memstore.core.listing import listed
+from memstore.core.listing import listed, plural, who_is_missing
 from memstore.core.ordinals import same_number
-from memstore.core.staging import Phase, Round
+from memstore.core.staging import Round
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -84,7 +84,8 @@ class Rounds:
         if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
             return
         if active.phase == "gathering" and len(active.calls) == attempt.world_size:
-            self._list_markers(now, active, job, attempt)
+            is_empty = attempt.is_fresh and active.is_adopting  # what others left is not its past (R23)
+            self._restore_nothing(now, active) if is_empty else self._list_markers(now, active, job, attempt)
 
     def _is_over(self, attempt: Attempt, rank: int) -> bool:
         """This attempt's get was released, and the rank has not gone on from it: its answer was lost (R23)."""
@@ -154,10 +155,11 @@ class Rounds:
             if active.phase != "waiting":
                 late = ", ".join(sorted(result.wait_for))
                 self.catalog.note(f"job {job.name!r}: get waits for hosts {late}: they hold the newest commit")
-            self._enter_once(now, active, "waiting")
+                active.enter(now, "waiting")
         elif result.verdict == "none" and not is_grace_over and self.catalog.view.silent_hosts(job):
             # Whoever has not answered may know the job: None is for a job that nobody knows (R23).
-            self._enter_once(now, active, "waiting")
+            if active.phase != "waiting":
+                active.enter(now, "waiting")
         elif result.verdict == "none":
             self._nothing(now, active, job, result)
         else:
@@ -186,10 +188,6 @@ class Rounds:
         active.number = attempt.rounds_count
         self._plan(now, active)
 
-    def _enter_once(self, now: float, active: Round, phase: Phase) -> None:
-        if active.phase != phase:
-            active.enter(now, phase)
-
     def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
         # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
         story = self.catalog.orphans.stories.get(job.name)
@@ -212,20 +210,23 @@ class Rounds:
                 "connect(..., fresh=True)",
             )  # fmt: skip
             return
+        self._restore_nothing(now, active)
+
+    def _restore_nothing(self, now: float, active: Round) -> None:
         active.enter(now, "deciding")
-        self.catalog.record(RestoreDecided(job.name, active.attempt, active.number, None, None, self.catalog.wall_s))
+        self.catalog.record(RestoreDecided(active.job, active.attempt, active.number, None, None, self.catalog.wall_s))
 
     def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, result: RecoveryPlan) -> None:
         step = result.step
         if step is None:
             raise ValueError("a plan with a verdict has a step")
         if result.world_size != attempt.world_size and not active.is_agreement:
+            ranks = plural(result.world_size or 0, "rank")
             self.fail(
                 active, "WorldSizeError",
-                f"job {job.name!r}: step {step.step} was put by {result.world_size} ranks, this attempt has "
-                f"{attempt.world_size}. Start {result.world_size} ranks, or load what was saved through DCP: "
-                "dcp.load(state, storage_reader=store.dcp_reader()). Where ranks hold equal state (DDP), put with "
-                "connect(shard=0, shards=1): any number of ranks gets it; get(step, rank=r) reads single shards",
+                f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}. "
+                f"Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks that "
+                "hold equal state (DDP): connect(shard=0, shards=1), any number gets it; get(step, rank=r) reads one",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return
@@ -326,9 +327,8 @@ class Rounds:
     def torn(self, now: float, job: Job, step: StepId) -> None:
         """A rank of an older attempt saw it torn while it is being restored: the next candidate (R25)."""
         active = self.active.get(job.name)
-        if active is None or active.plan is None or active.plan.step != step:
-            return
-        if active.phase in ("deciding", "staging", "checking"):
+        under_way = ("deciding", "staging", "checking")
+        if active is not None and active.phase in under_way and active.plan and active.plan.step == step:
             self.plan_again(now, active)
 
     def abort(self, job: str, name: str, message: str) -> None:
@@ -349,8 +349,8 @@ class Rounds:
         if gone is not None:
             self.catalog.refuse(
                 gone, "GatherTimeout",
-                f"get() of job {active.job!r}: after {call.body['timeout_s']:g} s ranks {listed(missing)} of "
-                f"{attempt.world_size} have not called get(). Every rank must call get()",
+                f"get() of job {active.job!r}: after {call.body['timeout_s']:g} s "
+                f"{who_is_missing(missing, attempt.world_size, 'called get()')}. Every rank must call get()",
             )  # fmt: skip
         if not active.calls:
             del self.active[active.job]

@@ -8,10 +8,11 @@ A shard may miss chunks (a condemned slot, R30); it then counts and serves only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from memstore.core.share import Share
 from memstore.core.slots import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -30,6 +31,7 @@ class Draft:
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
     excerpt: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
+    deadline_s: float = math.inf  # of an excerpt of what was dropped
 
     @property
     def wanted(self) -> Sequence[int]:
@@ -51,36 +53,14 @@ class Shelved:
     digests: tuple[bytes, ...]
     slots: list[int | None]
     pins: dict[int, float] = field(default_factory=dict)  # pin number -> deadline (R7)
+    readers: set[int] = field(default_factory=set)  # pins of processes that copy it out
     is_doomed: bool = False
+    is_nameless: bool = False  # its manifest is damaged: nothing here says what the chunks are
 
     @property
     def missing(self) -> frozenset[int]:
-        """Chunk indices this host does not have."""
-        return frozenset(i for i, slot in enumerate(self.slots) if slot is None)
-
-
-@dataclass(slots=True)
-class Share:
-    """Room reserved for one job on this host, in slots (R10)."""
-
-    attempt: int
-    ranks: dict[int, int]  # local rank -> slots
-    guest_slots: int
-    world_size: int = 0  # shards of another one count for nobody's part of the share; 0: all count
-    versions: int = 1  # how many versions the slots are for
-
-    @property
-    def total(self) -> int:
-        """All slots the job may use here."""
-        return sum(self.ranks.values()) + self.guest_slots
-
-
-def share_from_wire(body: Mapping[str, Any]) -> Share:
-    """Read what the controller orders to reserve."""
-    return Share(
-        int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
-        int(body.get("world_size", 0)), int(body.get("versions", 1)),
-    )  # fmt: skip
+        """Chunk indices this host does not have; all of them if it does not know what they are."""
+        return frozenset(i for i, slot in enumerate(self.slots) if slot is None or self.is_nameless)
 
 
 class Shelf:
@@ -163,7 +143,7 @@ class Shelf:
                     self.users.setdefault(number, set()).add((shard, spec.digest))
                 elif number is not None:
                     self.table.unhold(number)
-            known.is_doomed = False
+            known.is_doomed = known.is_nameless = False
             return known
         return self._shelve(Shelved(shard, spec, tuple(draft.digests), draft.slots))
 
@@ -191,10 +171,11 @@ class Shelf:
             return self.shards.get((shard, digest))
         return next((s for (held, _), s in self.shards.items() if held == shard), None)
 
-    def drop(self, shard: ShardId) -> list[Shelved]:
+    def drop(self, shard: ShardId, readers_until_s: float = math.inf) -> list[Shelved]:
         """Remove every replica of a shard; those being read are doomed instead. Return what may go now, still whole.
 
-        The caller unlinks the manifests first and then calls `free` (R7: out is manifest, then slots).
+        Readers have until `readers_until_s`: their slots are those of the puts to come (R11). The caller unlinks the
+        manifests first and then calls `free` (R7: out is manifest, then slots).
         """
         gone = []
         for staged in [key for key, (shelved, _) in self.staged.items() if shelved.shard == shard]:
@@ -205,6 +186,7 @@ class Shelf:
                 self.shards[key].is_doomed = True
             else:
                 gone.append(self.shards.pop(key))
+        self._hurry_readers(shard, readers_until_s)
         return gone
 
     def free(self, shelved: Shelved) -> None:
@@ -233,11 +215,23 @@ class Shelf:
                     self.table.unhold(number)
         return hurt
 
-    def pin(self, shelved: Shelved, deadline_s: float) -> int:
-        """Keep a replica while a reader uses it, until the deadline (R7)."""
+    def pin(self, shelved: Shelved, deadline_s: float, *, is_reader: bool = False) -> int:
+        """Keep a replica while somebody uses it, until the deadline (R7); a reader's may come sooner: drop."""
         self.pins_count += 1
         shelved.pins[self.pins_count] = deadline_s
+        shelved.readers &= shelved.pins.keys()
+        if is_reader:
+            shelved.readers.add(self.pins_count)
         return self.pins_count
+
+    def _hurry_readers(self, shard: ShardId, deadline_s: float) -> None:
+        for (held, _), shelved in self.shards.items():
+            if held == shard and shelved.is_doomed:
+                for pin in shelved.readers & shelved.pins.keys():
+                    shelved.pins[pin] = min(shelved.pins[pin], deadline_s)
+        for draft in self.drafts.values():
+            if draft.shard == shard and draft.excerpt is not None:
+                draft.deadline_s = min(draft.deadline_s, deadline_s)
 
     def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> list[Shelved]:
         """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
@@ -353,8 +347,14 @@ class Shelf:
         wanted, share = set(ranks), self.shares.get(job)
         mine = (s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
         stored = sum(len(s.slots) for s in mine if share is None or not _is_foreign(s, share))
-        drafts = sum(len(d.wanted) for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
-        return stored + drafts
+        drafts = (d for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
+        return stored + sum(self._slots_for(draft) for draft in drafts)
+
+    def _slots_for(self, draft: Draft) -> int:
+        """Slots that a draft takes in the end; what is lent to a reader out of a stored replica takes none."""
+        if draft.excerpt is None:
+            return len(draft.slots)
+        return sum(draft.slots[i] not in self.users for i in draft.excerpt)
 
     def leasable(self, job: str, rank: int, leased_count: int) -> int:
         """Free slots a rank may still lease: its share less what its shards and leases use."""

@@ -51,7 +51,7 @@ def _waits(catalog: Catalog, job: Job, attempt: Attempt, step: StepId) -> str:
     """Return why repair of the whole step has not begun, or ""."""
     if step in job.retired:
         return "the step is retired"
-    if job.name in catalog.rounds.active:
+    if catalog.staging.is_due(job.name):
         return "after the restore that is under way"
     late_s = catalog.rules.repair_after_s
     late = catalog.hosts.dead_since(catalog.now - late_s) & {seat.host_id for seat in attempt.seats.values()}

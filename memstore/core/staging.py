@@ -65,6 +65,11 @@ class Staging:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
 
+    def is_due(self, job: str) -> bool:
+        """True from the moment when all ranks of a job's round have asked until it is over."""
+        active = self.catalog.rounds.active.get(job)
+        return active is not None and active.phase != "gathering"
+
     # -- staging ------------------------------------------------------------------------------
 
     def start(self, now: float, active: Round) -> None:
@@ -208,8 +213,8 @@ class Staging:
         del self.catalog.rounds.active[active.job]
         attempt = job.attempts[active.attempt]
         before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
-        put = [seat.step for seat in before.seats.values()] if before is not None else []  # no copy may be left of it
-        newest_seen = max((*put, *(s.step for s in (*job.copies, *job.commits))), default=result.step.step)
+        trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
+        trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
         for seat in attempt.seats.values():
             seat.last_active_s = now
         shared = {
@@ -218,7 +223,7 @@ class Staging:
             "moved_bytes": result.moved_bytes,
             "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
             "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
-            "steps_lost": max(0, newest_seen - result.step.step),
+            "steps_lost": max(0, trained_step - result.step.step),
             "seconds": {
                 "gather": active.planned_s - active.since_s,
                 "transfer": now - active.planned_s,

@@ -14,7 +14,6 @@ from memstore.core.survival import held_for, survival, survival_odds
 from memstore.core.timeline import fewest_copies, timeline
 from placement.domains import is_finer
 from recovery.inventory import StepId
-from recovery.lineage import in_lineage
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -115,10 +114,10 @@ class StatusReport:
         body: Body = {"job": job.name, "attempt": None, **timeline(self.catalog, job)}
         if attempt is None:
             return body
-        spans = job.spans(attempt.ordinal)
-        newest = job.newest_committed
+        newest, on_storage = job.newest_committed, job.newest_durable
         placement = self.catalog.placement(job)
         durable = self.catalog.durable.state(job.name)
+        seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
         body.update(
@@ -128,7 +127,7 @@ class StatusReport:
             ranks_alive=sum(s.is_alive and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
             **self.catalog.view.twins.status(job, attempt),
             rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
-            training_step=max((seat.step for seat in attempt.seats.values()), default=-1),
+            training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,
             committed_attempt=newest.attempt if newest is not None else None,
             committed_s=self.catalog.age_s(job.commits[newest].wall_s) if newest is not None else None,
@@ -154,7 +153,9 @@ class StatusReport:
             warnings=list(placement.warnings) if placement is not None else [],
             unmet=[f"{u.owner} -> {u.target}: {u.why}" for u in placement.unmet] if placement is not None else [],
             durable=attempt.config.get("durable"),
-            durable_step=max((s.step for s in job.markers if in_lineage(spans, s)), default=None),
+            durable_step=on_storage.step if on_storage is not None else None,
+            durable_seen_s=self.catalog.now - seen_s if seen_s is not None else None,
+            durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
             durable_keys=self.catalog.durable.keys.state(job.name).problem,
             durable_abandoned=durable.abandoned_count,

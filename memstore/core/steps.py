@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,14 @@ class Steps:
             for rank in ranks:
                 if rank in attempt.seats:
                     attempt.seats[rank].step = max(attempt.seats[rank].step, step.step)
+
+    def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
+        """A host says which step its ranks of a job train, put or not."""
+        for name, (ordinal, step) in told.items():
+            job = self.catalog.jobs.get(name)
+            attempt = job.attempts.get(ordinal) if job is not None else None
+            if attempt is not None:
+                attempt.told_step = max(attempt.told_step, step)
 
     def greet(self, job: Job, host: str) -> None:
         """Tell a host's ranks of the newest commit and skip: the word may have died with a controller or a holder."""

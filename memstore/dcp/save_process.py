@@ -86,10 +86,8 @@ class SaveProcess:
                 attempt=staged.attempt,
             ), until_s,
         )  # fmt: skip
-        room = OpenPut(
-            link, link.mapping, ticket, [], chunk_bytes=staged.chunk_bytes, attempt=staged.attempt,
-            world_size=staged.world_size,
-        )  # fmt: skip
+        room = OpenPut(link, ticket, world_size=staged.world_size)
+        link.heir = room
 
         def on_event(body: dict[str, Any]) -> None:
             level = str(body.get("level", ""))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from memstore.shell.tool import any_tool
 from memstore.store import Store
 from memstore.ticket import Ticket
 
+log = logging.getLogger("memstore")
 COMMIT_S = 600.0
 REPAIR_S = 30.0  # longest wait for copies that the commit did not wait for
 POLL_S = 0.2
@@ -115,12 +117,16 @@ def _check_new(job: str, config: Config) -> None:
 
 def _settled(job: str, step: int, config: Config) -> str:
     """Return "" once the step has all its copies, or what it lacks after REPAIR_S: repair raises what it can (R29)."""
-    deadline_s = time.monotonic() + REPAIR_S
+    deadline_s, has_said = time.monotonic() + REPAIR_S, False
     with reader(job, config=config) as source:
         while True:
             lacks = next(info.degraded for info in source.steps() if info.step == step)
             if not lacks or time.monotonic() > deadline_s:
                 return lacks
+            if not has_said:
+                has_said = True
+                wait = f"waiting up to {REPAIR_S:g} s for repair"
+                log.warning("memstore %s: step %d is committed, but %s; %s", job, step, lacks, wait)
             time.sleep(POLL_S)
 
 

@@ -127,6 +127,14 @@ def is_at(path: Path, status: os.stat_result) -> bool:
         return False
 
 
+def held_bytes(folder: Path) -> int:
+    """Return the memory that the arena in a host's folder has; 0 if none is there, or it is just removed."""
+    try:
+        return os.stat(folder / "arena").st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def read_secret(folder: Path) -> bytes | None:
     """Return the store's secret kept in the folder, None if there is none (R4).
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from memstore.config import Config
 from memstore.errors import ConfigError
-from memstore.shell.capacity import ENLARGE, MemoryLimits, auto_bytes, auto_reason, gib, measure, most_bytes, rooms
+from memstore.shell.capacity import (
+    ENLARGE,
+    RESTART,
+    MemoryLimits,
+    auto_bytes,
+    auto_reason,
+    gib,
+    measure,
+    most_bytes,
+    rooms,
+)
 
 log = logging.getLogger("memstore")
 SMALL_BYTES = 1 << 30  # an "auto" limit below this is seldom what somebody wants
@@ -48,8 +58,8 @@ def _auto(limits: MemoryLimits) -> ArenaLimit:
     small = ""
     if nbytes < SMALL_BYTES:
         small = (
-            f"the arena's limit is only {gib(nbytes)}: {why}. If that is too little: "
-            f"{ENLARGE}, or memstore up --arena-bytes SIZE"
+            f"the arena's limit is only {gib(nbytes)}: {why}. If that is too little: {ENLARGE}, then {RESTART}, with "
+            "--arena-bytes SIZE for a limit of your own"
         )
     return ArenaLimit(nbytes, why, small)
 

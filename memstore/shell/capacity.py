@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memstore.errors import ConfigError
+from memstore.shell.arena_folder import held_bytes
 
 MONITOR_SHARE = 0.9  # stay this far below Ray's memory-monitor threshold
 FREE_SHARE = 0.9  # of what is free in arena_dir, for "auto"
 ENLARGE = "enlarge arena_dir (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set another one"
+RESTART = "`memstore down` and `memstore up`"  # what is stored stays; limits are measured anew
+_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -93,7 +96,7 @@ def measure(
     found, resident = _ray_object_store(proc, device)
     store = max(found, ray_object_store_bytes or 0)
     limit, used = _tightest_cgroup(proc, Path(cgroup_root))
-    held = {each.parent: each.stat().st_blocks * 512 for each in folder.parent.glob("*/arena")} if folder else {}
+    held = {each.parent: held_bytes(each.parent) for each in folder.parent.glob("*/arena")} if folder else {}
     return MemoryLimits(
         arena_dir=os.fspath(arena_dir),
         ram_total_bytes=ram_total,
@@ -144,10 +147,10 @@ def auto_reason(limits: MemoryLimits) -> str:
 
 def beyond_limit(why: str) -> str:
     """Return the remedies where an arena's limit is reached, given what set it."""
-    enlarge = f"{ENLARGE} and start the store again · " if "has free" in why else ""
+    enlarge = f"{ENLARGE}, then {RESTART} · " if "has free" in why else ""
     return (
-        f"{enlarge}memstore up --arena-bytes SIZE for a larger limit · memstore rm a job that is not needed · spread "
-        "the job over more hosts · lower replicas or keep_steps"
+        f"{enlarge}{RESTART} with --arena-bytes SIZE for a larger limit · `memstore rm` a job that is not needed · "
+        "spread the job over more hosts · lower replicas or keep_steps"
     )
 
 
@@ -348,4 +351,5 @@ def _stat_value(folder: Path, name: str) -> int:
 
 def gib(nbytes: int) -> str:
     """Return a size for people."""
-    return f"{nbytes / (1 << 30):.1f} GiB" if abs(nbytes) >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"
+    size, unit = next((kind for kind in _SIZES if abs(nbytes) >= kind[0]), _SIZES[-1])
+    return f"{nbytes / size:.1f} {unit}"

@@ -22,7 +22,7 @@ import torch
 
 from memstore.core.layout import pieces
 from memstore.core.manifest import Manifest, chunk_digest, chunk_hasher
-from memstore.errors import DigestMismatch, MemstoreError
+from memstore.errors import DigestMismatch, MemstoreError, StepDropped
 from memstore.shell.device_copy import FLIGHT_BYTES, FLIGHTS_MAX, Arrival, Piece, SideStream, copy_in, has_streams
 from memstore.shell.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
@@ -90,7 +90,8 @@ class CheckedStream:
 
         Raises:
             DigestMismatch: Some chunk is bad in every copy there is; what was read is unusable.
-            MemstoreError: The source's, if chunks do not come.
+            StepDropped: There is no copy any more.
+        MemstoreError: The source's, if chunks do not come.
         """
         copies, self._copies = self._copies, Copies({}, {})
         self._copy(copies, is_target=True)
@@ -170,6 +171,8 @@ class CheckedStream:
         for _ in range(MEND_TRIES):
             try:
                 self._source.mend(sorted(left), use)
+            except StepDropped:
+                raise
             except MemstoreError as exc:
                 problem = exc
             if not left:

@@ -364,8 +364,10 @@ class Controller:
 def heard_from_body(host: str, body: dict[str, Any]) -> Heard | None:
     """Return the event of a heartbeat; None, and a line in the log, if it is malformed."""
     try:
-        return Heard(host, dict(body["stats"]), float(body.get("clock_s", -math.inf)))
-    except (KeyError, TypeError, ValueError):
+        stats = dict(body["stats"])
+        trained = {str(job): (int(attempt), int(step)) for job, (attempt, step) in stats.pop("trained", {}).items()}
+        return Heard(host, stats, float(body.get("clock_s", -math.inf)), trained)
+    except (KeyError, TypeError, ValueError, AttributeError):
         log.exception("host %s sent a heartbeat that is not understood: %r", host, str(body)[:500])
         return None
 

@@ -18,40 +18,65 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
+
+from memstore.shell.nested_verbs import is_running
 
 TURN_S = 20e-6
 
 
 class _Passes:
-    """The copies under way in this process, of any thread: the first one sets, the last one leaves all as it was."""
+    """The copies under way in this process, of any thread: the first one sets, the last one leaves all as it was.
+
+    A signal's handler may raise while one begins or ends. So each belongs to a call, and is over at the latest when its
+    thread begins another and is not in the middle of that call any more.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal's handler may copy
-        self._count = 0
-        self._before = True, 0.0
-        self.here = threading.local()  # depth: passes of the thread that asks
+        self.copying: dict[object, FrameType] = {}  # by pass, the call that it belongs to
+        self._before: tuple[bool, float] | None = None  # None: nothing is set
+        self.here = threading.local()  # of the thread that asks
 
-    def begin(self) -> None:
+    @property
+    def own(self) -> dict[object, FrameType]:
+        """The passes of this thread, also while it waits."""
+        known: dict[object, FrameType] = self.here.__dict__.setdefault("own", {})
+        return known
+
+    def begin(self, one: object, call: FrameType) -> None:
+        """This thread copies from now on."""
+        for over in [over for over, its_call in self.own.items() if not is_running(its_call)]:
+            self.end(over)
+        self.own[one] = self.copying[one] = call
+        self.settle()
+
+    def end(self, one: object) -> None:
+        """It copies no more."""
+        self.copying.pop(one, None)
+        self.own.pop(one, None)
+        self.settle()
+
+    def settle(self) -> None:
+        """Set, or leave, what the copies under way ask for."""
         with self.lock:
-            self._count += 1  # first, so that a signal's handler in between finds nothing to set
-            if self._count == 1:
+            if self.copying and self._before is None:
                 self._before = gc.isenabled(), sys.getswitchinterval()
                 gc.disable()
                 sys.setswitchinterval(min(TURN_S, self._before[1]))
-
-    def end(self) -> None:
-        with self.lock:
-            if self._count == 1:
+            elif not self.copying:
                 self.restore()
-            self._count -= 1
 
     def restore(self) -> None:
         """Set again what was; what somebody else has set meanwhile stays."""
+        if self._before is None:
+            return
         was_enabled, interval_s = self._before
-        if self._count and was_enabled:
+        if was_enabled:
             gc.enable()
-        if self._count and sys.getswitchinterval() < TURN_S * 1.01:
+        if sys.getswitchinterval() < TURN_S * 1.01:
             sys.setswitchinterval(interval_s)
+        self._before = None
 
 
 _passes = _Passes()
@@ -62,6 +87,8 @@ def _begin_anew() -> None:
     global _passes
     _passes.restore()
     _passes.lock = threading.RLock()
+    _passes.copying.clear()
+    _passes.own.clear()
     _passes = _Passes()
 
 
@@ -71,25 +98,23 @@ os.register_at_fork(after_in_child=_begin_anew)
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
     """Set the interpreter for a copy; any number of threads may, to any depth."""
-    passes = _passes
-    passes.begin()
-    passes.here.depth = getattr(passes.here, "depth", 0) + 1
+    passes, one = _passes, object()
     try:
+        passes.begin(one, sys._getframe(2))  # of whoever enters it
         yield
     finally:
-        passes.here.depth -= 1
-        passes.end()
+        passes.end(one)
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Within a pass of this thread: it copies nothing now and waits, perhaps for minutes, with all as it was before."""
     passes = _passes
-    depth = getattr(passes.here, "depth", 0)
-    for _ in range(depth):
-        passes.end()
     try:
+        for one in passes.own:
+            passes.copying.pop(one, None)
+        passes.settle()
         yield
     finally:
-        for _ in range(depth):
-            passes.begin()
+        passes.copying.update(passes.own)
+        passes.settle()

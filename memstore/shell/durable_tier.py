@@ -7,8 +7,10 @@ is decided by `memstore/core/durable_schedule.py` and `durable_orders.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,6 +33,8 @@ from memstore.shell.durable_codec import Codec, read_key
 from memstore.shell.durable_directory import DirectoryFiles
 from memstore.shell.durable_objects import SCHEMES, ObjectFiles
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+LOOK_THREADS = 16  # slices looked at at once: a request each, of an object store
 
 
 class PartsTier(DurableTier):
@@ -126,14 +130,18 @@ class PartsTier(DurableTier):
             marker = record.marker
             if marker.key not in ("", self.key):
                 return f"it needs key {marker.key}, durable_key_file has key {self.key or 'none'} here"
-            for rank, spec in sorted(marker.specs.items()):
-                shard = ShardId(job, step.attempt, step.step, rank)
-                for number, name in enumerate(_part_names(marker, rank)):
-                    with self.files.opened(job, step, name) as reader:
-                        self._header(reader, shard, spec, number)
+            with ThreadPoolExecutor(LOOK_THREADS, "memstore-look") as pool:  # what it costs is waiting for answers
+                list(pool.map(partial(self._look, job, marker), sorted(marker.specs)))
         except IntegrityError as exc:
             return str(exc)
         return ""
+
+    def _look(self, job: str, marker: DurableMarker, rank: int) -> None:
+        """Open all slices of a rank's part; IntegrityError for one that is not there or not whole."""
+        shard = ShardId(job, marker.step.attempt, marker.step.step, rank)
+        for number, name in enumerate(_part_names(marker, rank)):
+            with self.files.opened(job, marker.step, name) as reader:
+                self._header(reader, shard, marker.specs[rank], number)
 
     def jobs(self) -> list[str]:
         """Return the names of all jobs that have anything stored, sorted."""

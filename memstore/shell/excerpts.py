@@ -125,10 +125,10 @@ class Excerpts:
             self.vault.abort_draft(excerpt.name, excerpt.draft.shard, only=excerpt.draft)
 
     def expire(self) -> None:
-        """Let go of what nobody took, or was kept past the deadline (R7)."""
+        """Let go of what nobody took, was kept past the deadline, or is of a step that was dropped (R7)."""
         now = time.monotonic()
         with self.lock:
-            late = [number for number, excerpt in self.known.items() if excerpt.deadline_s < now]
+            late = [n for n, each in self.known.items() if min(each.deadline_s, each.draft.deadline_s) < now]
         for number in late:
             self.release(number)
 

@@ -9,6 +9,7 @@ from typing import Any
 from memstore.core.events import Body, shard_from_wire
 from memstore.core.manifest import Manifest, decode_manifest, encode_manifest, shard_digest, spec_of
 from memstore.core.shelf import Shelved
+from memstore.errors import DigestMismatch
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.vault import Vault
 from recovery.inventory import ShardId
@@ -27,6 +28,8 @@ def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
             manifest = _renamed(vault, pinned[0], new)
             vault.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
             found.append([shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing)])
+        except DigestMismatch:
+            found.append([shard.rank, "", -1])  # of a copy whose manifest is damaged no fork is made
         finally:
             vault.unpin(*pinned)
     return found

@@ -28,6 +28,7 @@ from memstore.shell.arena_lock import ArenaLock, LockOwner
 from memstore.shell.capacity import admission, measure
 from memstore.shell.channel import Channel
 from memstore.shell.controller_session import SEND_S, ControllerSession, term_of
+from memstore.shell.descriptors import descriptor_stats
 from memstore.shell.fact_keeper import FactKeeper
 from memstore.shell.folder_guard import FolderGuard
 from memstore.shell.host_id import HostIdentity
@@ -48,6 +49,7 @@ from memstore.shell.stager import Stager, sealed_copy
 from memstore.shell.tls import Tls
 from memstore.shell.tombstones import Tombstones
 from memstore.shell.traffic import Traffic
+from memstore.shell.trained import TrainedSteps
 from memstore.shell.twins import Twins
 from memstore.shell.vault import Vault
 from recovery.inventory import Copy
@@ -88,7 +90,7 @@ class Holder:
         self.vault.on_hurt = self.sealed
         self.journal = Journal.open(self.folder / "journal")
         self.facts = FactKeeper(self.journal, lambda seq: self.report("ack", {"seq": seq}))
-        self.term = 0
+        self.term, self.trained = 0, TrainedSteps()
         self.fences, self.removals = dict[str, int](), dict[str, int]()  # job -> its first attempt that may serve (R21)
         self._read_journal()
         self.targets, self.twins = dict[str, list[str]](), Twins(self)
@@ -179,6 +181,7 @@ class Holder:
     def removed(self, job: str, attempt: int) -> None:
         """The job was removed: what it was up to this attempt is fenced."""
         self.removals[job] = attempt + 1
+        self.trained.forget(job)
         self.fences[job] = max(self.fences.get(job, 0), attempt + 1)
 
     # -- connections --------------------------------------------------------------------------
@@ -316,13 +319,14 @@ class Holder:
     def stats(self) -> dict[str, Any]:
         """What every heartbeat carries of this host."""
         counts: dict[str, Any] = {
+            "trained": self.trained.stats(),
             **self.vault.stats(),
             **self.peer_server.damage.stats(),
             "scrub": self.scrubber.found_count,
         }
         counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
         counts["limit_why"], counts["limit_warning"] = self.limit_words
-        counts |= self.guard.stats()
+        counts |= self.guard.stats() | descriptor_stats()
         return {**counts, **self.traffic.stats(), "short_of_room": self.facts.problem or self.vault.manifests.problem}
 
     def _reap_loop(self) -> None:

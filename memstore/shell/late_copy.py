@@ -26,6 +26,7 @@ import xxhash
 
 from memstore.shell.late_flights import LateFlights
 from memstore.shell.own_memory import copy_own
+from memstore.shell.safe_condition import SafeEvent
 from memstore.shell.slot_stream import Move, in_threads
 
 # A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
@@ -124,46 +125,52 @@ class LateCopy:
         self._keep, self._is_wanted, self._on_end, self._name_of = keep, is_wanted, on_end, name_of
         self._digests = self._digested()
         self.flights = flights
-        self._lock = threading.Lock()
-        self._busy_count = 0
+        self._moves_count = len(self._moves)
+        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and whoever takes one
+        # is among the busy before, until he has done with it; all of that in single steps of a deque, a set, a list.
+        self._made: list[int] = []
+        self._busy: set[object] = set()
         self._is_device_done = flights is None
-        self._is_ending = self._is_released = False
+        self._is_ending = self._is_over = self._is_released = False
         self._problem = ""
+        self._one_end = threading.RLock()
         self._judging = threading.Lock()
         self._verdict: str | None = None  # what was found changed, "" for nothing; None: not looked yet
-        self.moved = threading.Event()  # set when host memory is copied
-        self.ended = threading.Event()  # set when on_end has returned
+        self.moved = SafeEvent()  # set when host memory is copied
+        self.ended = SafeEvent()  # set when on_end has returned
 
     @property
     def nbytes_left(self) -> int:
         """Bytes that nobody has begun to copy."""
-        with self._lock:
-            return sum(nbytes for _, (_, _, nbytes) in self._moves)
+        return sum(nbytes for _, (_, _, nbytes) in list(self._moves))
 
     def work(self, deadline_s: float = float("inf")) -> None:
         """Make moves until none is left or the deadline (monotonic) passes; ends the copy after the last."""
-        while True:
-            with self._lock:
-                if not self._moves:
-                    break
-                number, move = self._moves.popleft()
-                self._busy_count += 1
-            try:
-                problem = self._make(number, move)
-            except BaseException as exc:  # Ctrl-C, a signal's handler: of this move nobody knows how far it came
-                problem = f"a move was interrupted: {exc!r}"
-                raise
-            finally:
-                self._made(problem)
-            if time.monotonic() > deadline_s:
-                break
+        try:
+            while self._make_one() and time.monotonic() <= deadline_s:
+                pass
+        except BaseException as exc:  # Ctrl-C, a signal's handler: of this move nobody knows how far it came
+            self.stop(f"a move was interrupted: {exc!r}")
+            raise
         self._end_if_over()
 
-    def _made(self, problem: str) -> None:
-        with self._lock:
-            self._busy_count -= 1
+    def _make_one(self) -> bool:
+        """Make a move; False if none was left."""
+        me = object()
+        try:
+            self._busy.add(me)
+            try:
+                number, move = self._moves.popleft()
+            except IndexError:
+                return False
+            problem = self._make(number, move)
+            if not problem:
+                self._made.append(number)
+        finally:
+            self._busy.discard(me)
         if problem:
             self.stop(problem)
+        return True
 
     def work_device(self) -> None:
         """Order the device's copies and wait until they have arrived: not for who must not wait."""
@@ -174,19 +181,15 @@ class LateCopy:
                 self.flights.work()
             except Exception as exc:
                 self.stop(f"device memory could not be copied: {exc}")
-            with self._lock:
-                self._is_device_done = True
+            self._is_device_done = True
         self._end_if_over()
 
     def stop(self, why: str) -> None:
         """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
-        with self._lock:
-            self._moves.clear()
-            self._problem = self._problem or why
-        # After that: whoever finds nothing left must find the reason.
+        self._problem = self._problem or why  # first: whoever finds nothing left must find the reason
+        self._moves.clear()
         if self.flights is not None and self.flights.drop():
-            with self._lock:
-                self._is_device_done = True
+            self._is_device_done = True
         self._end_if_over()
 
     def release(self) -> str:
@@ -231,17 +234,22 @@ class LateCopy:
         return digests
 
     def _end_if_over(self) -> None:
-        with self._lock:
-            if self._moves or self._busy_count:
-                return
-            self.moved.set()
-            if not self._is_device_done or self._is_ending:
-                return
-            self._is_ending = True
-        try:
-            self._on_end(self._problem or self._judged())
-        finally:
-            self.ended.set()
+        if self._moves or self._busy:  # in this order: whoever took the last is busy by then
+            return
+        self.moved.set()
+        if not self._is_device_done:
+            return
+        with self._one_end:
+            if not self._is_ending:
+                self._is_ending = True
+                try:
+                    if len(self._made) < self._moves_count:
+                        self._problem = self._problem or "a move was interrupted"
+                    self._on_end(self._problem or self._judged())
+                finally:
+                    self._is_over = True
+            if self._is_over:  # else a signal's handler asks in the middle of on_end
+                self.ended.set()
 
     def _judged(self) -> str:
         """Look once for changes: at the end, or at the fence if that comes first."""

@@ -34,14 +34,14 @@ class Lendings:
         """
         if arena != self.vault.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
+        with self.vault.lock:
+            is_its_own = self.vault.table.leases.get(lender, set()).issuperset(slots)
         arena_slots = self.vault.arena.mapping
-        if differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
+        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
         for key, old in list(self.lent.items()):
             if key[0] == lender and not set(old).isdisjoint(slots):
                 del self.lent[key]
-        with self.vault.lock:
-            is_its_own = self.vault.table.leases.get(lender, set()).issuperset(slots)
         if slots and is_its_own:  # else a child has them already
             self.lent[lender, step] = slots
 

@@ -7,8 +7,10 @@ or take the room that is being filled. Other threads are no concern: they wait f
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 from memstore.errors import ConfigError
 
@@ -18,12 +20,12 @@ class UnderWay:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._verbs: dict[int, str] = {}
+        self._verbs: dict[int, tuple[str, FrameType]] = {}  # with the call that it belongs to
 
     def refuse(self, verb: str) -> None:
         """Raise ConfigError if another verb is under way in this thread."""
-        outer = self._verbs.get(threading.get_ident())
-        if outer is not None:
+        outer, call = self._verbs.get(threading.get_ident(), ("", None))
+        if call is not None and is_running(call):  # else a signal's handler has ended it by an exception
             raise ConfigError(
                 f"{verb} of job {self._job!r} was called in the middle of {outer}, in the same thread: by a signal's "
                 "handler, or by code of the state itself (a state_dict, a tensor's class). Let the handler set a flag, "
@@ -37,7 +39,15 @@ class UnderWay:
         self.refuse(verb)
         thread = threading.get_ident()
         try:
-            self._verbs[thread] = verb
+            self._verbs[thread] = verb, sys._getframe(2)  # of whoever enters it
             yield
         finally:
             self._verbs.pop(thread, None)
+
+
+def is_running(call: FrameType) -> bool:
+    """Tell whether this thread is in the middle of a call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import copy_to_wire, shard_from_wire
-from memstore.core.shelf import share_from_wire
+from memstore.core.share import share_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.capacity import gib
 from memstore.shell.forker import drop_unknown_shares, forked_body, look, make
@@ -115,8 +115,8 @@ class Orders:
             self.vault.claim(job, share, functools.partial(self.holder.ranks.room, job))
         except CapacityError as exc:
             size = self.vault.chunk_bytes
-            ranks = ", ".join(f"{rank} {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
-            asked = f"the job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
+            ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
+            asked = f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             asked += f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
             reply.update(ok=False, why=f"{exc}. {asked}")
         wait([connecting], CONNECT_S)

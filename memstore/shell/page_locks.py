@@ -3,7 +3,7 @@
 A rank that registers slots with CUDA, or copies out of them, holds them by a shared lock. Before the holder gives the
 pages of free slots back it locks their records alone; what it cannot lock keeps its pages. So nothing has to be said to
 a holder, and nothing is forgotten by one that is killed. The locks are of an open file (OFD): forked children, which
-close that file, do not prolong them.
+close those files, do not prolong them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 
 WAIT_S = 1.0  # for a holder that is giving the pages of these very slots back
@@ -72,6 +73,7 @@ class PageHold:
 
     def __init__(self, slots_fd: int) -> None:
         self._fd = os.open(f"/proc/self/fd/{slots_fd}", os.O_RDONLY | os.O_CLOEXEC)  # locks of its own
+        _OPEN.add(self)
 
     def add(self, slots: Iterable[int]) -> None:
         """Hold some more. One that is being emptied is not the reader's any more: what it copies fails its digest."""
@@ -85,3 +87,12 @@ class PageHold:
             os.close(fd)
 
     __del__ = close
+
+
+def _close_in_child() -> None:
+    for hold in list(_OPEN):
+        hold.close()
+
+
+_OPEN: weakref.WeakSet[PageHold] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,6 +1,6 @@
 """A rank's side of its link to the holder: leased slots, hand-overs, calls, levels (R4, R8, R11).
 
-`put` only takes slots from `pool` and appends to `outbox`; one thread writes and pre-faults, one
+`put` only takes free slots and appends to `outbox`; one thread writes and pre-faults, one
 reads. If the holder goes away the link comes back by itself: it confirms which slots are still its
 own, sends again what was not sealed, and asks again what was not answered.
 """
@@ -22,10 +22,10 @@ from typing import Any
 
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import ClosedError, ConfigError, FencedError, MemstoreError, PeerTimeout, TransportError
-from memstore.shell.answers import answer_of
+from memstore.shell.answers import Answer, answer_of
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
-from memstore.shell.leased_slots import Handover, LeasedSlots
+from memstore.shell.leased_slots import CHILD, NOBODY, Handover, LeasedSlots, Tenant
 from memstore.shell.listener import connect_unix
 from memstore.shell.rank_mapping import RankMapping
 from memstore.shell.slot_sample import sample
@@ -50,11 +50,16 @@ class RankLink(LeasedSlots):
         self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
         self.life = next(_LIVES)  # tells the leases of one process's stores apart
+        self._pid, self._start = (
+            os.getpid(),
+            process_start_time(os.getpid()) or 0,
+        )  # once: later there may be no descriptor
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
+        self.heir = Tenant()  # gets what this process adopts
         self.welcome: dict[str, Any] = {}
         self.channel = self._connect()
         _LINKS.add(self)
@@ -74,8 +79,7 @@ class RankLink(LeasedSlots):
             channel.send(
                 Kind.EVENT, 0,
                 {
-                    "k": "hello", "nonce": self.nonce, "life": self.life, "pid": os.getpid(),
-                    "start": process_start_time(os.getpid()) or 0,
+                    "k": "hello", "nonce": self.nonce, "life": self.life, "pid": self._pid, "start": self._start,
                     "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": self.held(),
                     "arena": self.mapping.arena, "is_tool": self.is_tool, "parent": self.parent,
                 },
@@ -90,7 +94,7 @@ class RankLink(LeasedSlots):
                     f"with {self.welcome['chunk_bytes']}: restart it, or the store with the former value",
                     field="chunk_bytes",
                 )
-        except MemstoreError:
+        except BaseException:
             channel.close()
             raise
         self.welcome = welcome
@@ -129,13 +133,15 @@ class RankLink(LeasedSlots):
                 continue
             with self.room:
                 again = [h for _, h in sorted(self.handovers.items())]
+                for handover in again:
+                    handover.is_sent = False
                 calls = [body for _, (_, body) in sorted(self.calls.items())]
                 self.room.notify_all()
                 offers = [body for slots, body in self.offers.values() if self.lent.issuperset(slots)]
             for body in offers:
                 self.call_soon("lend", body)
             for handover in again:
-                self.outbox.put(lambda h=handover: self._send(h.body))  # type: ignore[misc]
+                self.outbox.put(lambda h=handover: self._send_handover(h))  # type: ignore[misc]
             for body in calls:
                 self.outbox.put(lambda b=body: self._send(b))  # type: ignore[misc]
             return
@@ -152,6 +158,10 @@ class RankLink(LeasedSlots):
             except Exception:
                 log.exception("memstore: the link thread could not do its work")
 
+    def _send_handover(self, handover: Handover) -> None:
+        if self.begin_sending(handover):
+            self._send(handover.body)
+
     def _send(self, body: dict[str, Any]) -> None:
         self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
 
@@ -164,7 +174,7 @@ class RankLink(LeasedSlots):
             with self.room:
                 future, asked = self.calls.pop(int(body["id"]), (None, {}))
                 if asked.get("verb") == "adopt" and body["error"] is None:  # ours before the link can break again
-                    self.in_copy.update(int(n) for n in body["body"]["slots"])
+                    self.tenants.update(dict.fromkeys((int(n) for n in body["body"]["slots"]), self.heir))
             if future is None:
                 if body["error"] is None and "pin" in body["body"]:
                     self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # nobody waits for it any more
@@ -173,16 +183,17 @@ class RankLink(LeasedSlots):
             else:
                 name, message = body["error"]
                 future.set_exception(error_from_body({"error": name, "message": message}))
+            with self.room:
+                self.room.notify_all()  # somebody waits for this or something else
         elif kind == "grant":
             slots = [int(n) for n in body["slots"]]
             mapping = self.grant(slots)
             self.outbox.put(lambda: self._take_grant(slots, mapping))
         elif kind == "level":
-            if body["level"] != "pending":
-                with self.room:
-                    self.handovers.pop((int(body["attempt"]), int(body["step"])), None)
             if int(body["attempt"]) == self.attempt:
                 self.on_event(body)
+            if body["level"] != "pending":  # after it: a put that is ended by an exception looks for either
+                self.answered(int(body["attempt"]), int(body["step"]))
         elif kind == "fenced":
             self.is_removed = bool(body["is_removed"])
             self.fenced_by = int(body["attempt"])
@@ -217,9 +228,13 @@ class RankLink(LeasedSlots):
 
     # -- for the store ------------------------------------------------------------------------
 
-    def call_soon(self, verb: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Ask the controller through the holder; the future holds its answer."""
-        future: Future[dict[str, Any]] = Future()
+    def call_soon(
+        self, verb: str, body: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
+    ) -> Future[dict[str, Any]]:
+        """Ask the controller through the holder; the future holds its answer, and is passed to `then`."""
+        future: Future[dict[str, Any]] = Answer()
+        if then is not None:
+            future.add_done_callback(then)
         call_id = next(self.call_ids)
         message = {"k": "call", "id": call_id, "verb": verb, "body": body}
         with self.room:
@@ -262,16 +277,14 @@ class RankLink(LeasedSlots):
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def lend(self, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[dict[str, Any]]:
+    def lend(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[dict[str, Any]]:
         """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
         filled = mapping.open()
         seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(63))
         body = {"step": step, "slots": slots, "arena": mapping.arena, "sample": seen}
         with self.room:
             if mapping is self.mapping:
-                lent = [n for n in slots if n in self.in_copy]
-                self.in_copy.difference_update(lent)
-                self.lent.update(lent)
+                self._move(slots, tenant, CHILD)
                 self.offers[step] = slots, body
         return self.call_soon("lend", body)
 
@@ -281,38 +294,38 @@ class RankLink(LeasedSlots):
             if mapping is not self.mapping:
                 return  # the slots of that step may be another offer's by now
             self.offers.pop(step, None)
-        self.call_soon("unlend", {"step": step, "slots": slots}).add_done_callback(
-            lambda answer: self._taken_back(slots, mapping, answer)
-        )
+        body = {"step": step, "slots": slots}
+        self.call_soon("unlend", body, lambda answer: self._taken_back(slots, mapping, answer))
 
     def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[dict[str, Any]]) -> None:
         ours = set(answer.result()["slots"]) if answer.exception() is None else set()
         with self.room:
             if mapping is self.mapping:
-                back = ours.intersection(slots, self.lent)
-                self.lent.difference_update(slots)
-                self.pool.extend(sorted(back))
+                self._move(list(ours.intersection(slots)), CHILD, NOBODY)
+                self._drop([n for n in slots if self.tenants.get(n) is CHILD])
             self.room.notify_all()
 
-    def hand_over(self, step: int, slots: Sequence[int], mapping: RankMapping, body: dict[str, Any]) -> bool:
+    def hand_over(
+        self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, body: dict[str, Any]
+    ) -> bool:
         """Queue slots that were filled through `mapping` for the holder: no wait on anyone.
 
-        False if some are no longer ours (R8, R11).
+        False if some are no longer the tenant's (R8, R11).
         """
         try:
             seen = sample(mapping.open(), slots, int(body["nbytes"]), secrets.randbits(63))
         except (ClosedError, IndexError):  # the store is closed
-            self.put_back(slots, mapping)
             return False
         message = {"k": "handover", "step": step, "slots": slots, "arena": mapping.arena, "sample": seen, **body}
         handover = Handover(int(body["attempt"]), step, tuple(slots), message)
+        passed_on: dict[int, Tenant] = dict.fromkeys(slots, handover)
         with self.room:
-            if mapping is not self.mapping or not self.in_copy.issuperset(slots):
-                self.put_back(slots, mapping)
+            if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
-            self.in_copy.difference_update(slots)
+            # First, for it sends nothing unless what follows was done: a handler's exception may come between.
+            self.outbox.put(lambda: self._send_handover(handover))
             self.handovers[handover.attempt, step] = handover
-        self.outbox.put(lambda: self._send(handover.body))
+            self.tenants.update(passed_on)
         return True
 
     def notify(self, body: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -21,7 +21,7 @@ from memstore.core.events import shard_from_wire
 from memstore.core.shelf import Draft, Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind, error_body
-from memstore.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
+from memstore.errors import ConfigError, DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena_lock import is_alive, process_start_time
 from memstore.shell.calls import Call, Calls
 from memstore.shell.channel import Channel
@@ -135,6 +135,8 @@ class RankServer:
             self.sealer.add(link, body)
         elif kind == "unpin":
             link.pins.pop(int(body["pin"]), lambda: None)()
+        elif kind == "trained":
+            self.holder.trained.hear(link.job, link.attempt, int(body["step"]))
         elif kind == "marks":
             self.holder.traffic.watch(link.nonce, str(body["file"]))
         elif kind == "waits":
@@ -174,10 +176,10 @@ class RankServer:
                         log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
-    def skip(self, shard: ShardId, why: str) -> None:
-        """A put failed on this host: the step is given up on all ranks alike, or nothing commits any more (R12)."""
+    def skip(self, shard: ShardId, why: str, *, is_failed: bool) -> None:
+        """A put failed on this host, for want of room or (`is_failed`) not: all ranks give the step up alike (R12)."""
         body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": why}
-        self.calls.ask(Call(None, "", 0, "skip", body))
+        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": is_failed}))
 
     def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
         """The controller answered a call: pass it on, with the bytes' place if it is a get."""
@@ -200,14 +202,27 @@ class RankServer:
                 excerpt = excerpts.take(number)
             except IntegrityError as exc:
                 return {}, ["RecoveryError", str(exc)]
-            link.pins[number] = functools.partial(excerpts.release, number)
+            self._hold(link, number, functools.partial(excerpts.release, number))
             return {**body, "manifest": excerpt.manifest, "slots": list(excerpt.draft.slots), "pin": number}, None
-        pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
+        pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             return {}, ["RecoveryError", "the staged shard was dropped before it could be read: call get() again"]
-        shelved, pin = pinned
-        link.pins[pin] = functools.partial(self.vault.unpin, shelved, pin)
-        return {**body, "manifest": self.vault.manifest(shelved), "slots": list(shelved.slots), "pin": pin}, None
+        release = functools.partial(self.vault.unpin, *pinned)
+        try:
+            manifest = self.vault.manifest(pinned[0])
+        except DigestMismatch as exc:
+            release()
+            return {}, ["RecoveryError", str(exc)]
+        self._hold(link, pinned[1], release)
+        return {**body, "manifest": manifest, "slots": list(pinned[0].slots), "pin": pinned[1]}, None
+
+    def _hold(self, link: RankLink, pin: int, release: Callable[[], None]) -> None:
+        """Keep a pin until its reader lets go or the link ends; not one of a link that has just ended (R7)."""
+        with self.lock:
+            if self.links.get(link.nonce) is link:
+                link.pins[pin] = release
+                return
+        release()
 
     # -- puts ---------------------------------------------------------------------------------
 

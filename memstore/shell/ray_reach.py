@@ -76,6 +76,16 @@ def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]
         has_said = True
 
 
+def wants_token(error: BaseException) -> bool:
+    """Say whether Ray could not join because the cluster's token is missing here: its own words hide it in a cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "InvalidAuthToken" in str(cause) or type(cause).__name__ == "AuthenticationError":
+            return True
+        cause = cause.__cause__
+    return False
+
+
 def _answers(place: str, limit_s: float) -> bool:
     """Say whether a GCS answers a call there, False if it is silent; OSError if nothing listens."""
     host, _, port = place.rpartition(":")

@@ -1,11 +1,13 @@
-"""Re-digests sealed slots in the background at a bounded rate, and on demand (R30)."""
+"""Re-digests sealed slots and manifests in the background at a bounded rate, and on demand (R30)."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+from memstore.core.shelf import Shelved
 from memstore.core.slots import SlotState
+from memstore.errors import ConfigError, DigestMismatch
 from memstore.shell.lane import give_way
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ IDLE_S = 1.0
 
 
 class Scrubber:
-    """Scrubbing of one holder. A bad slot is taken out, reported, and mended by repair."""
+    """Scrubbing of one holder. A bad slot is taken out, a bad manifest written anew; both are mended by repair."""
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
@@ -34,6 +36,34 @@ class Scrubber:
                 if rate > 0 and self.holder.vault.table.slots[number].state is SlotState.SEALED:
                     self._check(number)
                     stopping.wait(self.holder.config.chunk_bytes / rate)
+            for shelved in self._shelved(None) if rate > 0 else ():
+                self._check_manifest(shelved)
+                if stopping.wait(self.holder.config.chunk_bytes / rate):
+                    return
+
+    def _shelved(self, job: str | None) -> list[Shelved]:
+        vault = self.holder.vault
+        with vault.lock:
+            return [s for s in vault.shelf.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
+
+    def _check_manifest(self, shelved: Shelved) -> bool:
+        """Compare a copy's manifest with its digest; True if it is damaged, which was not known."""
+        vault = self.holder.vault
+        try:
+            vault.manifest(shelved)
+        except FileNotFoundError:  # dropped meanwhile
+            return False
+        except (ConfigError, DigestMismatch) as exc:
+            with vault.lock:
+                is_here = vault.shelf.find(shelved.shard, shelved.spec.digest) is shelved
+                if not is_here or shelved.is_nameless:
+                    return False
+                shelved.is_nameless = True
+            self.found_count += 1
+            log.warning("host %s: %s", self.holder.info.host_id, exc)
+            self.holder.sealed(shelved)
+            return True
+        return False
 
     def _check(self, number: int) -> int:
         hurt = self.holder.vault.verify_slot(number)
@@ -46,9 +76,9 @@ class Scrubber:
 
     def verify_all(self, job: str | None) -> dict[str, Any]:
         """Re-digest everything (of one job) now; return what was checked and found."""
-        vault = self.holder.vault
-        with vault.lock:
-            shards = [s for s in vault.shelf.shards.values() if job in (None, s.shard.job)]
+        shards = self._shelved(job)
+        with self.holder.vault.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
         damaged = sum(1 for number in numbers if self._check(number))
-        return {"shards": len(shards), "chunks": len(numbers), "damaged": damaged}
+        manifests = sum(1 for shelved in shards if self._check_manifest(shelved))
+        return {"shards": len(shards), "chunks": len(numbers), "damaged": damaged, "damaged_manifests": manifests}

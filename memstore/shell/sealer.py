@@ -17,7 +17,7 @@ from memstore.core.manifest import chunk_sizes
 from memstore.core.shelf import Shelved
 from memstore.core.slots import Owner
 from memstore.core.wire import Kind
-from memstore.errors import IntegrityError, TransportError
+from memstore.errors import CapacityError, IntegrityError, TransportError
 from memstore.shell.channel import Channel
 from memstore.shell.lane import give_way
 from memstore.shell.put_meter import PutMeter, measured
@@ -126,15 +126,16 @@ class Sealer:
                 return
             body, fence = item
             shard = ShardId(link.job, int(body["attempt"]), int(body["step"]), link.rank)
+            is_failed = True
             try:
                 why = self._seal(link, shard, body, fence)
             except Exception as exc:
-                why = f"{type(exc).__name__}: {exc}"
+                why, is_failed = f"{type(exc).__name__}: {exc}", not isinstance(exc, CapacityError)
                 log.warning("put of %s failed on host %s", shard, self.holder.info.host_id, exc_info=True)
             try:
                 if why:
                     self.server.tell_level(link, shard.attempt, shard.step, "failed", why)
-                    self.server.skip(shard, why)
+                    self.server.skip(shard, why, is_failed=is_failed)
             finally:
                 self._done(link, body)
 

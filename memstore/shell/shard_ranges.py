@@ -18,6 +18,7 @@ import numpy as np
 from memstore.core.layout import pieces
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
+from memstore.shell.answers import answer_of
 from memstore.shell.page_locks import PageHold
 from memstore.shell.rank_link import RankLink
 from memstore.shell.slot_stream import address_of, copy_bytes
@@ -122,7 +123,7 @@ class ShardRanges:
             PeerTimeout: it took too long.
         """
         try:
-            answer = asked.future.result(self.timeout_s)
+            answer = answer_of(asked.future, self.timeout_s)
         except FutureTimeout:
             if asked.future.done():
                 raise

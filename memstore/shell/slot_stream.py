@@ -8,13 +8,17 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import numpy as np
 import torch
 
 from memstore.core.layout import pieces
+from memstore.shell.nested_verbs import is_running
+from memstore.shell.safe_condition import SafeThread
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
@@ -116,7 +120,11 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
     for move in moves:  # neighbours stay together: blocks copy a quarter faster than interleaved moves
         shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
         done += move[2]
-    helpers: list[_Helper] = []
+    copies: dict[FrameType, list[_Helper]] = _here.__dict__.setdefault("copies", {})
+    for torn in [call for call in copies if not is_running(call)]:  # a signal's handler raised before they were stopped
+        _stop(copies[torn])
+        del copies[torn]
+    helpers = copies[sys._getframe()] = list[_Helper]()
     try:
         for share in shares[:-1]:
             helpers.append(_Helper(work, share))
@@ -127,6 +135,7 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
     except BaseException:
         _stop(helpers)
         raise
+    del copies[sys._getframe()]
 
 
 class _Helper:
@@ -136,7 +145,7 @@ class _Helper:
         self._work, self._share = work, share
         self._turn = threading.Lock()  # held while it works
         self.is_stopped = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = SafeThread(self._run)
 
     def start(self) -> None:
         """Start it; with no thread to be had the caller does its share."""
@@ -152,13 +161,15 @@ class _Helper:
 
     def finish(self) -> None:
         """Return when its share is done: bounded by the bytes, for memory moves wait for nobody."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
 
     def wait_stopped(self) -> None:
         """Return when it moves nothing any more; `is_stopped` is set."""
         with self._turn:
             pass
+
+
+_here = threading.local()  # copies: the helpers of those that this thread has under way, or was torn from
 
 
 def _stop(helpers: Sequence[_Helper]) -> None:

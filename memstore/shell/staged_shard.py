@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memstore.core.manifest import Manifest, decode_manifest
-from memstore.errors import IntegrityError, PeerTimeout
+from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.answers import answer_of
 from memstore.shell.checked_stream import Views
 from memstore.shell.copy_pass import waiting
@@ -60,14 +60,30 @@ class StagedShard:
         shard, chunk_bytes = self.manifest.shard, self.manifest.chunk_bytes
         ranges = ShardRanges(self.link, shard.job, MEND_TIMEOUT_S)
         spans = [(index * chunk_bytes, self.manifest.chunks[index].nbytes) for index in wanted]
-        with waiting():
-            opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
+        try:
+            with waiting():
+                opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
+        except RecoveryError:
+            self._check_kept()
+            raise
         try:
             if opened.manifest != self.manifest:
                 raise IntegrityError(f"{shard} was put anew while it was read: call get() again")
             use(opened.views)
         finally:
             opened.close()
+
+    def _check_kept(self) -> None:
+        """Raise StepDropped if newer steps took the place of this one."""
+        shard = self.manifest.shard
+        rows = self.link.call("steps", {"job": shard.job}, MEND_TIMEOUT_S)["steps"]
+        kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
+        if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
+            return
+        raise StepDropped(
+            f"step {shard.step} of job {shard.job!r} was dropped while it was read: newer ones are committed, and puts "
+            f"wait for no reader. Read the newest, or pin one and read that: `memstore pin {shard.job} latest NAME`"
+        )
 
     def close(self) -> None:
         """Let go of the slots."""

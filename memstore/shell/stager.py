@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.core.manifest import chunk_digest, decode_manifest
 from memstore.core.ports import DurableTier
-from memstore.core.shelf import Draft, Shelved
+from memstore.core.shelf import Draft, Shelved, StagedKey
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.durable_tier import open_tier
 from memstore.shell.excerpts import Excerpts
@@ -139,22 +139,9 @@ class Stager:
         """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
         spec, me = spec_from_wire(body["spec"]), self.holder.info.host_id
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
-        bad: dict[str, list[int]] = {}
-        pinned = self.vault.pin(shard, spec.digest)
-        if pinned is not None:
-            # A read verifies what it copies, and mends it: no barrier waits for the word that it is good (R27).
-            is_read = key[1] < 0
-            lacking = sorted(pinned[0].missing) if is_read else self.vault.verify(pinned[0], self.digesters.map)
-            if not lacking and self._has_manifest(body, pinned[0]):
-                self.vault.keep_staged(key, *pinned)
-                return {}
-            planned = {
-                i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)
-            }
-            if planned & set(lacking):
-                bad[me] = sorted(planned & set(lacking))  # evidence for the next plan
-            self.holder.sealed(pinned[0])
-            self.vault.unpin(*pinned)
+        bad = self._staged_here(body, key, shard, spec)
+        if bad is None:
+            return {}
         deadline_s = self.deadline_s()
         data, lack_all = self.manifest(body, shard, spec.digest, deadline_s)
         if data is None:
@@ -185,6 +172,31 @@ class Stager:
         self.vault.keep_staged(key, *pinned)
         return {}
 
+    def _staged_here(
+        self, body: dict[str, Any], key: StagedKey, shard: ShardId, spec: ShardSpec
+    ) -> dict[str, list[int]] | None:
+        """Keep the copy that is here, if it is whole; else return what it lacks of what was planned from it."""
+        pinned = self.vault.pin(shard, spec.digest)
+        if pinned is None:
+            return {}
+        shelved, pin = pinned
+        is_kept = False
+        try:
+            # A read verifies what it copies, and mends it: no barrier waits for the word that it is good (R27).
+            is_read = key[1] < 0
+            lacking = sorted(shelved.missing) if is_read else self.vault.verify(shelved, self.digesters.map)
+            if not lacking and self._has_manifest(body, shelved):
+                is_kept = True
+                self.vault.keep_staged(key, shelved, pin)
+                return None
+            self.holder.sealed(shelved)
+        finally:
+            if not is_kept:
+                self.vault.unpin(shelved, pin)
+        planned = {i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)}
+        lost = sorted(planned & set(lacking))
+        return {self.holder.info.host_id: lost} if lost else {}  # evidence for the next plan
+
     def _has_manifest(self, body: dict[str, Any], shelved: Shelved) -> bool:
         """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
         try:
@@ -200,11 +212,13 @@ class Stager:
     def check(self, body: dict[str, Any]) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
         found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
-        if found is not None:
-            self.holder.ranks.check(body, found[0])
-            return
-        host = self.holder.info.host_id
-        why = f"what was staged for rank {body['rank']} on host {host} is gone: call get() again"
+        why = f"what was staged for rank {body['rank']} on host {self.holder.info.host_id} is gone: call get() again"
+        try:
+            if found is not None:
+                self.holder.ranks.check(body, found[0])
+                return
+        except DigestMismatch as exc:
+            why = str(exc)
         reply = {key: body[key] for key in ("job", "round", "rank")}
         self.holder.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
 

@@ -81,6 +81,8 @@ def build_state(layout: Layout, stream: ByteStream, match: StateMatch | None, *,
     state = guarded(lambda: build.node(layout.tree))
     guarded(build.fill)
     build.settle()
+    if match is not None:
+        match.check_overlapping(build.value)
     build.assign()
     build.load()
     return state
@@ -244,12 +246,16 @@ class StateBuild:
         array: np.ndarray = np.ndarray(spec.shape, dtype, buffer, spec.offset, spec.strides)
         return array
 
+    def value(self, spec: TensorSpec) -> Any:
+        """Return a new tensor or array of the stored values."""
+        return self._array(spec) if spec.flags & Flag.ARRAY else self._tensor(spec)
+
     def build_tensor(self, node: Node) -> Any:
         """Return a tensor or array, the same one for every node that names it."""
         if node.data in self._tensors:
             return self._tensors[node.data]
         spec = self._layout.tensors[node.data]
-        value: Any = self._array(spec) if node.tag is Tag.ARRAY else self._tensor(spec)
+        value: Any = self.value(spec)
         if spec.flags & Flag.PARAMETER:
             value = torch.nn.Parameter(value, requires_grad=bool(spec.flags & Flag.REQUIRES_GRAD))
         self._tensors[node.data] = value

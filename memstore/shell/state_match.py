@@ -16,13 +16,21 @@ import msgpack
 import numpy as np
 import torch
 
-from memstore.core.layout import Layout, TensorSpec, row_major
+from memstore.core.layout import Layout, TensorSpec, may_overlap_itself, row_major
 from memstore.core.tree import Node, Tag
 from memstore.errors import ManifestMismatch, UnsupportedState
 from memstore.shell import registry, subclasses
 from memstore.shell.plain_places import Place, PlainPlaces, entry, field, handled, is_mutable, item
 from memstore.shell.state_walk import StateWalk, is_stateful
-from memstore.shell.tensor_bytes import DTYPE_NAMES, Leaf, components, describe_dtype, leaf_of_array, leaf_of_tensor
+from memstore.shell.tensor_bytes import (
+    DTYPE_NAMES,
+    Leaf,
+    components,
+    dense_bytes,
+    describe_dtype,
+    leaf_of_array,
+    leaf_of_tensor,
+)
 
 _MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
 _SEQUENCES = (Tag.LIST, Tag.TUPLE)
@@ -41,6 +49,7 @@ class StateMatch:
         self.places: Places = {}
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
+        self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets of which one element may take many values
         self.plain = PlainPlaces()
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
@@ -52,6 +61,19 @@ class StateMatch:
                     f"{path} was stored as a DTensor and `into` uses no device mesh like {node.data[:3]}"
                 )
         self._check_ties()
+
+    def check_overlapping(self, value: Callable[[TensorSpec], Any]) -> None:
+        """Compare filled views whose elements share memory with what was stored: they hold it only if it was like them.
+
+        Raises:
+            ManifestMismatch: One does not.
+        """
+        for path, spec, target in self._overlapping:
+            if spec.extent is not None and not torch.equal(dense_bytes(target), dense_bytes(value(spec))):
+                raise ManifestMismatch(
+                    f"{path} was stored with other values than its elements in `into` can have, which share memory "
+                    "(unfold, as_strided): put and fill the tensor that it is a view of"
+                )
 
     def mesh_of(self, node: Node) -> Any:
         """Return a live mesh equal to the one a stored DTensor was on, or None."""
@@ -187,6 +209,8 @@ class StateMatch:
             )
         if leaf.strides and any(not step and size > 1 for step, size in zip(leaf.strides, leaf.shape, strict=True)):
             raise ManifestMismatch(f"{path} is an expanded view in `into`; one element cannot take many values")
+        if leaf.strides and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
+            self._overlapping.append((path, spec, target))
         self.places[id(node)] = target
         self._filled.append((path, node.data, leaf))
 

@@ -73,4 +73,5 @@ def any_tool(config: Config, avoid: Collection[str] = ()) -> Iterator[Tool]:
             yield tool
         return
     detail = "; ".join(problems) or f"there is no arena under {root}"
-    raise PeerUnreachable(f"no holder of store {config.store!r} answers on this machine: {detail}. Run `memstore up`")
+    advice = config.commands("Run `memstore up`")
+    raise PeerUnreachable(f"no holder of store {config.store!r} answers on this machine: {detail}. {advice}")

@@ -25,7 +25,8 @@ from memstore.core.manifest import (
     shard_digest,
     spec_of,
 )
-from memstore.core.shelf import OWN_DRAFT, Draft, Share, Shelf, Shelved, StagedKey
+from memstore.core.share import Share
+from memstore.core.shelf import OWN_DRAFT, Draft, Shelf, Shelved, StagedKey
 from memstore.core.slots import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError
 from memstore.shell.adoption import adopt
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from memstore.shell.shipment import Fresh
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
+DROPPED_READ_S = 2.0  # the same once it was dropped: puts wait for its slots, by default 5 s (R11)
 Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
 VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
 
@@ -259,7 +261,8 @@ class Vault:
             if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
                 what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
-            if self.shelf.find(manifest.shard, digest) is None:  # else only lost chunks came back: it is there
+            known = self.shelf.find(manifest.shard, digest)
+            if known is None or known.is_nameless:  # else only lost chunks came back: it is there
                 self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
             shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
@@ -291,14 +294,15 @@ class Vault:
         with self.lock:
             if self.shelf.find(shelved.shard, shelved.spec.digest) is shelved:
                 self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
+                shelved.is_nameless = False
 
-    def pin(self, shard: ShardId, digest: str | None = None) -> tuple[Shelved, int] | None:
+    def pin(self, shard: ShardId, digest: str | None = None, *, is_reader: bool = False) -> tuple[Shelved, int] | None:
         """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
         with self.lock:
             shelved = self.shelf.find(shard, digest)
             if shelved is None or shelved.is_doomed:
                 return None
-            return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S)
+            return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
     def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> None:
         """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
@@ -310,8 +314,7 @@ class Vault:
     def unpin(self, shelved: Shelved, pin: int) -> None:
         """Release a pin."""
         with self.lock:
-            doomed = self.shelf.unpin(shelved, pin)
-            self._discard([doomed] if doomed is not None else [])
+            self._discard([gone] if (gone := self.shelf.unpin(shelved, pin)) is not None else [])
 
     def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
@@ -357,7 +360,7 @@ class Vault:
     def drop(self, shard: ShardId) -> None:
         """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
         with self.lock:
-            self._discard(self.shelf.drop(shard))
+            self._discard(self.shelf.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
     def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
         """Remove shards, and the room of a removed job: [job, attempt] (R10)."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memstore.core.shelf import Share
+from memstore.core.share import Share
 from memstore.errors import CapacityError
 from memstore.shell.capacity import beyond_limit, gib
 

@@ -19,3 +19,15 @@ def trained(
         if not world.put_all(ranks, step):
             raise AssertionError(describe(world))
     return world, ranks
+
+
+def written(last: int = 1, **config: Any) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job of two ranks with a durable directory, steps 1 to `last` committed, and each written where it was due."""
+    world = CatalogWorld(2, **{"durable": "/durable", "durable_every": 1, **config})
+    ranks = world.launch(2)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        if not world.put_all(ranks, step):
+            raise AssertionError(describe(world))
+        world.run(2.0)
+    return world, ranks

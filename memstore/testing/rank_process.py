@@ -71,16 +71,16 @@ class RankProcess:
 
     def __init__(self, pid: int, channel: socket.socket, rank: int) -> None:
         self.pid, self.rank = pid, rank
-        self._channel = channel
+        self.channel = channel  # readable once a reply is there, or the rank is dead
         self._lines = channel.makefile("rb")
 
     def begin(self, do: str, **command: Any) -> None:
         """Send a command."""
-        self._channel.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
+        self.channel.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
 
     def finish(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
         """Return the reply of the command begun; RankFailed if it raised there, EOFError if the rank is dead."""
-        self._channel.settimeout(timeout_s)
+        self.channel.settimeout(timeout_s)
         line = self._lines.readline()
         if not line:
             raise EOFError(f"rank {self.rank} (pid {self.pid}) is gone")
@@ -112,16 +112,16 @@ class RankProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._channel.settimeout(REPLY_S)
+        self.channel.settimeout(REPLY_S)
         with contextlib.suppress(ConnectionError):
-            while self._channel.recv(65536):
+            while self.channel.recv(65536):
                 pass
         self.close()
 
     def close(self) -> None:
         """Hang up; a rank that runs ends by itself."""
         self._lines.close()
-        self._channel.close()
+        self.channel.close()
 
 
 def together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list[dict[str, Any]]:
@@ -268,6 +268,10 @@ class Rank:
         if not self.lines.readline():
             os._exit(1)
         copy_into(plan, views, chunk_bytes)
+
+    def do_due(self, step: int) -> dict[str, Any]:
+        """Whether to put a step."""
+        return {"due": self.store.due(step)}
 
     def do_wait(self, step: int, level: str = "committed", timeout_s: float = 30.0) -> dict[str, Any]:
         """Wait for a ticket's level."""

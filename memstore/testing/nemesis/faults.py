@@ -83,9 +83,9 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, lambda: self.hosts.continue_holder(host))
 
     def replace_stopped_holder(self, rng: random.Random, planned: Planned) -> None:
-        """A stopped holder gets a successor, which kills it."""
+        """A stopped holder gets a successor, which kills it; one that only begins has no lock to be killed for."""
         host = self.up(rng, planned)
-        if host:
+        if host and self.hosts.has_lock(host):
             self.story.fault("replace_stopped_holder", host)
             self.hosts.stop_holder(host)
             self.later(planned, lambda: self.hosts.replace_holder(host))

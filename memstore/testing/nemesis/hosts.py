@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import MemstoreError
+from memstore.shell import arena_lock
 from memstore.shell.tool import Tool
 from memstore.testing.nemesis.ledger import Harm, Ledger
 from memstore.testing.nemesis.rank_process import CLOCK_VARIABLE
@@ -130,6 +131,11 @@ class Hosts:
             self.stopped.discard(host)
             if host in self.cluster.holders:
                 self.cluster.holders[host].send_signal(signal.SIGCONT)
+
+    def has_lock(self, host: str) -> bool:
+        """Say whether the host's holder has come so far as to hold its folder's lock."""
+        process, owner = self.cluster.holders.get(host), arena_lock.owner(self.cluster.arena(host))
+        return process is not None and owner is not None and owner.pid == process.pid
 
     def replace_holder(self, host: str) -> None:
         """Start a successor beside a stopped holder, which it kills (R2)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import select
 import signal
 import threading
 import time
@@ -179,7 +180,6 @@ class Job(threading.Thread):
         """
         if self._held.is_set() and not self._closing.is_set():
             raise JobEnded("held")
-        replies: list[dict[str, Any] | RankFailed] = []
         begun, gone = [], ""
         for rank in self.ranks:
             try:
@@ -187,24 +187,29 @@ class Job(threading.Thread):
                 begun.append(rank)
             except OSError:
                 gone = f"rank {rank.rank} was gone before {do}"
-        for rank in begun if not gone or do == "put" else ():
-            try:
-                replies.append(rank.finish(timeout_s))
-            except RankFailed as failed:
-                replies.append(failed)
-            except TimeoutError:
+        replies: dict[int, dict[str, Any] | RankFailed] = {}
+        until_s = time.monotonic() + timeout_s
+        while begun and (not gone or do == "put"):  # in no order: whom the others wait for may be gone
+            channels = [rank.channel for rank in begun]
+            ready, _, _ = select.select(channels, [], [], max(0.0, until_s - time.monotonic()))
+            if not ready:
                 if not self._held.is_set():
-                    self.story.violate("hang", f"rank {rank.rank} did not answer {do!r} within {timeout_s:g} s")
-                raise JobEnded(f"rank {rank.rank} hangs in {do}") from None
-            except (EOFError, OSError):
-                gone = f"rank {rank.rank} was gone in {do}"
-                if do != "put":
-                    break
+                    names = ", ".join(str(rank.rank) for rank in begun)
+                    self.story.violate("hang", f"ranks {names} did not answer {do!r} within {timeout_s:g} s")
+                raise JobEnded(f"rank {begun[0].rank} hangs in {do}")
+            for rank in [rank for rank in begun if rank.channel in ready]:
+                begun.remove(rank)
+                try:
+                    replies[rank.rank] = rank.finish(REPLY_S)
+                except RankFailed as failed:
+                    replies[rank.rank] = failed
+                except (EOFError, OSError):
+                    gone = f"rank {rank.rank} was gone in {do}"
         if gone:
             if not self._held.is_set():
                 time.sleep(self.scenario.notice_s)  # the launcher does not know yet
             raise JobEnded(gone)
-        return replies
+        return [reply for _, reply in sorted(replies.items())]
 
     def _connect(self) -> None:
         config = {**asdict(self.hosts.cluster.config), **self.scenario.job_fields, "connect_timeout_s": CONNECT_S}

@@ -25,7 +25,8 @@ from memstore.core.events import (
 from memstore.core.facts import AttemptOpened
 from memstore.core.manifest import chunk_digest
 from memstore.core.records import entry_from_record, whole_order
-from memstore.core.shelf import Shelved, share_from_wire
+from memstore.core.share import share_from_wire
+from memstore.core.shelf import Shelved
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
 from memstore.shell.peer_server import PeerServer
@@ -266,10 +267,9 @@ class SimHolder:
 
     def scrub(self) -> None:
         """Re-digest every sealed slot (R30)."""
-        if self.is_serving:
-            for number in range(len(self.vault.table.slots)):
-                for hurt in self.vault.verify_slot(number):
-                    self.sealed(hurt)
+        for number in range(len(self.vault.table.slots) if self.is_serving else 0):
+            for hurt in self.vault.verify_slot(number):
+                self.sealed(hurt)
 
     # -- orders -------------------------------------------------------------------------------
 

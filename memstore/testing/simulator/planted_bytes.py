@@ -188,7 +188,7 @@ def offer_ignores_fence() -> Any:
 def pin_ignored() -> Any:
     """A replica is freed although a reader has pinned it."""
 
-    def drop(self: Shelf, shard: Any) -> list[Shelved]:
+    def drop(self: Shelf, shard: Any, *how: Any) -> list[Shelved]:
         return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
 
     return patch.object(Shelf, "drop", drop)
@@ -199,9 +199,9 @@ def drop_leaves_staged() -> Any:
     """A drop leaves the pin of what a restore staged: its slots are gone until the pin's deadline."""
     drop = Shelf.drop
 
-    def forgetful(self: Shelf, shard: Any) -> list[Shelved]:
+    def forgetful(self: Shelf, shard: Any, *how: Any) -> list[Shelved]:
         staged, self.staged = self.staged, {}
-        gone = drop(self, shard)
+        gone = drop(self, shard, *how)
         self.staged = staged
         return gone
 

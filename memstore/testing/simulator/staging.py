@@ -70,7 +70,7 @@ class Stager:
     def read(self, rank: SimRank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as checkpoint.py does (R7); with the error, if there is one."""
         vault, checker = self.holder.vault, self.holder.world.checker
-        pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]))
+        pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
         shelved, error = pinned[0], None

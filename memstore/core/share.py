@@ -1,0 +1,31 @@
+"""Room that one host reserves for one job. Pure (R10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Share:
+    """Room reserved for one job on this host, in slots (R10)."""
+
+    attempt: int
+    ranks: dict[int, int]  # local rank -> slots
+    guest_slots: int
+    world_size: int = 0  # shards of another one count for nobody's part of the share; 0: all count
+    versions: int = 1  # how many versions the slots are for
+
+    @property
+    def total(self) -> int:
+        """All slots the job may use here."""
+        return sum(self.ranks.values()) + self.guest_slots
+
+
+def share_from_wire(body: Mapping[str, Any]) -> Share:
+    """Read what the controller orders to reserve."""
+    return Share(
+        int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
+        int(body.get("world_size", 0)), int(body.get("versions", 1)),
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Waits and threads that an exception of a signal's handler cannot tear.
+
+A handler runs between any two steps of Python in the main thread, and may raise there. threading.Condition is entered
+by Python, so what is raised in between leaves its lock held for ever: the threads of a link, or of a copy, would stand
+still. A lock of C is taken and let go in one step each. Whoever waits looks again now and then, for a call to wake him
+may have been torn.
+"""
+
+from __future__ import annotations
+
+import _thread
+import time
+from collections.abc import Callable
+from typing import Any
+
+LOOK_S = 1.0  # a wake that was torn costs no more
+
+
+class SafeCondition(_thread.RLock):  # type: ignore[misc]
+    """A threading.Condition over an RLock of its own."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []  # a locked lock of everyone who waits
+
+    def notify_all(self) -> None:
+        """Wake all who wait; the caller holds it."""
+        waiting, self._waiting = self._waiting, []
+        for asleep in waiting:
+            asleep.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let go of it, sleep until woken, and take it again; False if the time was over."""
+        asleep = _thread.allocate_lock()
+        asleep.acquire()
+        self._waiting.append(asleep)
+        lock: Any = self
+        held = 1, _thread.get_ident()
+        try:
+            held = lock._release_save()  # a handler's exception comes after it at the earliest
+            return asleep.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            lock._acquire_restore(held)  # and after this one
+
+    def wait_for(self, is_so: Callable[[], Any], timeout_s: float | None = None) -> bool:
+        """Wait until something is so, at most so long; return whether it is."""
+        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not is_so():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self.wait(min(left_s, LOOK_S))
+        return True
+
+
+class SafeEvent:
+    """A threading.Event."""
+
+    def __init__(self) -> None:
+        self._changed = SafeCondition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Tell whether it is set; it stays so."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake all who wait."""
+        self._is_set = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set, at most so long; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self.is_set, timeout_s)
+
+
+class SafeThread:
+    """A daemon thread. threading.Thread waits, as it starts, for a word of the new thread that can be torn."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._is_started = False
+        self._one_run = _thread.allocate_lock()  # for a start that was torn may be followed by another
+        self._ended = SafeEvent()
+
+    def start(self) -> None:
+        """Start it, once. RuntimeError: no thread is to be had."""
+        if not self._is_started:
+            _thread.start_new_thread(self._run, ())
+            self._is_started = True
+
+    def _run(self) -> None:
+        if self._one_run.acquire(blocking=False):
+            try:
+                self._work()
+            finally:
+                self._ended.set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, at most so long; return whether it has, or never was started."""
+        return not self._is_started or self._ended.wait(timeout_s)
