@@ -6,6 +6,7 @@ never asks the catalog whether the catalog is right; only `claims_redundancy` as
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ Body = dict[str, Any]
 SEALED = 3
 NEWCOMER_S = 2.0  # a host that joined this lately may not have a fact that spread before
 COMMITS_WANTED = 3
+_entry = functools.lru_cache(1 << 14)(entry_from_record)  # after each of its writes a whole journal is looked at
 REPAIR_S = 12.0  # a calm store has its newest step back at full redundancy within this, also between two steps (R29)
 
 
@@ -59,7 +61,6 @@ class Checker:
         self.believed: dict[str, set[tuple[ShardId, str]]] = {}  # rot counts: it is found, and heard of, later
         self.steps_put = self.restores = self.acked_after_heal = 0
         self._seen: dict[str, int] = {}
-        self._manifests: dict[bytes, tuple[Manifest, str]] = {}
         self.is_healed = False
         self._fenced: dict[tuple[SimHolder, str], int] = {}  # what a holder has answered (R21)
         self._short: tuple[StepId | None, float] = (None, 0.0)  # the newest commit and since when it lacks copies
@@ -83,8 +84,7 @@ class Checker:
         for number, header in enumerate(memory.headers):
             if int(header.state) != SEALED:
                 continue
-            digest = bytes(header.digest)
-            sealed.add(digest)
+            sealed.add(digest := bytes(header.digest))
             if number in memory.spoilt:
                 continue
             if chunk_digest(memoryview(memory.slots[number])[: header.nbytes]) != digest:
@@ -93,8 +93,7 @@ class Checker:
         whole: set[tuple[ShardId, str]] = set()
         believed = self.believed[name] = set()
         for data in memory.manifests.values():
-            manifest, digest_text = self._decoded(data)
-            wanted = {chunk.digest for chunk in manifest.chunks}
+            manifest, digest_text, wanted = _decoded(data)
             strange = self.world.history.look(name, manifest) if manifest.shard.job != self.world.scenario.job else ""
             if strange:
                 raise Violation("R32", strange)
@@ -142,11 +141,6 @@ class Checker:
         if number is not None and bytes(holder.memory.headers[number].digest) != shelved.digests[index]:
             raise Violation("R7", f"slot {number} of {holder.host_id} was reused while {shelved.shard} was read")
 
-    def _decoded(self, data: bytes) -> tuple[Manifest, str]:
-        if data not in self._manifests:
-            self._manifests[data] = (decode_manifest(data), shard_digest(data))
-        return self._manifests[data]
-
     def _dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """A copy went without a fault: never one of the newest committed step that others do not have (R19, R29)."""
         broken = self.world.history.dropped(host, shard)
@@ -185,7 +179,7 @@ class Checker:
         if terms and terms[-1] < max(terms):
             raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
         for record in holder.memory.journal:
-            entry = entry_from_record(record)
+            entry = _entry(record)
             fact = entry.fact
             self.world.natural.journalled(holder.host_id, fact)
             if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
@@ -398,3 +392,9 @@ class Checker:
         why = self.why_not_live()
         if why:
             raise Violation("I16", f"at the end {why}")
+
+
+@functools.lru_cache(1 << 14)
+def _decoded(data: bytes) -> tuple[Manifest, str, frozenset[bytes]]:
+    manifest = decode_manifest(data)
+    return manifest, shard_digest(data), frozenset(chunk.digest for chunk in manifest.chunks)
