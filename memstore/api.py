@@ -1,4 +1,4 @@
-"""connect and reader: how a process finds its host's holder and joins a job (R4, R20, DESIGN 5)."""
+"""connect and reader: how a process finds its host's holder and joins a job (R4, R20)."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def check_store_fields(config: Config, running: dict[str, Any]) -> None:
 
 
 class Reader:
-    """Reads a job's steps without joining it: no barrier, no fence (DESIGN 5)."""
+    """Reads a job's steps without joining it: no barrier, no fence."""
 
     def __init__(self, job: str, tool: Tool, config: Config) -> None:
         self.job = job

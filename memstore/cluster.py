@@ -1,4 +1,4 @@
-"""start, status, stop: the store as a whole on a Ray cluster (DESIGN 5, R3, R5)."""
+"""start, status, stop: the store as a whole on a Ray cluster (R3, R5)."""
 
 from __future__ import annotations
 

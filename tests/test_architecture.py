@@ -136,7 +136,7 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def arrow_complaints(path: str, text: str) -> list[str]:
-    """Imports must point down the drawing in DESIGN's layers."""
+    """Imports must point down the drawing, by LAYERS."""
     module, found = module_name(path), []
     if module == "memstore":
         return []  # the lazy public face may name everything

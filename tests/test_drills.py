@@ -1,4 +1,4 @@
-"""Every drill and its twin end as promised, and a drill that lies or broke nothing does not pass (DESIGN 1.6)."""
+"""Every drill and its twin end as promised, and a drill that lies or broke nothing does not pass."""
 
 from __future__ import annotations
 

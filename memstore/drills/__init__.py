@@ -1,4 +1,4 @@
-"""Scripted faults with a promised outcome, proved on the bytes (DESIGN 1.6).
+"""Scripted faults with a promised outcome, proved on the bytes.
 
 Reading order: `promises.py` what a drill is, `catalogue.py` the drills there are, `training.py` states made without
 the store and compared with what came back, `ranks.py` the Ray actors that put and get, `scratch.py` their job,

@@ -115,7 +115,7 @@ class Restart(Flow):
 
 
 class GoesOn(Flow):
-    """No rank is restarted: puts never raise nor stall beyond the budget, commits go on or resume (DESIGN 1.5)."""
+    """No rank is restarted: puts never raise nor stall beyond the budget, commits go on or resume."""
 
     def __init__(self, run: DrillRun) -> None:
         super().__init__(run)

@@ -51,7 +51,7 @@ def judge_bytes(run: DrillRun, results: list[Restored]) -> None:
 
 
 def judge_restore(run: DrillRun, results: list[Restored]) -> None:
-    """One step, whole, the same on every rank, from where it was promised (DESIGN 1.2 to 1.4)."""
+    """One step, whole, the same on every rank, from where it was promised."""
     report, first, promise = run.report, results[0], run.promise
     judge_bytes(run, results)
     if len({(r.step, r.verdict) for r in results}) != 1:

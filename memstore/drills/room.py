@@ -13,7 +13,7 @@ MEMORY_SHARE = 0.8  # of what a machine has left; the rest is for those whose cl
 
 
 def copies_nbytes(nbytes: int, config: Config) -> int:
-    """Return what one rank's shard may claim per host: DESIGN's memory bill, and one more guest for uneven groups."""
+    """Return what one rank's shard may claim a host: the README's memory bill, and one more guest for uneven groups."""
     versions = config.keep_steps + 1
     slots = -(-nbytes // config.chunk_bytes) + 1
     return (config.replicas * versions + 1 + versions) * slots * config.chunk_bytes
