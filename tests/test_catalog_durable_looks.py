@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from memstore.core.durable_checks import CHECK_DEADLINE_S, PATIENCE_S
 from memstore.core.durable_looks import AGAIN_S, LOOK_EVERY_S
 from memstore.core.problems import DEGRADED, problems
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import written
 from memstore.testing.catalog_world import CatalogWorld
-from recovery.inventory import StepId
+from recovery.inventory import ShardId, StepId
 
 
 def last_copies(world: CatalogWorld, rank: FakeRank, job: str | None = "train") -> dict[str, list[str]]:
@@ -40,8 +41,8 @@ def rows(world: CatalogWorld) -> list[dict[str, Any]]:
         ("nothing", ""),
         ("emptied", "step 2 lives only in RAM (nothing of it is durable): durable storage does not have its marker"),
         ("a part is gone", "step 2 lives only in RAM (durable is step 1): rank-0.0 is gone"),
-        ("unreadable", "step 2 cannot be looked for on durable storage: not mounted"),
-        ("nobody looks", "step 2 cannot be looked for on durable storage: no host that could look answers"),
+        ("unreadable", "step 2 cannot be read on durable storage: not mounted (h0, h1)"),
+        ("nobody looks", "step 2 cannot be read on durable storage: no host that could look answers"),
     ],
 )
 def test_a_step_is_durable_only_if_the_storage_has_it_when_somebody_asks(loss: str, said: str) -> None:
@@ -172,10 +173,131 @@ def test_plan_says_that_the_markers_are_not_listed_yet() -> None:
     world.call(ranks[0], "plan", lose=["h0", "h1"])
     world.run(1.0)
     answer = ranks[0].answers["plan"][-1]
-    assert answer["unlisted"] == "durable markers are not listed yet: not mounted"
+    assert answer["unlisted"] == "durable markers are not listed yet: not mounted (h0, h1)"
     world.durable.problem = ""
     world.run(2 * AGAIN_S)
     world.call(ranks[0], "plan", lose=["h0", "h1"])
     world.run(1.0)
     answer = ranks[0].answers["plan"][-1]
     assert (answer["unlisted"], answer["step"], answer["verdict"]) == ("", 2, "durable")
+
+
+@pytest.mark.parametrize("fault", ["cannot read", "hangs", "dies"])
+def test_one_host_with_a_bad_mount_says_nothing_of_the_storage(fault: str) -> None:
+    """Another host is asked, at once or after half a minute, and the first one from then on; the log names the bad."""
+    world, ranks = written(last=2, keep_steps=2, durable_keep=2)
+    bad = world.holders["h0"]
+    if fault == "cannot read":
+        bad.durable_problem = "not mounted"
+    else:
+        bad._on_markers = lambda body: None  # type: ignore[method-assign]
+    world.call(ranks[1], "last_copies", job="train")
+    world.run(1.0)
+    if fault == "dies":
+        world.kill_host("h0", keep_memory=True)
+    assert world.run_until(lambda: bool(ranks[1].answers.get("last_copies")), PATIENCE_S + 5.0)
+    assert ranks[1].answers["last_copies"] == [{"lost": {}}]
+    if fault != "dies":
+        why = "not mounted" if fault == "cannot read" else "no answer for "
+        assert any(f"durable storage as host h0 sees it: {why}" in note for note in world.notes)
+        world.call(ranks[1], "last_copies", job="train")
+        assert world.run_until(lambda: len(ranks[1].answers["last_copies"]) == 2, 1.0)
+        assert rows(world) == []
+
+
+def test_as_many_hosts_as_there_are_do_not_make_a_look_longer() -> None:
+    """None of 9 answers: a few are asked, and the answer names them when the time is over."""
+    world = CatalogWorld(9, durable="/durable", durable_every=1)
+    ranks = world.launch(9)
+    world.get(ranks)
+    assert world.put_all(ranks, 1, until="durable")
+    asked: list[str] = []
+    for name, holder in world.holders.items():
+        holder._on_markers = lambda body, name=name: asked.append(name)  # type: ignore[method-assign, misc]
+    world.call(ranks[0], "last_copies", job="train")
+    assert world.run_until(lambda: bool(ranks[0].answers.get("last_copies")), CHECK_DEADLINE_S + 2.0)
+    assert sorted(asked[:5]) == ["h0", "h1", "h2", "h3", "h4"]  # the last one for the next look
+    [words] = ranks[0].answers["last_copies"][-1]["lost"]["train"]
+    assert words.endswith("no answer within 300 s (h0, h1, h2, h3)")
+
+
+def under(world: CatalogWorld, written: str, **keys: str) -> None:
+    """All was written under one key, and since then hosts got other files."""
+    for place in world.durable.markers:
+        world.durable.marker_keys[place] = written * 16
+    for host, key in keys.items():
+        world.holders[host].durable_key = key * 16
+
+
+@pytest.mark.parametrize("has_ram", [True, False])
+def test_a_step_under_a_key_that_nobody_has_is_neither_there_nor_lost(has_ram: bool) -> None:
+    """All key files were replaced: RAM stays, the words name both keys; what RAM has is written under the new one."""
+    world, ranks = written(durable_key_file="/key")
+    under(world, "a", h0="b", h1="b")
+    for host in () if has_ram else ("h0", "h1"):
+        world.job().drop_copy(ShardId("train", 1, 1, 0), host)
+    [words] = last_copies(world, ranks[0])["train"]
+    why = f"it needs key {'a' * 16}, the durable_key_file has {'b' * 16} (h0, h1)"
+    assert words == f"step 1 cannot be read on durable storage: {why}"
+    world.run(20.0)
+    assert world.durable.marker_keys["train", 1, 1] == ("b" if has_ram else "a") * 16
+    assert world.job().newest_durable == StepId(1, 1)
+    if has_ram:
+        assert last_copies(world, ranks[0]) == {}
+    else:
+        assert any("needs key" in row["cause"] for row in rows(world))
+
+
+@pytest.mark.parametrize("host", ["h0", "h1"])
+def test_the_host_that_has_the_key_is_asked(host: str) -> None:
+    """Only one has the file of the key that the step is under: all is there, and nothing is written again."""
+    world, ranks = written(durable_key_file="/key")
+    under(world, "a", **{"h0": "b", "h1": "b", host: "a"})
+    assert last_copies(world, ranks[0]) == {}
+    world.run(20.0)
+    assert world.durable.marker_keys["train", 1, 1] == "a" * 16
+
+
+def test_a_pinned_step_under_a_lost_key_is_not_said_to_be_gone() -> None:
+    """Its marker and bytes are there: the words say which key it needs, not that it lives only in RAM."""
+    world, ranks = written(last=2, keep_steps=2, durable_keep=2, durable_key_file="/key")
+    world.call(ranks[0], "pin", step=1, name="best")
+    world.run(1.0)
+    under(world, "a", h0="b", h1="b")
+    words = last_copies(world, ranks[0])["train"]
+    assert [text.split(" on durable storage: ")[0] for text in words] == [
+        "step 1 cannot be read", "step 2 cannot be read"
+    ]  # fmt: skip
+
+
+def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
+    """The storage takes no new write, so that it stays so: job_ttl_s passes, and the event names the key."""
+    world, ranks = written(job_ttl_s=100.0, durable_key_file="/key")
+    for rank in ranks:
+        world.call(rank, "close")
+    under(world, "a", h0="b", h1="b")
+    for holder in world.holders.values():
+        holder._on_persist = lambda body: None  # type: ignore[method-assign]
+    world.run(150.0)
+    assert len(world.holders_of(StepId(1, 1), 0)) == 2
+    page = world.served.observer.chronicle.page(0, "train")["events"]
+    [event] = [event for event in page if event["event"] == "not_expired"]
+    assert event["why"].startswith(f"it needs key {'a' * 16}")
+
+
+def test_a_host_may_not_go_for_a_step_that_nobody_can_read() -> None:
+    """Both hosts have notice, the durable step needs another key: it does not count as there until it is written anew."""
+    world, ranks = written(durable_key_file="/key")
+    under(world, "a", h0="b", h1="b")
+    order = {name: holder._on_persist for name, holder in world.holders.items()}
+    for holder in world.holders.values():
+        holder._on_persist = lambda body: None  # type: ignore[method-assign]
+    for host in ("h0", "h1"):
+        world.call(ranks[0], "drain", host=host, within_s=600.0)
+    world.run(5.0)
+    [row] = world.served.drains.remains("h1").short
+    assert row["step"] == 1
+    for name, holder in world.holders.items():
+        holder._on_persist = order[name]  # type: ignore[method-assign]
+    assert world.run_until(lambda: bool(world.served.drains.remains("h1").durable), 120.0)
+    assert world.durable.marker_keys["train", 1, 1] == "b" * 16

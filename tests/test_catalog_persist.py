@@ -264,7 +264,7 @@ def test_a_host_that_is_back_at_once_leaves_nobody_waiting_for_its_look() -> Non
     """The order to look at the storage died with its holder, whose successor is there before the next tick."""
     world, ranks = hourly(last=1)
     world.call(ranks[1], "persist", step=None, within_s=60.0)
-    assert world.run_until(lambda: bool(world.served.durable_checks.asked), 5.0)
+    assert world.run_until(lambda: bool(world.served.durable_checks.checks), 5.0)
     world.kill_host("h0", keep_memory=True)
     world.return_host("h0")
     assert world.run_until(lambda: bool(answers(ranks[1])), 20.0)

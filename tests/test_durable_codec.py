@@ -181,6 +181,17 @@ def test_without_the_right_key_the_error_names_the_keys(codec: Codec, tmp_path: 
     assert len(tier.markers(JOB)[0]) == 1  # markers are readable: they say what is there, not what is in it
 
 
+@pytest.mark.parametrize("codec", [Codec(), Codec(key=OTHER_KEY)], ids=["no key", "wrong key"])
+def test_what_a_step_lacks_is_found_without_its_key(codec: Codec, tmp_path: Path) -> None:
+    """That it cannot be read here is no word about what is there; a slice that is gone is (R31)."""
+    marker = write_step(PartsTier(DirectoryFiles(tmp_path), Codec(key=KEY)), 1)
+    tier = PartsTier(DirectoryFiles(tmp_path), codec)
+    assert tier.lacks(JOB, marker.step) == ""
+    gone = min(tmp_path.rglob("rank-*"))
+    gone.unlink()
+    assert gone.name in tier.lacks(JOB, marker.step)
+
+
 def test_nothing_of_an_encrypted_payload_or_manifest_is_readable(tmp_path: Path) -> None:
     """Neither names from the manifest nor values show in any file."""
     for is_compressing in (False, True):

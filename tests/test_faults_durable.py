@@ -207,10 +207,6 @@ def test_the_last_copies_are_freed_only_for_a_step_that_is_on_the_storage_now(
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
         together(ranks, "close")
         refuse_last_copies(cluster.config)
-        durable.rename(tmp_path / "away")
-        with pytest.raises(CapacityError, match=r"step 0 cannot be looked for on durable storage: .*/durable"):
-            refuse_last_copies(cluster.config)
-        (tmp_path / "away").rename(durable)
         part = min(durable.rglob("rank-1.*"))
         part.unlink()
         result = CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store])
@@ -220,6 +216,10 @@ def test_the_last_copies_are_freed_only_for_a_step_that_is_on_the_storage_now(
         assert cluster.job("train")["copies"] == 2
         wait_for(part.exists, "the slice to be written again")
         wait_for(lambda: cluster.job("train")["durable_seen_s"] is not None, "the step to be whole there")
+        durable.rename(tmp_path / "away")
+        with pytest.raises(CapacityError, match=r"step 0 cannot be read on durable storage: .*/durable"):
+            refuse_last_copies(cluster.config)
+        (tmp_path / "away").rename(durable)
         refuse_last_copies(cluster.config)
         result = CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store])
         assert result.exit_code == 0, result.output

@@ -277,7 +277,7 @@ class Catalog:
             self.attempts.markers_listed(str(body["job"]), int(body["call"]), why)
             self.rounds.markers_listed(self.now, str(body["job"]), int(body["call"]), why)
             self.forks.markers_listed(str(body["job"]), int(body["call"]), why)
-            self.durable_checks.answered(str(body["job"]), int(body["call"]), why, str(body["lacks"]))
+            self.durable_checks.answered(host, body, why)
         elif kind == "forked":
             self.forks.looked(host, body)
         elif kind == "answer":

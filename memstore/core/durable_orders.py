@@ -311,13 +311,17 @@ class DurableOrders:
         if body["key"] != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
             state.last_started_s = state.last_started_step = None
 
-    def not_there(self, job: Job, step: StepId, why: str, *, is_read: bool) -> None:
-        """Storage cannot be read, or has not all of a step that was durable: then it is written again from RAM."""
+    def not_there(self, job: Job, step: StepId, why: str, *, is_read: bool, needs_key: bool) -> None:
+        """Storage cannot be read, or has not all of a step that was durable: then it is written again from RAM.
+
+        So is one under a key that nobody has, if RAM has all of it: under the present one.
+        """
         state = self.state(job.name)
-        if not is_read:
-            state.unread = why
-        else:
+        if is_read:
             state.lacks = why
+        else:
+            state.unread = why
+        if is_read or (needs_key and self.is_whole(job, step)):
             job.markers.pop(step, None)
             state.seen_s.pop(step, None)
             state.last_started_s = state.last_started_step = None

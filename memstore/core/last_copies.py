@@ -71,19 +71,19 @@ class LastCopies:
         newest, durable, lost = job.newest_committed, job.newest_durable, []
         why = [words for (name, _), words in question.lacks.items() if name == job.name and words]
         since = f": {'; '.join(why)}" if why else ""
-        if newest is not None and (durable is None or durable.step < newest.step):
+        unread = {step: words for (name, step), words in question.unread.items() if name == job.name}
+        if newest is not None and newest not in unread and (durable is None or durable.step < newest.step):
             known = "nothing of it is durable" if durable is None else f"durable is step {durable.step}"
             lost.append(f"step {newest.step} lives only in RAM ({known}){since}")
             since = ""
         named = [
             f"{name} (step {p.step})"
             for name, p in sorted(job.pins.items())
-            if StepId(p.attempt, p.step) not in job.markers
+            if StepId(p.attempt, p.step) not in {*job.markers, *unread}
         ]
         if named:
             lost.append(f"what is pinned as {', '.join(named)} lives only in RAM{since}")
-        unread = {step: words for (name, step), words in question.unread.items() if name == job.name}
-        return lost + [f"step {s.step} cannot be looked for on durable storage: {unread[s]}" for s in sorted(unread)]
+        return lost + [f"step {s.step} cannot be read on durable storage: {unread[s]}" for s in sorted(unread)]
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is waited for."""

@@ -81,7 +81,7 @@ def list_markers(holder: FakeHolder, body: Body) -> None:
         for (job, attempt, step), (specs, lineage) in sorted(holder.durable.markers.items())
         if job == body["job"]
     ]
-    why = holder.durable.problem
+    why = holder.durable.problem or holder.durable_problem
     damaged = [row for row in rows if (row[0], row[1]) in holder.durable.damaged]
     rows = [row for row in rows if row not in damaged]
     said = why or "; ".join(f"marker of step {row[1]} is torn" for row in damaged)
