@@ -237,3 +237,25 @@ def test_a_job_that_begins_while_a_rack_is_lost_is_degraded_until_it_is_back() -
     for host in ("h2", "h3"):
         world.return_host(host)
     assert world.run_until(lambda: not world.job().commits[StepId(1, 1)].is_degraded, 60.0)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_rack_that_went_with_notice_is_no_loss_and_one_that_was_to_stay_is(is_cancelled: bool) -> None:
+    """The notices of a rack's hosts were taken back before they died: they are missed like any other."""
+    world = CatalogWorld(4, labels=RACKS)
+    [rank] = world.launch(1, job="other")
+    world.get([rank])
+    for host in ("h2", "h3"):
+        world.call(rank, "drain", host=host, within_s=10.0)
+    world.run(2.0)
+    for host in ("h2", "h3") if is_cancelled else ():
+        world.call(rank, "drain", host=host, within_s=None)
+    world.run(2.0)
+    for host in ("h2", "h3"):
+        world.kill_host(host)
+    world.run(12.0)
+    assert not world.served.drains.until_s
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    assert bool(ranks[0].degraded[1]) == is_cancelled

@@ -275,3 +275,48 @@ def test_notice_to_a_stranger_is_refused_with_the_names_known() -> None:
     world.call(ranks[0], "drain", host="h9", within_s=5.0)
     assert world.run_until(lambda: bool(ranks[0].errors.get("drain")))
     assert "no live host 'h9' in the store: it has h0, h1" in str(ranks[0].errors["drain"])
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_a_controller_whose_clock_is_wrong_ends_no_notice_early(skew_s: float) -> None:
+    """The successor's clock is an hour off: the notice lasts for its length anew, and ends then."""
+    world, ranks = trained(4, 3)
+    ask(world, ranks[0], "drain", host="h1", within_s=600.0)
+    world.run(2.0)
+    world.skew_s = skew_s
+    world.crash_controller()
+    world.run(100.0)
+    assert world.served.drains.is_draining("h1")
+    world.run(600.0 + OVERDUE_S)
+    assert not world.served.drains.is_draining("h1")
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_rays_word_counts_while_it_is_said_whatever_the_clocks_are(skew_s: float) -> None:
+    """The head's clock and the controller's are an hour apart: noticed at once, over when Ray says no more of it."""
+    world, _ = trained(4, 3)
+    moment_s = world.served.wall_s + 120.0 - skew_s
+    for _ in range(300):
+        world._handle(DrainsSeen({"h1": moment_s}))
+        world.run(1.0)
+        assert world.served.drains.is_draining("h1")
+    world.run(max(0.0, -skew_s) + 120.0 + OVERDUE_S)
+    assert not world.served.drains.is_draining("h1")
+
+
+def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
+    """Given, taken back and given again in one second, while facts wait for the lease: the last word stands."""
+    world, ranks = trained(4, 3)
+    world.has_lease = False
+    world.silence("h3")
+    world.run(4.0)
+    for within_s in (60.0, None, 60.0):
+        world.call(ranks[0], "drain", host="h1", within_s=within_s)
+        world.run(0.1)
+    for _ in range(3):
+        world._handle(DrainsSeen({"h1": world.served.log.undone()[0].until_s}))  # type: ignore[union-attr]
+    assert [type(fact).__name__ for fact in world.served.log.undone()] == ["HostDraining"] * 3
+    world.has_lease = True
+    world.thaw("h3")
+    world.run(5.0)
+    assert world.served.drains.is_draining("h1")

@@ -286,7 +286,7 @@ def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
 
 
 def test_a_host_may_not_go_for_a_step_that_nobody_can_read() -> None:
-    """Both hosts have notice, the durable step needs another key: it does not count as there until it is written anew."""
+    """Both hosts have notice, the durable step needs another key: it counts as there once it is written anew."""
     world, ranks = written(durable_key_file="/key")
     under(world, "a", h0="b", h1="b")
     order = {name: holder._on_persist for name, holder in world.holders.items()}

@@ -82,12 +82,12 @@ class ClusterView:
         """The coarsest spread level the job ever had: what fewer racks must be measured against (R18).
 
         A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
-        count. A host that had notice to go is no loss.
+        count. A host that went with notice is no loss.
         """
         hosts, drains = self.catalog.hosts, self.catalog.drains
         eligible = self.eligible_hosts(rank_hosts, replicas)
         if eligible.issuperset(hosts.live_ids()):
-            eligible.update(h for h in hosts.states if not drains.had_notice(h))
+            eligible.update(h for h in hosts.states if not drains.went(h))
         level = spread_level(hosts.topology(sorted(eligible)), replicas).level
         if before is None or before not in levels_of(hosts.failure_domains):
             return level

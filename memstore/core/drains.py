@@ -1,8 +1,10 @@
 """Hosts with notice of their end: what they hold is copied elsewhere while they still can send it. Pure (R29).
 
-    (none) --notice: a person or Ray says when--> draining --dead, and past its moment or replaced--> (none)
-                                                     '--cancelled, or live OVERDUE_S past its moment--> (none)
+    (none) --notice: a person or Ray says when--> draining --dead, and past its time or replaced--> (none)
+                                                     '--cancelled, or live OVERDUE_S past its time--> (none)
 
+Time is counted by each controller from when it heard of the notice, a new one begins anew, and it is not over while Ray
+repeats it: a wall clock set ahead ends none early.
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
 an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. Where too few hosts stay
 for that, all of a job's above all, the job's kept steps are written to durable storage at once, if it has any.
@@ -47,13 +49,14 @@ class Remains:
 
 
 class Drains:
-    """Which hosts are to go, and when (wall-clock seconds: the word outlives this controller)."""
+    """Which hosts are to go, and when."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.until_s: dict[str, float] = {}
+        self.until_s: dict[str, float] = {}  # wall-clock moments: shown, and names of notices
+        self.end_s: dict[str, float] = {}  # when its time is over, or Ray last repeated the notice after that
         self.ended_s: dict[str, float] = {}  # moments of notices that have ended: whoever repeats one says nothing new
-
+        self.left: set[str] = set()  # hosts that were gone when their notice ended
         self.looked_s: dict[tuple[str, StepId], float] = {}  # steps for which the storage is looked at, and when
         self.is_there: dict[tuple[str, StepId], bool] = {}  # what was found: a marker of the past says nothing
 
@@ -61,9 +64,9 @@ class Drains:
         """True from the notice until the host is gone, spared, or back after its end."""
         return host in self.until_s
 
-    def had_notice(self, host: str) -> bool:
-        """True if the host was to go at some time, whether it went or not."""
-        return host in self.until_s or host in self.ended_s
+    def went(self, host: str) -> bool:
+        """True if the host is to go, or went with notice and is not back: no loss."""
+        return host in self.until_s or host in self.left
 
     def ask(self, call: Call) -> None:
         """A person or a script gives notice, or takes it back: body {host, within_s or None}."""
@@ -77,19 +80,26 @@ class Drains:
             self.catalog.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.catalog.wall_s + within_s
-        self._record(host, until_s)
+        self._record(host, until_s, within_s or 0.0)
         self.catalog.answer(call, {"host": host, "until_s": until_s})
 
     def seen(self, until_s: Mapping[str, float]) -> None:
-        """What the cluster manager says now. The earliest word counts; its silence takes nothing back."""
+        """What the cluster manager says now, again and again. The earliest word counts; its silence is none."""
+        now = self.catalog.now
         for host, moment_s in until_s.items():
-            is_news = moment_s < self.until_s.get(host, float("inf")) - SAME_S
-            is_repeated = abs(moment_s - self.ended_s.get(host, float("-inf"))) <= SAME_S
-            if is_news and not is_repeated and self.catalog.hosts.is_live(host) and not self._is_over(host, moment_s):
-                self._record(host, moment_s)
+            if not self.catalog.hosts.is_live(host) or _is_same(moment_s, self.ended_s.get(host)):
+                continue
+            if self.is_draining(host):
+                self.end_s[host] = max(self.end_s[host], now)
+            within_s = min(max(0.0, moment_s - self.catalog.wall_s), WITHIN_MAX_S)
+            is_news = now + within_s < self.end_s.get(host, float("inf")) - SAME_S
+            known = [self.until_s.get(host), *(fact.until_s for fact in self._undone(host))]
+            if is_news and not any(_is_same(moment_s, other_s) for other_s in known):
+                self._record(host, moment_s, within_s)
 
     def returned(self, host: str, *, has_memory: bool) -> None:
         """A host joined. Without memory it is another machine of that name, and the notice was for the one before."""
+        self.left.discard(host)
         if self.is_draining(host) and not has_memory:
             self._record(host, None)
 
@@ -98,17 +108,22 @@ class Drains:
         before = self.is_draining(fact.host_id)
         if fact.until_s is not None:
             self.until_s[fact.host_id] = fact.until_s
+            self.end_s[fact.host_id] = self.catalog.now + fact.within_s
             self.looked_s.clear()
             self.is_there.clear()
         elif before:
             self.ended_s[fact.host_id] = self.until_s.pop(fact.host_id)
+            del self.end_s[fact.host_id]
+            if not self.catalog.hosts.is_live(fact.host_id):
+                self.left.add(fact.host_id)
         if before != self.is_draining(fact.host_id) and not is_replay:
             self._changed(fact.host_id)
 
     def tick(self) -> None:
-        """A host that outlived its moment is one like the others again; what returns after it has no notice."""
-        for host, moment_s in self.until_s.items():
-            if self._is_over(host, moment_s):
+        """A host that outlived its time is one like the others again; what returns after it has no notice."""
+        for host, end_s in self.end_s.items():
+            spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
+            if end_s + spare_s <= self.catalog.now:
                 self._record(host, None)
         for job in self.catalog.jobs.values() if self.until_s else ():
             attempt = job.newest
@@ -139,18 +154,14 @@ class Drains:
         if self.catalog.durable_checks.ask(job, step, looked):
             self.looked_s[key] = float("inf")
 
-    def _is_over(self, host: str, moment_s: float) -> bool:
-        spare_s = OVERDUE_S if self.catalog.hosts.is_live(host) else 0.0
-        return moment_s + spare_s <= self.catalog.wall_s
+    def _undone(self, host: str) -> list[HostDraining]:
+        return [x for x in self.catalog.log.undone() if isinstance(x, HostDraining) and x.host_id == host]
 
-    def _record(self, host: str, until_s: float | None) -> None:
-        """Record a notice, unless the same is under way already."""
-        for fact in self.catalog.log.undone():
-            if isinstance(fact, HostDraining) and fact.host_id == host:
-                same = fact.until_s == until_s or None not in (fact.until_s, until_s)
-                if same and abs((fact.until_s or 0.0) - (until_s or 0.0)) <= SAME_S:
-                    return
-        self.catalog.record(HostDraining(host, until_s))
+    def _record(self, host: str, until_s: float | None, within_s: float = 0.0) -> None:
+        """Record a notice, unless the same is the last word that is under way already."""
+        undone = self._undone(host)
+        if not undone or not _is_same(undone[-1].until_s, until_s):
+            self.catalog.record(HostDraining(host, until_s, within_s))
 
     def _changed(self, host: str) -> None:
         if self.is_draining(host):
@@ -164,8 +175,10 @@ class Drains:
     # -- for status ---------------------------------------------------------------------------
 
     def due_s(self, host: str) -> float | None:
-        """Seconds until it is to go, negative past its moment; None without notice."""
-        return self.until_s[host] - self.catalog.wall_s if host in self.until_s else None
+        """Seconds until it is to go, as far as clocks agree, negative past its moment; None without notice."""
+        if host not in self.until_s:
+            return None
+        return min(self.until_s[host] - self.catalog.wall_s, self.end_s[host] - self.catalog.now)
 
     def remains(self, host: str) -> Remains:
         """What would be short of copies if the host went now; all empty without notice.
@@ -209,3 +222,10 @@ class Drains:
         digest, copies = job.commits[step].digests[rank], job.copies[step][rank].items()
         whole = [h for h, copy in copies if h in staying and not copy.missing and copy.spec.digest == digest]
         return len(self.catalog.hosts.domains(whole))
+
+
+def _is_same(moment_s: float | None, other_s: float | None) -> bool:
+    """Tell whether two notices are one."""
+    if moment_s is None or other_s is None:
+        return moment_s is other_s
+    return abs(moment_s - other_s) <= SAME_S

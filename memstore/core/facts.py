@@ -19,10 +19,11 @@ class HostsJoined:
 
 @dataclass(frozen=True, slots=True)
 class HostDraining:
-    """A host will be taken away at this moment (wall clock), or not any more (None)."""
+    """A host will be taken away at this moment (wall clock, which only names the notice), or not any more (None)."""
 
     host_id: str
     until_s: float | None
+    within_s: float  # from when it was recorded
 
 
 @dataclass(frozen=True, slots=True)

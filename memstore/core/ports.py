@@ -60,7 +60,7 @@ class DurableTier(Protocol):
         """Return what `markers` returns, with each step's lineage."""
 
     def lacks(self, job: str, step: StepId) -> str:
-        """Return what a step lacks of what its marker names, "" if every slice is there in its size, readable or not."""
+        """Return what a step lacks of what its marker names, "" if every slice is there in its size, under any key."""
 
     def jobs(self) -> list[str]:
         """Return the names of all jobs that have anything stored, sorted."""

@@ -65,7 +65,7 @@ class CatalogWorld:
         self.notes: list[str] = []
         self.catalog: Catalog | None = None
         self.term = 0
-        self.has_lease = True
+        self.has_lease, self.skew_s = True, 0.0  # of the next controller's wall clock
         self.nonces = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
@@ -120,8 +120,9 @@ class CatalogWorld:
         """A controller of the next term: it knows who was announced and dials everybody."""
         self.term += 1
         self.catalog = Catalog(
-            term=self.term, now=self.now, wall_offset_s=1e9, rules=self.rules, expected_hosts=sorted(self.holders)
-        )
+            term=self.term, now=self.now, wall_offset_s=1e9 + self.skew_s, rules=self.rules,
+            expected_hosts=sorted(self.holders),
+        )  # fmt: skip
         self._sessions.clear()
         for holder in self.holders.values():
             self._dial(holder)
