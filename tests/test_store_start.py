@@ -134,6 +134,20 @@ def test_a_gcs_that_handles_no_call_is_given_up(hung: str, tmp_path: Path) -> No
         assert hung in str(refused(call, LIMIT_S))
 
 
+@pytest.mark.parametrize(
+    ("value", "is_tls"), [("0", False), ("false", False), ("yes", False), ("1", True), ("True", True)]
+)
+def test_tls_is_on_for_what_ray_takes_for_on(
+    hung: str, monkeypatch: pytest.MonkeyPatch, value: str, is_tls: bool
+) -> None:
+    """Of a server of TLS any byte is an answer; of a plain one only that to a call is."""
+    monkeypatch.setenv("RAY_USE_TLS", value)
+    if is_tls:
+        wait_for_gcs(None, LIMIT_S, lambda _: None)
+    else:
+        assert hung in str(refused(lambda: wait_for_gcs(None, LIMIT_S, lambda _: None), LIMIT_S))
+
+
 def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
     where = ["--store", f"t{secrets.token_hex(4)}", "--arena-dir", str(tmp_path)]
     for typed, limit_s in (

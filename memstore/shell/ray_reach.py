@@ -94,7 +94,8 @@ def _answers(place: str, limit_s: float) -> bool:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
             connection.settimeout(max(0.01, deadline_s - time.monotonic()))
             connection.sendall(_call(place))
-            if os.environ.get("RAY_USE_TLS"):  # a server of TLS says something, or hangs up on plain text
+            if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):  # as Ray reads it
+                # A server of TLS says something, or hangs up on plain text.
                 connection.recv(1)
                 return True
             while (found := _frame(connection, deadline_s)) is not None:
