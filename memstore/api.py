@@ -318,5 +318,5 @@ def _reading_tool(config: Config, address: str | None) -> Tool:
             raise
         from memstore.cluster import join_ray
 
-        join_ray(address, may_create=False, limit_s=config.connect_timeout_s)
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
         return Tool(holder_folder(config))

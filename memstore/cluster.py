@@ -18,6 +18,7 @@ from memstore.config import Config
 from memstore.core.cadence import parse_put_every
 from memstore.core.durable_checks import CHECK_DEADLINE_S
 from memstore.core.durable_schedule import parse_every
+from memstore.core.problems import name_commands
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.actors import NAMESPACE, ControllerActor, controller_name
@@ -34,6 +35,7 @@ START_S = 90.0
 POLL_S = 0.1
 LEAST_S = 0.1  # for the last part of what has one limit
 ASK_S = 30.0
+LOOK_S = 3.0  # for all other stores, which are asked beside one another
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
             controller does not answer.
     """
     config, began_s = config or Config(), time.monotonic()
-    join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s)
+    join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s, config=config)
     limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
     deadline_s = time.monotonic() + limit_s
     running = _controller(config)
@@ -98,7 +100,7 @@ def ensure_started(config: Config) -> None:
 
 def join_ray(
     address: str | None, *, may_create: bool = True, limit_s: float = REACH_S,
-    say: Callable[[str], None] = log.warning, logging_level: int = logging.INFO,
+    say: Callable[[str], None] = log.warning, logging_level: int = logging.INFO, config: Config | None = None,
 ) -> None:  # fmt: skip
     """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed.
 
@@ -123,7 +125,8 @@ def join_ray(
                 address=address,
             ) from error
         if address is not None or not may_create:
-            raise PeerUnreachable(f"no Ray cluster answers {where}: {remedy}, then `memstore up`") from None
+            then = (config or Config()).commands("then `memstore up`")
+            raise PeerUnreachable(f"no Ray cluster answers {where}: {remedy}, {then}") from None
         create_local_ray()
     except (RuntimeError, ValueError) as error:
         raise PeerUnreachable(f"the Ray cluster {where} cannot be joined: {error}", address=address) from error
@@ -177,6 +180,19 @@ def _stores_on_ray() -> list[str]:
     names = [str(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE]
     ends = controller_name("/").split("/")
     return sorted(name[len(ends[0]) : -len(ends[1])] for name in names if name.endswith(ends[1]))
+
+
+def stores_having(job: str, config: Config) -> list[str]:
+    """Return the other stores of the Ray cluster that know a job, of those that answer within `LOOK_S`."""
+    names = [name for name in _stores_on_ray() if name != config.store]
+    actors = {name: _controller(config.with_fields({"store": name})) for name in names}
+    asked = {a.ask.remote("status", {}, LOOK_S): name for name, a in actors.items() if a is not None}
+    answered = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)[0] if asked else []
+    found = []
+    for answer in answered:
+        with contextlib.suppress(Exception):  # no holder of it answers
+            found += [asked[answer]] if job in [row["job"] for row in ray.get(answer)["jobs"]] else []
+    return sorted(found)
 
 
 def _secret(config: Config) -> bytes:
@@ -278,8 +294,9 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
     config = config or Config()
     if address is not None:
-        join_ray(address, limit_s=config.connect_timeout_s)
+        join_ray(address, limit_s=config.connect_timeout_s, config=config)
     body = ask("status", config=config)
+    name_commands(body["problems"], config)
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
         config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
@@ -301,7 +318,7 @@ def stop(
     """
     config = config or Config()
     try:
-        join_ray(address, may_create=False, limit_s=config.connect_timeout_s)
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
     except PeerUnreachable:
         if address is not None:
             raise

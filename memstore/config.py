@@ -146,13 +146,8 @@ class Config:
         return 2 * self.suspect_after_s  # a controller this silent is one that nobody waits for
 
     def commands(self, text: str) -> str:
-        """Return `text` with this store named in the `memstore` commands that it tells to run.
-
-        A command without --store is for the store "default": run as printed it would stop or clear another one.
-        """
-        named = "" if self.store == Config.store else f" --store {self.store}"
-        named += "" if self.arena_dir == Config.arena_dir else f" --arena-dir {shlex.quote(self.arena_dir)}"
-        return _COMMAND.sub(lambda found: found[0] + named, text)
+        """Return `text` with this store named in the `memstore` commands that it tells to run."""
+        return commands_naming(self.store, self.arena_dir, text)
 
     def store_fields(self) -> dict[str, Any]:
         """Return the fields that belong to the store, as plain values."""
@@ -183,6 +178,16 @@ class Config:
             if name not in known:
                 raise ConfigError(f"unknown config field {name!r}: it is one of {', '.join(sorted(known))}", field=name)
         return Config(**{**{name: getattr(self, name) for name in self.given}, **values})
+
+
+def commands_naming(store: str, arena_dir: str, text: str) -> str:
+    """Return `text` with a store named in the `memstore` commands that it tells to run.
+
+    A command without --store is for the store "default": run as printed it would stop or clear another one.
+    """
+    named = "" if store == Config.store else f" --store {store}"
+    named += "" if arena_dir == Config.arena_dir else f" --arena-dir {shlex.quote(arena_dir)}"
+    return _COMMAND.sub(lambda found: found[0] + named, text)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

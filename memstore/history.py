@@ -54,7 +54,7 @@ def fork(
     if address is not None:
         from memstore.cluster import ask, join_ray
 
-        join_ray(address)
+        join_ray(address, config=config)
         return Fork(**ask("fork", body, config=config, timeout_s=timeout_s))
     with any_tool(config or Config()) as tool:
         return Fork(**tool.ask("fork", body, timeout_s))

@@ -174,7 +174,7 @@ class Puts:
         known = self._same_step(step)
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
-        return OpenPut(self.link, Ticket(step, nbytes, began_s), world_size=self.world_size)
+        return OpenPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
 
     def _begin(self, room: OpenPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
         """Take room for a put, or skip it: it is over then."""
@@ -227,7 +227,7 @@ class Puts:
         Waits, at most `stall_budget_s`, until the controller knows: ranks that put the next step before would skip it.
         """
         with contextlib.suppress(StepConflict):  # an older step takes no room any more
-            ticket = self._same_step(step) or self._know(Ticket(step, 0, time.monotonic()))
+            ticket = self._same_step(step) or self._know(Ticket(step, 0, time.monotonic(), self.link.commands))
             if not ticket.is_over:
                 self.skip(ticket, why, "failed")
         if self._skipping is not None:

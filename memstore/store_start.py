@@ -156,10 +156,11 @@ def _start(spec: dict[str, Any], tell: Any) -> dict[str, str]:
         logging.getLogger("memstore").warning("memstore: %s", text)
         tell(doing=text)
 
-    join_ray(spec["address"], may_create=False, limit_s=spec["limit_s"], say=say)
+    config = Config().with_fields(spec["config"])
+    join_ray(spec["address"], may_create=False, limit_s=spec["limit_s"], say=say, config=config)
     tell(doing="the store's holders are being started")
     try:
-        ensure_started(Config().with_fields(spec["config"]))
+        ensure_started(config)
         return current_node_labels() or {}
     finally:
         ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from memstore.errors import CommitError, ConfigError
 from memstore.shell.safe_condition import LOOK_S, SafeCondition
@@ -18,7 +19,7 @@ class Ticket:
     reason.
     """
 
-    def __init__(self, step: int, nbytes: int = 0, began_s: float = 0.0) -> None:
+    def __init__(self, step: int, nbytes: int = 0, began_s: float = 0.0, commands: Callable[[str], str] = str) -> None:
         self.step, self.nbytes = step, nbytes
         self.began_s = began_s  # when its put began, monotonic
         self.stall_s = 0.0
@@ -27,6 +28,7 @@ class Ticket:
         self.degraded = False
         self.reason = ""
         self._torn = ""
+        self._commands = commands  # names the store in what an error tells to run
         self._changed = SafeCondition()
 
     def __repr__(self) -> str:
@@ -79,6 +81,6 @@ class Ticket:
                 if left_s <= 0:
                     raise TimeoutError(
                         f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see "
-                        "`memstore status`, or wait longer with timeout_s="
+                        f"{self._commands('`memstore status`')}, or wait longer with timeout_s="
                     )
                 self._changed.wait(min(left_s, LOOK_S))

@@ -332,7 +332,7 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         refused = run(cluster, "rm", "llama3-8b")
         assert refused.exit_code == 1
         assert f"step {STEPS - 1} lives only in RAM" in refused.stderr
-        assert "pass --yes" in refused.stderr
+        assert f"`memstore rm --store {cluster.config.store} llama3-8b --yes`" in refused.stderr
         assert run_json(cluster, "status")["jobs"][0]["copies"] == 1
         body = run_json(cluster, "rm", "llama3-8b", "--yes")
         assert (body["job"], body["shards"], body["durable"]) == ("llama3-8b", 2, None)

@@ -6,6 +6,7 @@ The controller is the real one, in virtual time; its hosts hang, die and run out
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,23 @@ def test_rm_takes_force_for_what_it_refuses(desk: Desk) -> None:
     assert "train" in desk.world.served.jobs
     result = desk.run("rm", "train", "--yes", "--force")
     assert (result.exit_code, "pin best of step 2 is gone" in result.stderr) == (0, True)
+    assert "train" not in desk.world.served.jobs
+
+
+@pytest.mark.parametrize("state", ["trained", "trained, with a pin", "over", "over, with a pin"])
+def test_what_rm_advises_drops_the_job(desk: Desk, state: str) -> None:
+    """The newest step is only in RAM: the command in the refusal is the whole answer, whatever else is in the way."""
+    if "pin" in state:
+        assert desk.run("pin", "train", "2", "best").exit_code == 0
+    if "over" in state:
+        for rank in desk.world.ranks.values():
+            desk.world.call(rank, "close")
+        desk.world.run(1.0)
+    refused = desk.run("rm", "train")
+    assert refused.exit_code == 1
+    (command,) = re.findall("`memstore (.*)`", refused.stderr)
+    assert ("--force" in command) == (state != "over")
+    assert desk.run(*command.split()).exit_code == 0
     assert "train" not in desk.world.served.jobs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import memstore
 from memstore.cli import main
 from memstore.config import Config
 from memstore.testing.embedded import EmbeddedCluster
@@ -65,3 +67,18 @@ def _reader_outside(store: str, address: str) -> str:
     env = {key: value for key, value in os.environ.items() if key not in ("MEMSTORE_HOST", "RAY_ADDRESS")}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     return run.stderr.strip().splitlines()[-1].removeprefix("memstore.errors.")
+
+
+def test_a_job_of_another_store_of_the_cluster_is_named(tmp_path: Path) -> None:
+    """From a machine without arenas, through --address: the error names the store, and its command shows the job."""
+    other = Config(store=f"c{secrets.token_hex(4)}", arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)
+    with EmbeddedCluster({"h1": {}}) as cluster:
+        memstore.start(other)
+        with memstore.connect("train", rank=0, world_size=1, config=other) as store:
+            store.get()
+            store.put(7, {"a": 1}).wait("committed", 20)
+        away = ["--arena-dir", str(tmp_path), "--address", cluster.address]
+        refused = CliRunner().invoke(main, ["pin", "train", "7", "best", "--store", cluster.config.store, *away])
+        (command,) = re.findall(rf"it is in store {other.store} of the Ray cluster: `memstore (.*)`", refused.stderr)
+        assert CliRunner().invoke(main, command.split()).stdout.startswith("train · attempt 1")
+        memstore.stop(config=other, keep_data=False, force=True)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import memstore
+import memstore.shell.tool
 from memstore.cli import main
 from memstore.config import Config
 from memstore.errors import PeerUnreachable, RecoveryError
-from memstore.stores import others_here, stores_here
+from memstore.shell.rank_link import RankLink
+from memstore.stores import ASK_S, others_here, stores_here
 from memstore.testing.processes import ProcessCluster
 
 
@@ -64,6 +70,24 @@ def test_other_stores_are_listed_and_those_that_know_the_job_named(
             with memstore.reader("other", config=empty.config) as reader, pytest.raises(RecoveryError) as caught:
                 reader.get()
             assert live.config.store not in str(caught.value)
+            there = ["--store", empty.config.store, "--arena-dir", str(arena_dir)]
+            for verb in (
+                "ls train",
+                "pin train 7 best",
+                "rm train --yes",
+                "events train",
+                "plan train",
+                "verify train",
+            ):
+                refused = CliRunner().invoke(main, [*verb.split(), *there])
+                (command,) = re.findall(r"it is in store .* on this machine: `memstore (.*)`", refused.stderr)
+                assert (refused.exit_code, live.config.store in command) == (1, True), verb
+            shown = CliRunner().invoke(main, command.split())
+            assert shown.stdout.startswith("train · attempt 1"), shown.output
+            assert "it is in store" not in CliRunner().invoke(main, ["ls", "other", *there]).stderr
+            wrong_name = CliRunner().invoke(main, ["ls", "--store", "defualt", "--arena-dir", str(arena_dir)]).stderr
+            assert "other stores here: " in wrong_name
+            assert f"{live.config.store} (live: train at step 7)" in wrong_name
 
         where = ["stores", "--arena-dir", str(arena_dir)]
         rows = json.loads(CliRunner().invoke(main, [*where, "--json"]).stdout)["stores"]
@@ -80,3 +104,36 @@ def test_a_folder_whose_name_no_store_can_have_is_passed_over(arena_dir: Path) -
     for name in ("default (copy)", "left"):
         (root / name / "h1").mkdir(parents=True)
     assert [store.store for store in stores_here(config)] == ["left"]
+
+
+def test_stores_that_hang_are_asked_beside_the_others_within_one_limit(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holder is connected to while all others still wait for that; those that are stopped cost one limit."""
+    met, limits = threading.Barrier(4), []
+
+    def meet(*place: Any, **how: Any) -> RankLink:
+        met.wait(20)
+        limits.append(how["connect_s"])
+        return RankLink(*place, **how)
+
+    with (
+        ProcessCluster(tmp_path / "a", {"h1": {}, "h2": {}}, arena_dir=str(arena_dir)) as hangs,
+        ProcessCluster(
+            tmp_path / "b", {"h3": {}}, arena_dir=str(arena_dir), suspect_after_s=30, repair_after_s=60
+        ) as too,
+        ProcessCluster(tmp_path / "c", {"h4": {}}, arena_dir=str(arena_dir)) as answers,
+    ):
+        monkeypatch.setenv("MEMSTORE_HOST", "h4")
+        with memstore.connect(
+            "train", rank=0, world_size=1, config=answers.config.with_fields({"replicas": 1})
+        ) as store:
+            store.get()
+            store.put(7, {"a": 1}).wait("committed", 20)
+        for cluster, host in ((hangs, "h1"), (hangs, "h2"), (too, "h3")):
+            cluster.signal_holder(host, signal.SIGSTOP)
+        monkeypatch.setattr(memstore.shell.tool, "RankLink", meet)
+        found = {store.store: (store.is_live, store.jobs) for store in stores_here(answers.config)}
+        assert found[answers.config.store] == (True, {"train": 7})
+        assert found[hangs.config.store] == found[too.config.store] == (True, {})
+        assert all(0 < limit_s <= ASK_S for limit_s in limits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.chronicle import PROBLEMS, ROUTINE
@@ -57,7 +57,7 @@ def events(
             time.sleep(POLL_S)
             continue
         if is_first and job is not None and all(row.get("job") != job for row in rows):
-            check_job(where.status(), job)
+            where.status(job)
         words = _say_once(words, caveat)
         shown = [row for row in rows if is_shown(row, level)]
         for row in shown[max(0, len(shown) - tail) :] if is_first and tail is not None else shown:

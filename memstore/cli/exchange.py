@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, check_job, config_or_usage, step_or_latest, store_options
+from memstore.cli.options import Where, config_or_usage, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config, bytes_from_text
 from memstore.errors import ConfigError
@@ -44,7 +44,7 @@ def export(
         limit = bytes_from_text("file_bytes", file_bytes)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    check_job(Where(config).status(), job)
+    Where(config).status(job)
     from memstore.api import reader
     from memstore.exchange.exporting import export_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, address_option, check_job, step_or_latest, store_options
+from memstore.cli.options import Where, address_option, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.persists import WITHIN_MAX_S
@@ -30,7 +30,7 @@ def pin(
     It takes room of its own.
     """
     where = Where(config, address)
-    check_job(where.status(), job)
+    where.status(job)
     answer = where.ask("pin", {"job": job, "step": step, "name": name, "of_attempt": attempt}, CLAIM_S)
     if as_json:
         print_json(answer)
@@ -46,7 +46,7 @@ def pin(
 def unpin(config: Config, address: str | None, job: str, name: str, as_json: bool) -> None:
     """Take the pin NAME of JOB back: retention decides about its step again."""
     where = Where(config, address)
-    check_job(where.status(), job)
+    where.status(job)
     answer = where.ask("unpin", {"job": job, "name": name})
     if as_json:
         print_json(answer)
@@ -71,7 +71,7 @@ def persist(
     if not 0 < within_s <= WITHIN_MAX_S:
         raise click.UsageError(f"--within {within_s:g}: the write must have some time, at most {WITHIN_MAX_S:g} s")
     where = Where(config, address)
-    check_job(where.status(), job)
+    where.status(job)
     answer = where.ask("persist", {"job": job, "step": step, "within_s": within_s}, within_s + CLAIM_S)
     if as_json:
         print_json(answer)
@@ -99,7 +99,7 @@ def fork(
     from memstore.history import FORK_S, fork_body
 
     where = Where(config, address)
-    check_job(where.status(), job)
+    where.status(job)
     answer = where.ask("fork", fork_body(job, step, new_job, attempt), FORK_S)
     if as_json:
         print_json(answer)

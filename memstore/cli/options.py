@@ -14,6 +14,7 @@ import click
 
 from memstore.cli.output import STORE_CONFIG, say
 from memstore.config import Config
+from memstore.core.problems import name_commands
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
 ASK_S = 10.0
@@ -56,19 +57,35 @@ class Where:
         except PeerUnreachable as error:
             if self.address is not None:
                 raise
-            raise PeerUnreachable(f"{error}, or name its Ray cluster with --address") from error
+            from memstore.stores import others_where_none_is
 
-    def status(self) -> dict[str, Any]:
-        """Return the controller's status; what it advises to run names the store."""
+            others = others_where_none_is(self.config)
+            raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
+
+    def status(self, job: str | None = None) -> dict[str, Any]:
+        """Return the controller's status; what it advises to run names the store.
+
+        Raises:
+            ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.
+        """
         body = self.ask("status")
-        for row in body["problems"]:
-            row.update({part: self.config.commands(row[part]) for part in ("cause", "remedy")})
+        known = [row["job"] for row in body["jobs"]]
+        if job is not None and job not in known:
+            raise _unknown("job", job, known, "`memstore ls` lists its jobs", self._elsewhere(job))
+        name_commands(body["problems"], self.config)
         return body
 
+    def _elsewhere(self, job: str) -> str:
+        """Return which other stores have a job: those of this machine, else those of the Ray cluster; "" if none."""
+        from memstore.stores import having, shown_in
 
-def check_job(status: dict[str, Any], name: str) -> str:
-    """Return `name` if the store knows the job; else raise with the names it knows, the nearest first."""
-    return _check_known("job", name, [job["job"] for job in status["jobs"]], "`memstore ls` lists its jobs")
+        found = having(self.config, job)
+        if found or self.address is None:
+            return found
+        from memstore.cluster import stores_having
+
+        names = stores_having(job, self.config)
+        return shown_in(self.config, job, names, "of the Ray cluster", f" --address {self.address}")
 
 
 def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:
@@ -87,18 +104,20 @@ def check_host(status: dict[str, Any], name: str) -> str:
     of_name = [host for host in known if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", host)]
     if name not in known and len(of_name) == 1:
         return of_name[0]
-    return _check_known("host", name, known, "`memstore status` lists its hosts")
+    if name not in known:
+        raise _unknown("host", name, known, "`memstore status` lists its hosts")
+    return name
 
 
-def _check_known(what: str, name: str, known: list[str], remedy: str) -> str:
-    if name in known:
-        return name
+def _unknown(what: str, name: str, known: list[str], remedy: str, elsewhere: str = "") -> ConfigError:
+    """Return the error for a name that the store does not know, with the nearest that it does."""
     near = difflib.get_close_matches(name, known, n=3)
     listed = near or sorted(known)[:10]
     more = f" and {len(known) - 10} more" if not near and len(known) > 10 else ""
     have = f"it has {', '.join(listed)}{more}" if known else "it has none"
     hint = f"did you mean {' or '.join(near)}?" if near else f"{have};"
-    raise ConfigError(f"the store has no {what} {name!r}: {hint} {remedy}", field=what, value=name)
+    more = f"; {elsewhere}" if elsewhere else ""
+    return ConfigError(f"the store has no {what} {name!r}: {hint} {remedy}{more}", field=what, value=name)
 
 
 def is_debug(ctx: click.Context) -> bool:

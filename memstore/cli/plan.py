@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, address_option, check_host, check_job, store_options
+from memstore.cli.options import Where, address_option, check_host, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import gone_text
 from memstore.config import Config
@@ -51,8 +51,8 @@ def plan(
     Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does.
     """
     where = Where(config, address)
-    status = where.status()
-    names = [check_job(status, job)] if job is not None else [row["job"] for row in status["jobs"]]
+    status = where.status(job)
+    names = [job] if job is not None else [row["job"] for row in status["jobs"]]
     hosts = lost_hosts(status, lose)
     if not names:
         raise ConfigError("the store holds no job yet, so there is nothing to plan for")

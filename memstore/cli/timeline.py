@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 
@@ -29,9 +29,7 @@ def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> N
 
     "*" is the lineage that get() and training go on from; "| o" is what a rewind or a fresh start left behind.
     """
-    status = Where(config, address).status()
-    if job is not None:
-        check_job(status, job)
+    status = Where(config, address).status(job)
     jobs = [{key: row.get(key) for key in KEYS} for row in status["jobs"] if job in (None, row["job"])]
     if as_json:
         print_json({"jobs": jobs})

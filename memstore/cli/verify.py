@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from memstore.cli.options import Where, address_option, check_job, store_options
+from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
 from memstore.cli.plan import outcome
 from memstore.config import Config
@@ -29,8 +29,8 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
     can still be restored, 3 if one cannot.
     """
     where = Where(config, address)
-    status = where.status()
-    names = [check_job(status, job)] if job is not None else [r["job"] for r in status["jobs"]]
+    status = where.status(job)
+    names = [job] if job is not None else [r["job"] for r in status["jobs"]]
     answer = _ask_with_spinner(where, job, status)
     plans = [
         where.ask("plan", {"job": row["job"], "lose": []})

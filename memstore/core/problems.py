@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from memstore.config import Config
 from memstore.core.events import Body
 from memstore.core.launches import come_text
 from memstore.core.listing import listed, plural
@@ -40,6 +41,12 @@ def problems(status: Body) -> list[Body]:
             found += _job_problems(job)
             found += _durable_problems(job)
     return sorted(found, key=lambda row: SEVERITIES.index(row["severity"]))
+
+
+def name_commands(rows: list[Body], config: Config) -> None:
+    """Name the store in the `memstore` commands that problems tell to run."""
+    for row in rows:
+        row.update({part: config.commands(row[part]) for part in ("cause", "remedy")})
 
 
 def is_running(job: Body) -> bool:

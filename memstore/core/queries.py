@@ -307,7 +307,7 @@ class Queries:
             self.catalog.refuse(
                 call, "JobBusyError",
                 f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is "
-                "alive. Stop it first, or pass --force",
+                "alive. Stop it first, or pass --force as well",
             )  # fmt: skip
             return
         unfinished = self.catalog.forks.unfinished(job)
@@ -322,7 +322,7 @@ class Queries:
             self.catalog.refuse(
                 call, "JobBusyError",
                 f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
-                f"`memstore unpin {job.name} NAME`, or pass --force",
+                f"`memstore unpin {job.name} NAME`, or pass --force as well",
             )  # fmt: skip
             return
         pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]

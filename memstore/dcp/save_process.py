@@ -66,7 +66,7 @@ class SaveProcess:
 
     def new_ticket(self, step: int) -> Ticket:
         """Return a ticket that tells of the put as the training process began it."""
-        ticket = Ticket(step, self.staged.nbytes, self.staged.began_s)
+        ticket = Ticket(step, self.staged.nbytes, self.staged.began_s, self.config.commands)
         ticket.stall_s = self.staged.stall_s
         return ticket
 

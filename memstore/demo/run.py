@@ -210,4 +210,5 @@ def _replace_host(cluster: EmbeddedCluster, host: str) -> None:
         if any(row["host"] == host and row["status"] == "live" for row in rows):
             return
         time.sleep(0.1)
-    raise MemstoreError(f"the replacement of {host} got no holder within {REPLACEMENT_S:g} s: see `memstore status`")
+    look = cluster.config.commands("see `memstore status`")
+    raise MemstoreError(f"the replacement of {host} got no holder within {REPLACEMENT_S:g} s: {look}")

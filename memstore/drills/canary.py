@@ -229,7 +229,8 @@ class Canary:
                 self.site.wait_for("the job to be gone", lambda: job.name not in self._jobs())
         except MemstoreError as exc:
             self.report.outcome = ERROR
-            self.report.words = f"the job {job.name} is still there, remove it with `memstore rm {job.name}`: {exc}"
+            remedy = self.site.config.commands(f"remove it with `memstore rm {job.name}`")
+            self.report.words = f"the job {job.name} is still there, {remedy}: {exc}"
 
     def _jobs(self) -> set[str]:
         return {str(row["job"]) for row in self.site.status()["jobs"]}

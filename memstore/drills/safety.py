@@ -52,8 +52,9 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
     }
     found = endangered(jobs, plans, hosts)
     if found:
+        look = site.config.commands("`memstore status`")
         raise DrillError(
             f"refused before anything was broken: destroying the memory of {', '.join(hosts)} would cost "
             f"{'; '.join(found[:5])}. Name another host with --victim, wait until its copies are complete "
-            "(`memstore status`), or pass --allow-data-loss"
+            f"({look}), or pass --allow-data-loss"
         )

@@ -70,7 +70,7 @@ def import_job(
     def play(rank: int) -> Ticket:
         with connect(job, rank=rank, world_size=count, config=config) as store:
             if store.attempt != 1:  # durable storage knows it, or another import was quicker
-                raise _exists(job)
+                raise _exists(job, config)
             opened.append(rank)
             ticket = work(store, rank)
             return ticket.wait("committed" if store.config.durable is None else "durable", COMMIT_S)
@@ -112,7 +112,7 @@ def _check_new(job: str, config: Config) -> None:
     with any_tool(config) as tool:
         jobs = tool.ask("status")["jobs"]
     if any(row["job"] == job and row["attempt"] is not None for row in jobs):
-        raise _exists(job)
+        raise _exists(job, config)
 
 
 def _settled(job: str, step: int, config: Config) -> str:
@@ -130,8 +130,9 @@ def _settled(job: str, step: int, config: Config) -> str:
             time.sleep(POLL_S)
 
 
-def _exists(job: str) -> ConfigError:
-    return ConfigError(f"job {job!r} exists: import under another name, or `memstore rm {job}` first", field="JOB")
+def _exists(job: str, config: Config) -> ConfigError:
+    command = config.commands(f"`memstore rm {job}`")
+    return ConfigError(f"job {job!r} exists: import under another name, or {command} first", field="JOB")
 
 
 def _source(format: str, folder: Path, prefix: str) -> Source:

@@ -23,6 +23,7 @@ import resource
 import stat
 from pathlib import Path
 
+from memstore.config import commands_naming
 from memstore.errors import ConfigError
 
 SECRET_NBYTES = 32
@@ -65,6 +66,11 @@ def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> 
     raise ConfigError(f"cannot create {folder}: its parents keep being removed by another process; stop it first")
 
 
+def commands_for(folder: Path, text: str) -> str:
+    """Return `text` with the store of a host's folder named in the `memstore` commands that it tells to run."""
+    return commands_naming(folder.parent.name, str(folder.parent.parent.parent), text)
+
+
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Return `folder` if every level of it is a real folder, ours and closed to others.
 
@@ -81,7 +87,8 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
         for level in (path.parent.parent, path.parent, path):
             check_level(level)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no arena folder {path}: {error.filename} is missing; run `memstore up`") from None
+        advice = commands_for(path, "run `memstore up`")
+        raise ConfigError(f"there is no arena folder {path}: {error.filename} is missing; {advice}") from None
     return path
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memstore.errors import ConfigError
-from memstore.shell.arena_folder import check_folder, is_at, open_file
+from memstore.shell.arena_folder import check_folder, commands_for, is_at, open_file
 
 LOCK_NAME = "lock"
 _RECORD_NBYTES = 2048  # fixed, written in one call: a reader never sees half of a shorter record
@@ -250,10 +250,10 @@ def _process_uid(pid: int) -> int | None:
 
 def _refusal(folder: Path, holding: LockOwner) -> str:
     """Name the owner and the way out (R5)."""
+    way_out = commands_for(folder, "stop that store first (`memstore down` on its cluster)")
     return (
-        f"{folder} is held by live pid {holding.pid} at {holding.address or 'no address'}"
-        f" of Ray cluster {holding.cluster or 'unknown'};"
-        f" stop that store first (`memstore down` on its cluster) or start yours under another name (Config.store)"
+        f"{folder} is held by live pid {holding.pid} at {holding.address or 'no address'} of Ray cluster "
+        f"{holding.cluster or 'unknown'}; {way_out} or start yours under another name (Config.store)"
     )
 
 

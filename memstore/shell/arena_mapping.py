@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import CapacityError, ClosedError, ConfigError
-from memstore.shell.arena_folder import check_folder, is_at, open_file
+from memstore.shell.arena_folder import check_folder, commands_for, is_at, open_file
 from memstore.shell.page_locks import PageHold, hold, runs
 from memstore.shell.slot_headers import SLOTS_NAME, read_file_header
 
@@ -88,9 +88,8 @@ class ArenaMapping:
             if slots_fd >= 0:
                 os.close(slots_fd)
             if isinstance(error, FileNotFoundError):
-                raise ConfigError(
-                    f"there is no arena in {path}: {error.filename} is missing; run `memstore up`"
-                ) from error
+                advice = commands_for(path, "run `memstore up`")
+                raise ConfigError(f"there is no arena in {path}: {error.filename} is missing; {advice}") from error
             raise
         finally:
             if arena_fd >= 0:

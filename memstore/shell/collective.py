@@ -67,7 +67,7 @@ def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float
         link.forget_call(future)
         raise PeerTimeout(
             f"{verb}() of job {body['job']!r} was decided but not carried out within {2 * timeout_s:g} s: see "
-            "`memstore status`, or raise timeout_s",
+            f"{link.commands('`memstore status`')}, or raise timeout_s",
             operation=verb, limit_s=timeout_s,
         )  # fmt: skip
     return answer_of(future)
@@ -90,7 +90,7 @@ def ask_with_all(link: RankLink, verb: str, body: dict[str, Any], *, limit_s: fl
         link.forget_call(future)
         raise PeerTimeout(
             f"{verb} of job {body['job']!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
-            "(memstore status)",
+            f"({link.commands('memstore status')})",
             operation=verb, waited_s=roll.waited_s, limit_s=limit_s,
         )  # fmt: skip
     return answer_of(future)

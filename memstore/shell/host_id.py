@@ -17,6 +17,7 @@ from pathlib import Path
 
 from memstore.config import check_name
 from memstore.errors import ConfigError
+from memstore.shell.arena_folder import commands_for
 
 HOST_LABEL = "host"
 HOST_VARIABLE = "MEMSTORE_HOST"
@@ -114,8 +115,9 @@ def rank_host(
     if len(hosts) == 1:
         return hosts[0]
     if not hosts:
+        advice = commands_for(Path(arena_root_dir) / "host", "run `memstore up`")
         raise ConfigError(
-            f"no holder on this machine ({arena_root_dir} has no host folder): run `memstore up`, "
+            f"no holder on this machine ({arena_root_dir} has no host folder): {advice}, "
             f"connect from a process of the Ray cluster, or set {HOST_VARIABLE}",
             field=HOST_VARIABLE,
             hosts=[],

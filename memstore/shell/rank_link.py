@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from typing import Any
 from memstore.core.wire import Kind, error_from_body
 from memstore.errors import ClosedError, ConfigError, FencedError, MemstoreError, PeerTimeout, TransportError
 from memstore.shell.answers import Answer, answer_of
+from memstore.shell.arena_folder import commands_for
 from memstore.shell.arena_lock import process_start_time
 from memstore.shell.channel import Channel
 from memstore.shell.leased_slots import CHILD, NOBODY, Handover, LeasedSlots, Tenant
@@ -42,9 +44,10 @@ class RankLink(LeasedSlots):
 
     def __init__(
         self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
-        attempt: int = 0,
+        attempt: int = 0, connect_s: float = CONNECT_S,
     ) -> None:  # fmt: skip
         super().__init__(RankMapping(folder, ""))
+        self._connect_s = connect_s  # for all of a connection's beginning, each time
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
         self.is_tool = is_tool
@@ -74,7 +77,8 @@ class RankLink(LeasedSlots):
 
     def _connect(self) -> Channel:
         """Connect and say what we hold; drop what the holder says is no longer ours (R8)."""
-        channel = connect_unix(self.folder / "holder.sock", timeout_s=CONNECT_S)
+        deadline_s = time.monotonic() + self._connect_s
+        channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
             channel.send(
                 Kind.EVENT, 0,
@@ -83,11 +87,11 @@ class RankLink(LeasedSlots):
                     "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": self.held(),
                     "arena": self.mapping.arena, "is_tool": self.is_tool, "parent": self.parent,
                 },
-                deadline_s=CONNECT_S,
+                deadline_s=max(0.0, deadline_s - time.monotonic()),
             )  # fmt: skip
-            welcome = channel.recv(timeout_s=CONNECT_S).body
+            welcome = channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).body
             if welcome["k"] == "refused":
-                raise error_from_body(welcome)
+                raise error_from_body({**welcome, "message": self.commands(str(welcome["message"]))})
             if self.welcome and welcome["chunk_bytes"] != self.welcome["chunk_bytes"]:
                 raise ConfigError(
                     f"the holder in {self.folder} has chunk_bytes={welcome['chunk_bytes']} now, this process connected "
@@ -103,6 +107,10 @@ class RankLink(LeasedSlots):
             log.warning("memstore: the holder of this host has another arena: what was granted of the last one is void")
         self.take_arena(RankMapping(self.folder, arena), welcome["stale"])
         return channel
+
+    def commands(self, text: str) -> str:
+        """Return `text` with this store named in the `memstore` commands that it tells to run."""
+        return commands_for(self.folder, text)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a slot's bytes."""
@@ -182,7 +190,7 @@ class RankLink(LeasedSlots):
                 future.set_result(body["body"])
             else:
                 name, message = body["error"]
-                future.set_exception(error_from_body({"error": name, "message": message}))
+                future.set_exception(error_from_body({"error": name, "message": self.commands(message)}))
             with self.room:
                 self.room.notify_all()  # somebody waits for this or something else
         elif kind == "grant":
@@ -191,7 +199,7 @@ class RankLink(LeasedSlots):
             self.outbox.put(lambda: self._take_grant(slots, mapping))
         elif kind == "level":
             if int(body["attempt"]) == self.attempt:
-                self.on_event(body)
+                self.on_event({**body, "reason": self.commands(str(body["reason"]))})
             if body["level"] != "pending":  # after it: a put that is ended by an exception looks for either
                 self.answered(int(body["attempt"]), int(body["step"]))
         elif kind == "fenced":
@@ -255,7 +263,7 @@ class RankLink(LeasedSlots):
             self.forget_call(future)
             raise PeerTimeout(
                 f"{verb} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
-                "(memstore status)",
+                f"({self.commands('memstore status')})",
                 operation=verb, waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
 

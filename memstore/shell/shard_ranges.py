@@ -128,8 +128,9 @@ class ShardRanges:
             if asked.future.done():
                 raise
             self.drop(asked)
+            look = self.link.commands("see `memstore status`")
             raise PeerTimeout(
-                f"chunks of job {self.job!r} were not brought here within {self.timeout_s:g} s: see `memstore status`, "
+                f"chunks of job {self.job!r} were not brought here within {self.timeout_s:g} s: {look}, "
                 "or raise timeout_s", operation="read", limit_s=self.timeout_s,
             ) from None  # fmt: skip
         try:

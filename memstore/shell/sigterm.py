@@ -200,7 +200,7 @@ class SigtermWatch:
                 problem = "" if body["is_durable"] else f"step {body['step']}: {body['problem']}"
             except FutureTimeout:
                 link.forget_call(answer)
-                problem = "no answer: is the controller running? (memstore status)"
+                problem = f"no answer: is the controller running? ({link.commands('memstore status')})"
             except MemstoreError as exc:
                 problem = str(exc)
             took_s = time.monotonic() - began_s

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import CapacityError, ConfigError, IntegrityError
-from memstore.shell.arena_folder import open_file
+from memstore.shell.arena_folder import commands_for, open_file
 
 SLOTS_NAME = "slots"
 FORMAT_VERSION = 2  # 2: the arena's id
@@ -94,23 +94,26 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
         ConfigError: It has another format version.
     """
     raw = os.pread(fd, _HEADER.size, 0)
+    leftovers = _discard_command(path.parent)
     if len(raw) < _HEADER.size or raw[:8] != _MAGIC:
-        raise IntegrityError(
-            f"{path} is not a slot table: its header is damaged; `memstore down --leftovers` removes it"
-        )
+        raise IntegrityError(f"{path} is not a slot table: its header is damaged; {leftovers} removes it")
     _, version, chunk_bytes, slots_count, arena_id = _HEADER.unpack(raw)
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: run the version that wrote it,"
-            " or give the data up with `memstore down --leftovers`"
+            f" or give the data up with {leftovers}"
         )
     room = (os.fstat(fd).st_size - HEADER_NBYTES) // RECORD_NBYTES
     if chunk_bytes <= 0 or chunk_bytes % mmap.PAGESIZE or slots_count > room:
         raise IntegrityError(
             f"{path} is damaged: it claims {slots_count} slots of {chunk_bytes} bytes, with room for {room} records;"
-            " `memstore down --leftovers` removes it"
+            f" {leftovers} removes it"
         )
     return FileHeader(chunk_bytes, slots_count, arena_id)
+
+
+def _discard_command(folder: Path) -> str:
+    return commands_for(folder, f"`memstore down --leftovers --discard --host {folder.name}`")
 
 
 class SlotHeaders:
@@ -146,9 +149,10 @@ class SlotHeaders:
         try:
             header = read_file_header(fd, path)
             if header.chunk_bytes != chunk_bytes:
+                advice = f"give the data up with {_discard_command(folder)}"
                 raise ConfigError(
                     f"the arena in {folder} was made with chunk_bytes={header.chunk_bytes}, this configuration says"
-                    f" {chunk_bytes}: use {header.chunk_bytes}, or give the data up with `memstore down --discard`"
+                    f" {chunk_bytes}: use {header.chunk_bytes}, or {advice}"
                 )
             if os.fstat(fd).st_size < HEADER_NBYTES + capacity * RECORD_NBYTES:
                 _allocate(fd, path, capacity)

@@ -80,9 +80,10 @@ class StagedShard:
         kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
+        pin = self.link.commands(f"`memstore pin {shard.job} latest NAME`")
         raise StepDropped(
             f"step {shard.step} of job {shard.job!r} was dropped while it was read: newer ones are committed, and puts "
-            f"wait for no reader. Read the newest, or pin one and read that: `memstore pin {shard.job} latest NAME`"
+            f"wait for no reader. Read the newest, or pin one and read that: {pin}"
         )
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class ShardRead:
         except queue.Empty:
             raise PeerTimeout(
                 f"read of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
-                "running? (memstore status)",
+                f"running? ({self._link.commands('memstore status')})",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(heard, Future):

@@ -14,8 +14,9 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerUnreachable
+from memstore.shell.arena_folder import commands_for
 from memstore.shell.arena_lock import process_start_time
-from memstore.shell.rank_link import RankLink
+from memstore.shell.rank_link import CONNECT_S, RankLink
 
 ASK_S = 30.0
 
@@ -34,11 +35,13 @@ def host_folders(config: Config) -> list[Path]:
 class Tool:
     """A link that joins nothing: for readers and the command line. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, connect_s: float = CONNECT_S) -> None:
         if not (folder / "holder.sock").exists():
-            raise PeerUnreachable(f"no holder runs at {folder}: start the store with `memstore up`")
+            advice = commands_for(folder, "start the store with `memstore up`")
+            raise PeerUnreachable(f"no holder runs at {folder}: {advice}")
         start = process_start_time(os.getpid()) or 0
-        self.link = RankLink(folder, nonce=f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}", is_tool=True)
+        nonce = f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}"
+        self.link = RankLink(folder, nonce=nonce, is_tool=True, connect_s=connect_s)
 
     def __enter__(self) -> Tool:
         return self
