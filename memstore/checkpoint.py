@@ -164,8 +164,8 @@ def not_filled_line(job: str, paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
     values = "1 value" if len(paths) == 1 else f"{len(paths)} values"
     return (
-        f"memstore {job}: get(into=) left {values} as they were, beside a tensor or an object in a tuple, or where "
-        f"something else is in `into` now; take them from got.state, or put them in a dict: {shown}"
+        f"memstore {job}: get(into=) left {values} as they were: no entry holds them, or a tensor or an object is "
+        f"there now; take them from got.state: {shown}"
     )
 
 

@@ -342,17 +342,55 @@ def test_plain_values_go_into_entries_of_dicts_lists_and_dataclasses() -> None:
     assert rates[1] is inner
 
 
-def test_what_has_no_place_is_listed_by_path_and_stays() -> None:
-    """A value beside a tensor in a tuple, and what would take a live object out of the state."""
-    state = {"pair": (3, BASE), "same": (1, BASE + 1), "ema": None, "inner": ([{"deep": 1}], BASE + 2)}
-    ema = {"w": torch.zeros(2)}
-    into = {"pair": (0, torch.zeros(6)), "same": (1, torch.zeros(6)), "ema": ema, "inner": ([{}], torch.zeros(6))}
+def test_values_beside_tensors_in_tuples_are_filled_around_the_same_tensors() -> None:
+    """As in numpy's random state; tensors, dicts and lists in the tuples stay the objects that they were."""
+    memstore.register(Best)
+    np.random.seed(3)
+    np.random.rand(5)
+    drawn: Any = np.random.get_state()
+    state = {
+        "rng": {"numpy": drawn}, "pair": ((3, BASE), "x"), "same": (1, BASE + 1), "inner": ([{"deep": 1}], BASE + 2),
+        "best": Best(BASE + 3, 7), "list": [(4, BASE + 4)],  # type: ignore[arg-type]
+    }  # fmt: skip
+    np.random.seed(4)
+    into: dict[str, Any] = {
+        "rng": {"numpy": np.random.get_state()}, "pair": ((0, torch.zeros(6)), ""), "same": (1, torch.zeros(6)),
+        "inner": ([{}], torch.zeros(6)), "best": Best(torch.zeros(6), 0),  # type: ignore[arg-type]
+        "list": [(0, torch.zeros(6))],
+    }  # fmt: skip
+    before = {**into, "tensor": into["list"][0][1]}
     match = matched(decode_layout(stored(state)[0]), into)
     assert match is not None
-    assert match.plain.not_filled == ["state['pair'][0]", "state['ema']"]
-    got = decode_state(*stored(state), into=into)
-    assert (got["pair"][0], into["pair"][0], into["ema"]) == (3, 0, ema)
-    assert into["inner"][0] == [{"deep": 1}]
+    assert match.plain.not_filled == []
+    decode_state(*stored(state), into=into)
+    np.random.set_state(into["rng"]["numpy"])
+    after_fill = np.random.rand()
+    np.random.set_state(drawn)
+    assert after_fill == np.random.rand()
+    assert into["pair"][0][1] is before["pair"][0][1]
+    assert (into["pair"][0][0], into["pair"][1], into["best"].step, into["list"][0][0]) == (3, "x", 7, 4)
+    assert (into["inner"], into["inner"][0][0]) == (before["inner"], {"deep": 1})
+    assert into["inner"][0] is before["inner"][0]
+    assert into["best"].loss is before["best"].loss
+    assert into["list"][0][1] is before["tensor"]
+    assert torch.equal(before["tensor"], BASE + 4)
+
+
+def test_what_has_no_place_is_listed_by_path_and_stays() -> None:
+    """What no entry holds, and what would take a live object out of the state."""
+    state = {"ema": None, "pair": (None, 2)}
+    ema, pair = {"w": torch.zeros(2)}, ([torch.zeros(2)], 0)
+    into: dict[str, Any] = {"ema": ema, "pair": pair}
+    match = matched(decode_layout(stored(state)[0]), into)
+    assert match is not None
+    assert match.plain.not_filled == ["state['ema']", "state['pair'][0]"]
+    decode_state(*stored(state), into=into)
+    assert into["ema"] is ema
+    assert into["pair"][0] is pair[0]
+    assert into["pair"][1] == 2
+    match = matched(decode_layout(stored((3, BASE))[0]), (0, torch.zeros(6)))
+    assert match is not None
+    assert match.plain.not_filled == ["state[0]"]
     match = matched(decode_layout(stored(5)[0]), 4)
     assert match is not None
     assert match.plain.not_filled == ["state"]
@@ -383,15 +421,15 @@ def test_keys_that_equal_nothing_find_their_entries() -> None:
 
 def test_a_get_fills_the_epoch_and_says_what_it_could_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the log once, with a bound, and in the checkpoint; the values come back in its state."""
-    state = {"epoch": 3, "w": BASE, "pairs": [(n, BASE + n + 1) for n in range(12)]}
-    into = {"epoch": 0, "w": torch.zeros(6), "pairs": [(-1, torch.zeros(6)) for _ in range(12)]}
+    state = {"epoch": 3, "w": BASE, "averages": list(range(12))}
+    into = {"epoch": 0, "w": torch.zeros(6), "averages": [{"w": torch.zeros(1)} for _ in range(12)]}
     with one_host(tmp_path) as cluster, one_rank(cluster) as store:
         store.put(1, state).wait("committed", WAIT_S)
         got = store.get(1, rank=0, into=into)
     assert got is not None
     assert into["epoch"] == 3
-    assert got.not_filled == tuple(f"state['pairs'][{n}][0]" for n in range(12))
-    assert got.state["pairs"][7][0] == 7
+    assert got.not_filled == tuple(f"state['averages'][{n}]" for n in range(12))
+    assert got.state["averages"][7] == 7
     lines = [line for line in caplog.messages if "left 12 values as they were" in line]
     assert len(lines) == 1
-    assert "state['pairs'][9][0], ..." in lines[0]
+    assert "state['averages'][9], ..." in lines[0]

@@ -1,7 +1,7 @@
 """Where the plain values of a stored state go in a live one: to entries of its dicts and lists, fields of dataclasses.
 
-What lies in a tuple goes there with a new tuple in the entry that holds it, unless something in the tuple has an
-identity of its own (a tensor, a dict, a Stateful object): then a value beside it has no place and is listed (R26).
+What lies in a tuple goes there with a new tuple in the entry that holds it, around the same tensors and objects as
+before. What no entry holds, or what would take a live tensor or object out of the state, is listed (R26).
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ class PlainPlaces:
         if isinstance(node, Node):
             self.by_node[id(node)] = node
 
+    def make_anew(self, place: Place, make: Callable[[], Any], since: int) -> None:
+        """Note that a tuple is replaced in its entry if something goes into it: if more than `since` is noted."""
+        if place is not None and place is not handled and len(self.assignments) > since:
+            self.assignments.append((None, lambda _: place(make())))
+
     def take_whole(self, node: Node, items: Sequence[Any], place: Place) -> bool:
-        """Note that a container that cannot be changed, of these live items, is replaced; False if it must stay."""
+        """Note that a frozen record of these live items is replaced; False if it must stay."""
         if place is None or place is handled or any(_has_identity(item) for item in items):
             return False
         self.assignments.append((node, place))

@@ -114,16 +114,18 @@ class StateMatch:
 
     def _match_record(self, node: Node, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
         names = node.data[1]
-        is_open = is_mutable(target)
-        if not is_open and not _holds_bytes(node):
-            place = self._whole(node, [getattr(target, name, None) for name in names], place)
+        is_open, is_tuple, since = is_mutable(target), isinstance(target, tuple), len(self.plain.assignments)
+        if not is_open and not is_tuple and not _holds_bytes(node):
+            items = [getattr(target, name, None) for name in names]
+            place = handled if self.plain.take_whole(node, items, place) else place
+        parts: dict[str, Any] = {}
         for name, child in zip(names, node.children, strict=True):
             inner = field(place, target, name) if is_open else _within(place)
+            if is_tuple and place is not None:
+                inner = entry(place, parts, name)
             self._match(child, getattr(target, name, None), f"{path}.{name}", is_strict=is_strict, place=inner)
-
-    def _whole(self, node: Node, items: Sequence[Any], place: Place) -> Place:
-        """Have a container that cannot be changed replaced, if that is sound; return the place of what is in it."""
-        return handled if self.plain.take_whole(node, items, place) else place
+        if is_tuple:
+            self.plain.make_anew(place, lambda: target._replace(**parts), since)
 
     def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place) -> None:
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
@@ -158,17 +160,19 @@ class StateMatch:
     def _match_items(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
         if is_strict and len(node.children) < len(target):  # what only the checkpoint has comes back
             raise ManifestMismatch(f"{path} was stored with {len(node.children)} items and has {len(target)} in `into`")
-        if not isinstance(target, list) and not _holds_bytes(node):
-            place = self._whole(node, target, place)
+        is_open, since = isinstance(target, list), len(self.plain.assignments)
+        parts = target if isinstance(target, list) else list(target)
         for index, child in enumerate(node.children):
             where = f"{path}[{index}]"
-            inner = item(place, target, index) if isinstance(target, list) else _within(place)
+            inner = item(place, parts, index) if is_open or place is not None else None
             if index < len(target):
                 self._match(child, target[index], where, is_strict=is_strict, place=inner)
             elif _holds_bytes(child):
                 self._homeless_below(child, where, is_strict, "with tensors", None)
             else:
                 self.plain.take(child, None, where, inner)
+        if not is_open:
+            self.plain.make_anew(place, lambda: tuple(parts), since)
 
     def _homeless_below(self, node: Any, path: str, is_strict: bool, stored: str, target: Any) -> None:
         """Refuse bytes without a place, or, inside a Stateful object, note what needs a mesh to exist."""
