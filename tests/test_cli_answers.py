@@ -136,6 +136,33 @@ def test_events_are_the_newest_ones_and_a_gap_is_told(desk: Desk) -> None:
     assert "events after --since are not remembered" in desk.run("events", "--since", str(rows[0]["seq"])).stderr
 
 
+@pytest.mark.parametrize(
+    ("ranks_count", "dies", "lose", "targets"),
+    [
+        (2, "", "h0", {"h1"}),
+        (2, "h1", "", {"h0"}),
+        (1, "", "h0", {"h1", "h2"}),
+        (2, "", "h0 h1 h2", {"replacement of h0", "replacement of h1"}),
+    ],
+)
+def test_a_plan_starts_ranks_on_hosts_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, ranks_count: int, dies: str, lose: str, targets: set[str]
+) -> None:
+    """None on a host that is lost in the question or dead: on the job's others, else the store's, else a new one."""
+    world, ranks = trained(3, ranks_count, last=2, durable="/durable", durable_every=1)
+    world.run(2.0)
+    desk = Desk(monkeypatch, world, ranks[0])
+    if dies:
+        world.kill_host(dies)
+        world.run(10.0)
+    result = desk.run("plan", "train", *(["--lose", *lose.split()] if lose else []), "--json")
+    [plan] = json.loads(result.stdout)["plans"]
+    assert plan["step"] == 2
+    found = {target for _, _, _, target, _ in plan["transfers"]}
+    assert found <= targets
+    assert found or plan["bytes"]["local"]
+
+
 def test_the_worst_plan_of_all_jobs_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one job durable storage has an older step, of the one planned last the newest: exit code 4, not 0."""
     world = CatalogWorld(2, durable="/durable", durable_every="1h")

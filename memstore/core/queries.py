@@ -151,6 +151,7 @@ class Queries:
         if result.step is not None and result.world_size not in (None, attempt.world_size):
             result = self._what_if(job, attempt, lost, result.world_size)
         committed = max((s.step for s in job.commits), default=None)
+        there = self._survivors(lost)
         trained = max((attempt.trained_step, *(s.step for s in job.commits)))
         self.catalog.answer(
             call,
@@ -165,7 +166,9 @@ class Queries:
                 "moved_bytes": result.moved_bytes,
                 "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
                 "transfers": [
-                    [t.rank, t.tier, t.source, t.target_host, t.nbytes] for t in result.transfers if t.tier != "local"
+                    [t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes]
+                    for t in result.transfers
+                    if t.tier != "local"
                 ][:1000],
                 "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
                 "gone": gone_rows(job, result.gone),
@@ -174,13 +177,23 @@ class Queries:
             },
         )  # fmt: skip
 
+    def _survivors(self, lost: list[str]) -> set[str]:
+        return set(self.catalog.hosts.live_ids()) - set(lost)
+
     def _what_if(self, job: Job, attempt: Attempt, lost: list[str], world_size: int) -> RecoveryPlan:
-        """Plan a get after the loss for so many ranks; ranks that the attempt lacks are on its hosts in turn."""
+        """Plan a get after the loss for so many ranks; ranks that the attempt lacks are on its hosts in turn.
+
+        Where none of its hosts is left, the ranks are on the store's others, but for spare ones.
+        """
         seats = {rank: seat.host_id for rank, seat in attempt.seats.items()}
-        hosts = sorted(set(seats.values()))
+        hosts, there = sorted(set(seats.values())), self._survivors(lost)
+        if there.isdisjoint(hosts):
+            states = self.catalog.hosts.states
+            seats, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
         gone = gone_steps(self.catalog, job)  # before the loss: what it takes is told step by step
         return what_if(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal), lost,
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal),
+            {*lost, *(host for host in hosts if host not in there)},
             world_size=world_size,
             rank_hosts={rank: seats.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )  # fmt: skip
@@ -355,3 +368,8 @@ class Queries:
         for fact in [fact for fact in self.retiring if fact.job == name]:
             for call in self.retiring.pop(fact):
                 self.catalog.answer(call, {})
+
+
+def _said(host: str, there: set[str]) -> str:
+    """Return a host's name, or that of the one that takes its place."""
+    return host if host in there else f"replacement of {host}"
