@@ -32,7 +32,7 @@ from memstore.shell.device_copy import DeviceWrite, has_streams
 from memstore.shell.late_copy import LateCopy, WatchedSource, changed_message
 from memstore.shell.late_flights import LateFlights
 from memstore.shell.own_memory import is_permitted
-from memstore.shell.safe_condition import SafeThread
+from memstore.shell.safe_condition import SafeThread, is_of_handler
 from memstore.shell.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.state_encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.steady_memory import SteadyMemory, optimizer_tensors
@@ -284,8 +284,10 @@ def _guarded(copy: LateCopy, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as exc:
-        log.exception("an overlapped copy failed: its step is given up")
         copy.stop(f"its copy failed: {exc!r}")  # nothing, if it has ended
+        if is_of_handler(exc):
+            raise
+        log.exception("an overlapped copy failed: its step is given up")
 
 
 class _Clones:

@@ -17,7 +17,7 @@ from memstore.config import Config
 from memstore.core import records as records_module
 from memstore.core.records import place_of_record
 from memstore.core.wire import Kind
-from memstore.errors import PeerTimeout, PeerUnreachable
+from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
 from memstore.shell import holder as holder_module
 from memstore.shell import journal as journal_module
 from memstore.shell.channel import Channel
@@ -123,6 +123,33 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
     pause.go.set()
     assert heard(older) == {"k": "stale", "term": 6}
     obeys(holder, newer)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError(), CapacityError("too much")])
+def test_an_order_that_fails_is_answered(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Ranks wait for the room and a person for the answer, whatever broke; the next order is carried out (R9)."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    channel = dial(5)
+    assert heard(channel)["k"] == "up"
+    share = {"job": "job", "attempt": 1, "ranks": [[0, 2]], "guest_slots": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(holder.vault.arena, "grow", fail)
+        patch.setattr(holder.scrubber, "verify_all", fail)
+        order(channel, "reserve", **share, call=7)
+        order(channel, "ask", ask=8, what="verify")
+        answers = {body["k"]: body for body in (heard(channel), heard(channel))}
+    assert (answers["reserved"]["call"], answers["reserved"]["ok"]) == (7, False)
+    assert (answers["answer"]["ask"], answers["answer"]["ok"]) == (8, False)
+    said = str(error.args[-1]) if error.args else repr(error)
+    assert all(said in body["why"] for body in answers.values())
+    order(channel, "reserve", **share, call=9)
+    again = heard(channel)
+    assert (again["call"], again["ok"]) == (9, True)
 
 
 @pytest.mark.parametrize("term", [5, 6])

@@ -6,20 +6,22 @@ import contextlib
 import gc
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interruption import interrupt
-from overlap_case import WAIT_S, WIDTH, one_host, one_rank, stored
+from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
 
 from memstore.errors import RecoveryError
-from memstore.shell import slot_stream
+from memstore.shell import late_copy, slot_stream
 from memstore.store import Store
 from memstore.testing.processes import ProcessCluster, wait_for
 
@@ -34,6 +36,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
 def store(cluster: ProcessCluster) -> Iterator[Store]:
     with one_rank(cluster) as joined:
         yield joined
+
+
+def time_is_over(*_: Any) -> None:
+    raise TimeoutError("time is over")
+
+
+@pytest.fixture(params=["function", "partial", "method"])
+def handler(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """What handles SIGUSR1 by raising, in the ways in which one may be written; the one before comes back."""
+
+    class Limit:
+        def over(self, signum: int, frame: Any) -> None:
+            self.deeper()
+
+        def deeper(self) -> None:
+            raise TimeoutError("time is over")
+
+    before = signal.getsignal(signal.SIGUSR1)
+    yield {"function": time_is_over, "partial": partial(time_is_over, "x"), "method": Limit().over}[request.param]
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture
@@ -80,6 +102,59 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
 
     wait_for(is_free, "all that is leased to be free", WAIT_S)
     assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_a_handler_raises_in_a_fence_reaches_who_called_it(store: Store) -> None:
+    """An Exception as well, which is swallowed where it is the store's own: a time limit by alarm() must end training.
+
+    The store's moves, its hand-over and its waits are all interrupted; nothing is lost by it.
+    """
+    hold(store)
+    weights = [torch.full((WIDTH, WIDTH), float(n)) for n in range(2)]
+    where: list[str] = []
+    for at in itertools.count(1, 3):
+        store.put(2 * at, {"w": weights[0]}, overlap=[weights[0]])
+        interrupted = interrupt(store.fence, at)
+        if interrupted is None:
+            break
+        assert str(interrupted) != "went nowhere", where[-1:]
+        where.append(str(interrupted))
+        ticket = store.put(2 * at + 1, {"w": weights[1]}, overlap=[weights[1]])
+        store.fence()
+        assert ticket.wait("committed", WAIT_S).level == "committed", interrupted
+        assert torch.equal(stored(store, 2 * at + 1)["w"], weights[1]), interrupted
+    assert at > 100
+    assert any("late_copy" in place for place in where)
+    assert any("puts" in place for place in where)
+
+
+@pytest.mark.parametrize("place", ["copy_own", "hand_over", "ended"])
+def test_a_time_limit_by_a_signal_ends_a_fence(
+    store: Store, place: str, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., None]
+) -> None:
+    """A real signal, whose handler raises what libraries raise for their own."""
+    hold(store)
+    weight = torch.ones(WIDTH, WIDTH)
+    ticket = store.put(1, {"w": weight}, overlap=[weight])
+    signal.signal(signal.SIGUSR1, handler)
+    holder, name = {"copy_own": (late_copy, "copy_own"), "hand_over": (store.puts, "hand_over")}.get(
+        place, (store.puts.overlap._late[0].ended, "wait")
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, lambda *_: signal.raise_signal(signal.SIGUSR1))
+        if place == "ended":
+            patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
+        with pytest.raises(TimeoutError, match="time is over"):
+            store.fence()
+    store.fence()
+    if place == "ended":
+        ticket.wait("committed", WAIT_S)
+    else:
+        assert ticket.level == "failed"
+    after = store.put(2, {"w": weight}, overlap=[weight])
+    store.fence()
+    assert after.wait("committed", WAIT_S).level == "committed"
 
 
 @pytest.mark.parametrize("first", range(1, 42, 10))

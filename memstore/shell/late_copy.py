@@ -12,6 +12,7 @@ rises when the operation is queued, so none that autograd sees is missed; one th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -26,7 +27,7 @@ import xxhash
 
 from memstore.shell.late_flights import LateFlights
 from memstore.shell.own_memory import copy_own
-from memstore.shell.safe_condition import SafeEvent
+from memstore.shell.safe_condition import SafeEvent, is_of_handler
 from memstore.shell.slot_stream import Move, in_threads
 
 # A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
@@ -181,6 +182,12 @@ class LateCopy:
                 self.flights.work()
             except Exception as exc:
                 self.stop(f"device memory could not be copied: {exc}")
+                if is_of_handler(exc):
+                    with contextlib.suppress(RuntimeError):
+                        self.flights.work()  # what was ordered still writes
+                    self._is_device_done = True
+                    self._end_if_over()
+                    raise
             self._is_device_done = True
         self._end_if_over()
 
@@ -260,6 +267,8 @@ class LateCopy:
                     self._verdict = name and changed_message(name)
                 except Exception as exc:  # what is not known to be of one moment is not handed over
                     self._verdict = f"its sources could not be compared: {exc!r}"
+                    if is_of_handler(exc):
+                        raise
             return self._verdict
 
 

@@ -22,6 +22,7 @@ from memstore.shell.device_copy import (
     copy_out,
     flights,
 )
+from memstore.shell.safe_condition import is_of_handler
 
 
 class LateFlights:
@@ -94,5 +95,5 @@ class LateFlights:
             self._left.clear()
             with contextlib.suppress(RuntimeError):
                 self._under_way.append(side.mark())  # what of it was ordered still writes
-            if not isinstance(exc, Exception):
+            if not isinstance(exc, Exception) or is_of_handler(exc):
                 raise

@@ -106,7 +106,7 @@ class Orders:
             self.holder.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _reserve(self, body: dict[str, Any]) -> None:
-        """Claim the room, or say with numbers why not (R9, R10)."""
+        """Claim the room, or say why not: with numbers, or what broke, for all ranks wait for the word (R9, R10)."""
         job, share = str(body["job"]), share_from_wire(body)
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         # Meanwhile: a first put that has to connect finds nothing warm.
@@ -119,6 +119,9 @@ class Orders:
             asked = f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             asked += f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
             reply.update(ok=False, why=f"{exc}. {asked}")
+        except Exception as exc:
+            log.exception("room for job %s", job)
+            reply.update(ok=False, why=f"its holder failed to claim room ({exc!r}): its log says where; put again then")
         wait([connecting], CONNECT_S)
         self.holder.report("reserved", reply)
         self.holder.ranks.grant_job(job)
@@ -178,4 +181,7 @@ class Orders:
                 reply["value"] = self.holder.scrubber.verify_all(body.get("job"))
         except MemstoreError as exc:
             reply.update(ok=False, why=str(exc))
+        except Exception as exc:
+            log.exception("question %s", body["what"])
+            reply.update(ok=False, why=repr(exc))
         self.holder.report("answer", reply)

@@ -1,4 +1,4 @@
-"""Waits and threads that an exception of a signal's handler cannot tear.
+"""Waits and threads that an exception of a signal's handler cannot tear, and how to tell one.
 
 A handler runs between any two steps of Python in the main thread, and may raise there. threading.Condition is entered
 by Python, so what is raised in between leaves its lock held for ever: the threads of a link, or of a copy, would stand
@@ -14,6 +14,24 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_S = 1.0  # a wake that was torn costs no more
+
+
+def is_of_handler(exc: BaseException) -> bool:
+    """Tell whether a signal's handler raised it, and it is not the store's to swallow.
+
+    Who handles a signal is given the frame in which it came, and is called from there; nobody else gets his caller's.
+    """
+    step = exc.__traceback__
+    while step is not None and step.tb_next is not None:
+        frame, step = step.tb_frame, step.tb_next
+        given = [item for value in step.tb_frame.f_locals.values() for item in _items(value)]
+        if any(item is frame for item in given):
+            return True
+    return False
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)  # *args
 
 
 class SafeCondition(_thread.RLock):  # type: ignore[misc]
