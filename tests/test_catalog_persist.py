@@ -9,6 +9,7 @@ import pytest
 from memstore.core.drains import LOOK_AGAIN_S
 from memstore.core.durable_checks import CHECK_DEADLINE_S
 from memstore.core.events import DrainsSeen
+from memstore.core.problems import NOTE, problems
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import written
 from memstore.testing.catalog_world import CatalogWorld
@@ -101,6 +102,30 @@ def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
     assert world.run_until(lambda: bool(answers(ranks[0])), 30.0)
     assert (answers(ranks[0])[0]["step"], answers(ranks[0])[0]["is_durable"]) == (4, True)
     assert ("train", 1, 4) in world.durable.markers
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_write_that_made_way_is_no_problem(is_asked: bool) -> None:
+    """A newer step was due, which is counted and noted, or somebody asked for it: status has nothing to mend."""
+    world = CatalogWorld(2, durable="/durable", durable_every=100 if is_asked else 1, keep_steps=2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    for holder in world.holders.values():
+        write = holder._persist
+        holder._persist = lambda body, write=write: world.at(9.0, lambda: write(body))  # type: ignore[method-assign]
+    for step in (1, 2):
+        assert world.put_all(ranks, step)
+        world.run(0.5)
+    if is_asked:
+        world.call(ranks[0], "persist", step=None, within_s=60.0)
+        world.run(0.5)
+    write = world.served.durable.state("train").active
+    assert write is not None
+    assert write.step.step == 2
+    rows = [row for row in problems(world.served.queries.report.body()) if "durable" in row["cause"]]
+    assert [row["severity"] for row in rows] == ([] if is_asked else [NOTE])
+    events = world.served.observer.chronicle.page(0, "train")["events"]
+    assert [event["step"] for event in events if event["event"] == "durable_abandoned"] == [1]
 
 
 def test_storage_that_fails_for_a_while_is_tried_again_until_the_time_is_over() -> None:

@@ -82,6 +82,8 @@ class DurableOrders:
             return
         if decision.abandon is not None:
             self._abandon(job, state, decision.why)
+            state.abandoned_in_a_row += 1
+            state.abandoned_count += 1
         self._start(now, job, attempt, state, decision.start)
 
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
@@ -95,8 +97,8 @@ class DurableOrders:
         if not persists.is_due(job, wanted):
             return True
         if state.active is not None:
+            # Not counted: that says nothing of the storage's speed.
             self._abandon(job, state, f"it made way for step {wanted.step}, which somebody asked for")
-            state.abandoned_in_a_row -= 1  # that says nothing of the storage's speed
         self._start(now, job, attempt, state, wanted)
         return True
 
@@ -161,7 +163,8 @@ class DurableOrders:
         """Share the slices among the holders that have the write's key, and order them."""
         keys, step = self.keys.state(job.name), write.step
         if not self.is_whole(job, step):
-            self._abandon(job, state, f"step {step.step} has no live copy of some shard any more")
+            state.problem = f"step {step.step} has no live copy of some shard any more"
+            self._abandon(job, state, state.problem)
             return
         if attempt.config.get("durable_key_file"):
             key = chosen(keys.names, [self._writers(job, step, rank) for rank in job.copies[step]], state.key)
@@ -215,13 +218,11 @@ class DurableOrders:
         self.catalog.tell(host, "persist", {**body, **extra})
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
+        """Give the write up, which is no problem by itself: it may have made way for another one."""
         if state.active is not None:
             state.stuck = state.active.stuck()
             self.catalog.observer.durable(job.name, state.active.step, "abandoned", state.active.since_s, why)
         self._stop(job, state)
-        state.abandoned_in_a_row += 1
-        state.abandoned_count += 1
-        state.problem = why
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
         self._stop(job, state)
@@ -367,6 +368,6 @@ class DurableOrders:
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}
         if MARKER in owed or not self._move(job, attempt, write, owed, host_id):
-            self._abandon(job, state, f"host {host_id} died while it wrote, and nobody else can write what it owed")
+            state.problem = f"host {host_id} died while it wrote, and nobody else can write what it owed"
+            self._abandon(job, state, state.problem)
             state.last_started_step = None
-            state.abandoned_in_a_row -= 1  # a death says nothing of the storage's speed: the next write need not wait
