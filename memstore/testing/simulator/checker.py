@@ -143,8 +143,7 @@ class Checker:
 
     def _dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """A copy went without a fault: never one of the newest committed step that others do not have (R19, R29)."""
-        broken = self.world.history.dropped(host, shard)
-        if broken:
+        if broken := self.world.history.dropped(host, shard):
             raise Violation("R19", broken)
         step = StepId(shard.attempt, shard.step)
         newest = max(self.facts, default=None)
@@ -210,7 +209,7 @@ class Checker:
                 raise Violation("I4", f"{step} was committed with copies of rank {r} that never were on {never}")
             if not fact.is_degraded and len(set(hosts)) < self.world.scenario.replicas:
                 raise Violation("R18", f"{step} says it is not degraded, rank {r} has copies on {list(hosts)}")
-            if not fact.is_degraded and len(self._racks(hosts)) < self._racks_wanted():
+            if not fact.is_degraded and len(self._racks(hosts)) < self.racks_wanted():
                 raise Violation("R18", f"{step} says it is not degraded, rank {r} has copies in {self._racks(hosts)}")
         for other in self.world.ranks:
             if other.attempt == rank.attempt and other.tickets.get(step_number) in ("skipped", "failed"):
@@ -227,7 +226,8 @@ class Checker:
     def _racks(self, hosts: Iterable[str]) -> set[str]:
         return {self.world.holders[host].info.labels.get("rack", "") for host in hosts}
 
-    def _racks_wanted(self) -> int:
+    def racks_wanted(self) -> int:
+        """In how many racks a shard's copies must be."""
         return self.world.scenario.replicas if self.world.scenario.racks >= self.world.scenario.replicas else 1
 
     def _is_even(self) -> bool:
@@ -364,7 +364,7 @@ class Checker:
             have = [h for h, whole in self.whole.items() if (shard, digest) in whole]
             if len(have) < wanted:
                 return f"rank {rank} of {newest} is on {have}, wanted {wanted} hosts"
-            if self._is_even() and len(self._racks(have)) < min(self._racks_wanted(), len(self._racks(trusted))):
+            if self._is_even() and len(self._racks(have)) < min(self.racks_wanted(), len(self._racks(trusted))):
                 return f"rank {rank} of {newest} is on {have}, all in {self._racks(have)}"
         return ""
 

@@ -143,12 +143,17 @@ class Natural:
         hosts = {rank.rank: rank.host_id for rank in self.world.ranks if rank.attempt == step.attempt}
         for rank in opened.copiers:
             others = [r for r in opened.copiers if r != rank and opened.shard_of[r] == opened.shard_of[rank]]
-            away = {hosts[other] for other in others if other in hosts}.difference(fact.hosts[rank])
+            away = {hosts[r] for r in others if r in hosts and self._may_hold(hosts, rank, r)} - {*fact.hosts[rank]}
             if away:
                 raise Violation("R34", f"{step}: copier {rank}'s shard is on {fact.hosts[rank]}, not on twins' {away}")
             for other in others:
                 if rank < other:
                     self._look_at_pair(step, rank, other)
+
+    def _may_hold(self, hosts: dict[int, str], rank: int, other: int) -> bool:
+        """True unless copies owe racks of their own, and both copiers sit in one: the others were lost at the start."""
+        racks = [self.world.holders[hosts[r]].info.labels.get("rack", "") for r in (rank, other) if r in hosts]
+        return len(set(racks)) == len(racks) or self.world.checker.racks_wanted() == 1
 
     def _look_at_pair(self, step: StepId, rank: int, other: int) -> None:
         """A copy that comes after the next put was sealed is not compared; of several in a row some are in time."""
