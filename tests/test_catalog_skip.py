@@ -33,6 +33,37 @@ def test_a_step_one_rank_skips_is_abandoned_everywhere() -> None:
     assert world.put_all(ranks, 2)
 
 
+def skip_row(world: CatalogWorld, rank: FakeRank) -> tuple[str, str]:
+    """Return what status says of skipped steps, and what to do."""
+    world.call(rank, "status")
+    world.run(0.5)
+    [row] = [row for row in rank.answers["status"][-1]["problems"] if "skipped" in row["cause"]]
+    return row["cause"], row["remedy"]
+
+
+def test_status_tells_why_a_step_was_skipped() -> None:
+    """Room, a put that failed, a rank that passed over a step: each with its own words; and one from before."""
+    world, ranks = trained()
+    world.skip(ranks[1], 1)
+    world.run(1.0)
+    cause, remedy = skip_row(world, ranks[0])
+    assert cause == "1 step skipped; the newest: rank 1 gave up step 1: no room"
+    assert "raise arena_bytes" in remedy
+    world.skip(ranks[0], 2, is_failed=True)
+    world.run(1.0)
+    cause, remedy = skip_row(world, ranks[0])
+    assert cause == "2 steps skipped; the newest: rank 0 gave up step 2: its state was changed"
+    assert "arena_bytes" not in remedy
+    world.put(ranks[0], 3)
+    world.put(ranks[1], 4)
+    world.run(1.0)
+    assert "rank 1 put step 4 without having put it" in skip_row(world, ranks[0])[0]
+    assert "rank 1 put step 4 without having put it" in str(world.holders["h0"].orders)
+    world.crash_controller()
+    world.run(10.0)
+    assert "the controller that was told why is gone" in skip_row(world, ranks[0])[0]
+
+
 def test_puts_that_fail_do_not_widen_the_pause() -> None:
     """Skips for want of room space the puts out ever more; failures of other causes cost their own step only (R12)."""
     world, ranks = trained()

@@ -170,7 +170,8 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "committed_step": 5, "committed_s": 1.0, "degraded": "", "retired": "", "is_torn": False,
         "copies": 2, "replicas": 2, "missing_copies": 0, "short": [], "short_shards": 0,
         "survives": [{"level": "host", "tolerated": 1, "fatal": []}], "targets": {"a": ["b"], "b": ["a"]},
-        "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "warnings": [], "unmet": [],
+        "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "skip_why": "",
+        "is_skip_for_room": False, "warnings": [], "unmet": [],
         "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_keys": "", "durable_abandoned": 0,
         "durable_s": 3.0, "durable_seen_s": 3.0, "durable_unseen": "",
     }  # fmt: skip

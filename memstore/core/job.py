@@ -74,6 +74,8 @@ class Attempt:
     pace: Pace = field(default_factory=Pace)
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     given_up: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
+    skip_why: str = ""  # who gave the newest skipped step up and why; "" if another controller was told
+    is_skip_for_room: bool = False
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     copiers: tuple[int, ...] = ()

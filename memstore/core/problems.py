@@ -252,9 +252,12 @@ def _job_problems(job: Body) -> Iterator[Body]:
             "their launcher has to restart them; steps already committed wait for them",
         )  # fmt: skip
     if job["skipped"]:
+        why = job["skip_why"] or "the controller that was told why is gone, the log of its rank says it"
         yield _row(
-            NOTE, name, f"{plural(job['skipped'], 'step')} skipped for lack of room within stall_budget_s",
-            job["committed_s"], "put less often, raise arena_bytes, or find the slow peer above",
+            NOTE, name, f"{plural(job['skipped'], 'step')} skipped; the newest: {why}", job["committed_s"],
+            "put less often, raise arena_bytes, or find the slow peer above"
+            if job["is_skip_for_room"]
+            else f"if it goes on, mend that; `memstore events {name} --level problem` tells of each skipped step",
         )  # fmt: skip
     for pair in job.get("twins_differ", ()):
         first, second = pair["ranks"]

@@ -163,6 +163,8 @@ class StatusReport:
             resume_step=attempt.resume_step,
             is_restoring=job.name in self.catalog.rounds.active,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
+            skip_why=attempt.skip_why,
+            is_skip_for_room=attempt.is_skip_for_room,
         )
         return body
 

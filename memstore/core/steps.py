@@ -96,7 +96,7 @@ class Steps:
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.ordinal, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
-                self._give_up(job, attempt, number)
+                self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
 
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
         """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
@@ -107,9 +107,11 @@ class Steps:
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
             attempt.damaged_s.pop(number, None)
         elif now - attempt.damaged_s.setdefault(number, now) >= self.catalog.rules.repair_after_s:
-            self._give_up(job, attempt, number)
+            self._give_up(job, attempt, number, "no copy has all chunks of some rank's shard")
 
-    def _give_up(self, job: Job, attempt: Attempt, number: int) -> None:
+    def _give_up(self, job: Job, attempt: Attempt, number: int, why: str) -> None:
+        attempt.given_up[number] = attempt.skip_why = f"step {number} was given up: {why}"
+        attempt.is_skip_for_room = False
         attempt.steps[number] = "abandoned"
         attempt.holes.append((number, number + 1))
         self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
@@ -325,7 +327,8 @@ class Steps:
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
             why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
-            attempt.given_up[step.step] = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
+            attempt.given_up[step.step] = attempt.skip_why = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
+            attempt.is_skip_for_room = body.get("is_failed") is not True
             self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.catalog.answer(call, {"resume": attempt.resume_step})
