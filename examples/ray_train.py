@@ -32,7 +32,7 @@ def train(args: dict) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         state = {"app": AppState(model, optimizer)}
         is_warned = False
-        got = store.get(into=state)  # None only on a job without history
+        got = store.get(into=state)  # None only on a job without history, or after fresh=True
         print(f"rank {store.rank}: first step {got.step + 1 if got else 0}, {got.reason if got else 'a new job'}")
         for step in range(got.step + 1 if got else 0, args["steps"]):
             torch.manual_seed(step * store.world_size + store.rank)  # the same data for the same step

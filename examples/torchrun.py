@@ -27,7 +27,7 @@ def train(job: str, store_name: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"app": AppState(model, optimizer)}
     with memstore.connect(job, config=memstore.Config(store=store_name)) as store:
-        got = store.get(into=state)  # None only on a job without history
+        got = store.get(into=state)  # None only on a job without history, or after fresh=True
         first = got.step + 1 if got else 0
         print(f"rank {store.rank}: first step {first}, {got.reason if got else 'a new job'}", flush=True)
         for step in range(first, steps):

@@ -82,6 +82,28 @@ def test_a_host_that_never_says_what_the_storage_has_is_not_waited_for(fate: str
     assert persist(world, ranks[1], within_s=within_s)["is_durable"]
 
 
+@pytest.mark.parametrize(
+    ("hangs", "says"),
+    [
+        ("key", "waiting for the name of the key of h1"),
+        ("markers", "waiting for h0, asked whether durable storage has all of it"),
+        ("parts", "h0, h1 still write"),
+    ],
+)
+def test_who_waits_in_vain_is_told_for_which_host(hangs: str, says: str) -> None:
+    """A host says neither its key nor what the storage has, or all write for too long."""
+    world, ranks = hourly(last=2, durable_key_file="/key")
+    if hangs == "markers":
+        assert persist(world, ranks[0])["is_durable"]
+        world.holders["h0"]._on_markers = lambda body: None  # type: ignore[method-assign]
+    for holder in world.holders.values():
+        answer = holder._persist
+        holder._persist = lambda body, answer=answer, holder=holder: (  # type: ignore[method-assign]
+            None if body["what"] == hangs and (hangs == "parts" or holder.host_id == "h1") else answer(body)
+        )
+    assert persist(world, ranks[0], within_s=3.0)["problem"] == says
+
+
 def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
     """Steps come faster than the storage writes: what somebody asked for is finished all the same."""
     world, ranks = hourly(last=2, durable_every=1, keep_steps=2)

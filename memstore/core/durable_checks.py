@@ -101,6 +101,11 @@ class DurableChecks:
             self._suspect(host, check.job, lacks)
         self._end(check, "", lacks)
 
+    def looking(self, job: Job, step: StepId) -> set[str]:
+        """Return the hosts that were asked to look at a step and have not answered."""
+        checks = [check for check in self.checks if (check.job, check.step) == (job.name, step)]
+        return {host for check in checks for host in check.waits.values()}
+
     def _waiting(self, call: int) -> Check | None:
         return next((check for check in self.checks if call in check.waits), None)
 

@@ -12,6 +12,7 @@ schedule began makes way for it; it makes way for none.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 AGAIN_S = 2.0  # between a write that failed and the next one
 WANTED_S = 2.0  # how long a step is wanted without anybody who waits for the answer, unless it is said again
 WITHIN_MAX_S = 86_400.0
+HOSTS_SHOWN_MAX = 3
 
 
 @dataclass(slots=True)
@@ -203,19 +205,27 @@ class Persists:
         """Say what a step's write waits for, or why it failed."""
         state = self.catalog.durable.state(job.name)
         active = state.active
+        if active is not None and active.step == step and active.phase == "asking":
+            return f"waiting for the name of the key of {_named(self.catalog.durable.keys.state(job.name).waits)}"
         if active is not None and active.step == step:
-            hosts = sorted(set(active.waits.values()))
-            more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
-            return f"{', '.join(hosts[:3])}{more} still write{'s' if len(hosts) == 1 else ''}" if hosts else (
-                "hosts are asked for their key"
-            )  # fmt: skip
+            hosts = set(active.waits.values())
+            return f"{_named(hosts)} still write{'s' if len(hosts) == 1 else ''}"
         if active is not None and self.is_wanted(job, active.step):
             return f"step {active.step.step} is written first"
         seen = state.problem or state.lacks or state.unread
-        return seen or f"step {step.step} is not whole in RAM any more, or storage does not answer"
+        looking = self.catalog.durable_checks.looking(job, step)
+        if seen or looking:
+            return seen or f"waiting for {_named(looking)}, asked whether durable storage has all of it"
+        lacking = why_not_whole(self.catalog, job, step)
+        return lacking or f"no host has all of some rank's shard of step {step.step}, or it is not its turn yet"
 
     def forget(self, name: str) -> None:
         """The job was removed."""
         for wish in self.wishes.pop(name, {}).values():
             for call in wish.calls:
                 self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+
+
+def _named(hosts: Collection[str]) -> str:
+    shown, more = sorted(hosts)[:HOSTS_SHOWN_MAX], len(hosts) - HOSTS_SHOWN_MAX
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
