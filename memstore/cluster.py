@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import secrets
 import time
 from collections import Counter
@@ -134,7 +135,11 @@ def join_ray(
 
 def create_local_ray() -> None:
     """Start a Ray cluster that lives as long as this process; its processes die with the thread that calls this."""
-    ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    drawn = random.getstate()  # Ray draws ports from what the caller may have seeded for training
+    try:
+        ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    finally:
+        random.setstate(drawn)
 
 
 def _controller(config: Config) -> Any:

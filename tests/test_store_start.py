@@ -219,3 +219,20 @@ def test_a_cluster_that_wants_a_token_is_told_from_one_that_is_not_there() -> No
     assert not wants_token(error)
     error.__cause__ = deep
     assert wants_token(error)
+
+
+LOCAL_RAY = """
+import random
+from memstore.cluster import create_local_ray
+random.seed(7)
+create_local_ray()
+drawn = random.random()
+random.seed(7)
+assert drawn == random.random()
+"""
+
+
+def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> None:
+    """A script that seeds, then connects, trains on the same numbers whether or not Ray ran before."""
+    run = subprocess.run([sys.executable, "-c", LOCAL_RAY], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr

@@ -50,6 +50,9 @@ def test_other_stores_are_listed_and_those_that_know_the_job_named(
         found = {store.store: store for store in stores_here(live.config)}
         assert {name: store.is_live for name, store in found.items()} == names
         assert found[live.config.store].jobs == {"train": 7}
+        listed = " ".join(CliRunner().invoke(main, ["stores", "--arena-dir", str(arena_dir)]).stdout.split())
+        words = f"not known until `memstore up --store {left.config.store} --arena-dir {arena_dir}` adopts it"
+        assert words in listed
         assert found[live.config.store].hosts == ["h1", "h2"]
         assert found[live.config.store].nbytes > 0
 

@@ -14,7 +14,7 @@ from memstore.config import Config
 def stores(config: Config, as_json: bool) -> None:
     """List this user's stores on this machine, with the jobs and newest committed steps of live ones.
 
-    --store is not used: all are listed.
+    What a left-over one holds shows once `memstore up` has adopted it. --store is not used: all are listed.
     """
     from memstore.stores import stores_here
 
@@ -27,7 +27,9 @@ def stores(config: Config, as_json: bool) -> None:
         return
     table = plain_table("STORE", "STATE", "HOSTS", ">BYTES", "JOBS (newest committed step)")
     for store in found:
-        jobs = ", ".join(f"{job} ({count_text(step)})" for job, step in store.jobs.items())
+        jobs = ", ".join(f"{job} ({count_text(step)})" for job, step in store.jobs.items()) or "-"
+        if not store.is_live:
+            jobs = config.with_fields({"store": store.store}).commands("not known until `memstore up` adopts it")
         state = "live" if store.is_live else "left over"
-        table.add_row(store.store, state, ", ".join(store.hosts), size_text(store.nbytes), jobs or "-")
+        table.add_row(store.store, state, ", ".join(store.hosts), size_text(store.nbytes), jobs)
     data_console().print(table)
