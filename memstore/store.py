@@ -75,7 +75,7 @@ class Store(PinVerbs, MarkVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._is_closed:  # else no word of a level comes any more
+        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no word of a level comes
             with contextlib.suppress(MemstoreError, TimeoutError):
                 self.flush(timeout_s=self.config.stall_budget_s)
         self.close()
@@ -372,10 +372,12 @@ class Store(PinVerbs, MarkVerbs):
                 return
 
     def close(self) -> None:
-        """Leave the job; what was committed stays. Safe to call twice."""
+        """Leave the job; what was committed stays. Safe to call twice, and in a forked child, where it does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
+        if os.getpid() != self._pid:
+            return  # its threads are not here, and would let go of no lock that they had at the fork
         try:
             WATCH.unwatch(self._link)
             self.puts.overlap.close()

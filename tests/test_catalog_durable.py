@@ -344,3 +344,20 @@ def test_what_durable_storage_brings_back_after_a_removal_is_the_jobs_own() -> N
     world.crash_controller()
     world.run(8.0)
     assert world.job().retired == {step: "it diverges"}
+
+
+def test_a_get_that_ran_out_of_time_says_that_it_waited_for_the_storage() -> None:
+    """All ranks asked and the storage hangs: no rank is called missing, the next thing to do is named (R23)."""
+    world, _ = written(last=2)
+    ranks = world.launch(2)
+    for holder in world.holders.values():
+        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+    for rank in ranks:
+        world.call(rank, "get", step=None, timeout_s=5.0)
+    world.run(5.0)
+    for rank in ranks:
+        world.call(rank, "withdraw", timeout_s=5.0)
+        world.run(0.5)
+    for rank in ranks:
+        waited = "after 5 s all ranks have called get(), waiting for durable storage to be listed. Raise timeout_s"
+        assert waited in rank.error("get")

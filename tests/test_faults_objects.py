@@ -114,3 +114,18 @@ def test_what_a_dead_holder_owed_is_written_by_the_other(
         wait_for(lambda: cluster.job("s3-dead")["durable_step"] == 0, "the durable step", timeout_s=60)
         assert cluster.job("s3-dead")["durable_abandoned"] == 0
         del ranks
+
+
+def test_commits_go_on_while_every_write_hangs(tmp_path: Path, nursery: RankNursery, faults: HttpFaults) -> None:
+    """A hung write whose step made way for the next one keeps no slot: put after put commits (R12, R31)."""
+    hung = faults.add("PUT", "/rank-", kind="wait", times=1000)
+    with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, job="s3-hung", durable=URL, durable_every=1)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        wait_for(lambda: hung.times < 1000, "a write that hangs")
+        for step in range(1, 6):
+            assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 1
+            together(ranks, "wait", step=step)
+        assert cluster.job("s3-hung")["durable_step"] is None
+        faults.clear()
+        wait_for(lambda: cluster.job("s3-hung")["durable_step"] is not None, "a durable step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -292,6 +293,40 @@ def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Stor
     training.optimizer.step()
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0), expected)
+
+
+def test_a_forked_child_leaves_the_store_at_once_whatever_the_copy_thread_had(store: Store) -> None:
+    """At the fork another thread is handing a put over: in the child nobody will let go of its lock (R8)."""
+    training = Training()
+    store.fence(training.optimizer)
+    hold(store)
+    ticket = store.put(0, training.state(), overlap=True)
+    (room,) = store.puts._open
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def hand_over() -> None:
+        with room.lock:
+            is_held.set()
+            is_forked.wait(WAIT_S)
+
+    thread = threading.Thread(target=hand_over)
+    thread.start()
+    is_held.wait(WAIT_S)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # ends a child that hangs
+            store.__exit__(None, None, None)
+            os._exit(0)
+        finally:
+            os._exit(4)
+    is_forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    training.forward_backward()
+    training.optimizer.step()
+    ticket.wait("committed", WAIT_S)
 
 
 def test_a_process_that_ends_in_mid_copy_ends(cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memstore.core.events import Body
 from memstore.core.job import Attempt, Job
 from memstore.core.launches import come_text, launch
-from memstore.core.listing import listed, plural
+from memstore.core.listing import listed, plural, who_is_missing
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -29,6 +29,13 @@ def roll_call(catalog: Catalog, name: str, verb: str) -> Body | None:
         return {"come": come_text({**ranks, "missing": missing}), "awaited": awaited, "is_complete": not missing}
     row = launch(catalog, name)
     return {"come": come_text(row), "awaited": row["awaited"], "is_complete": not row["missing"]} if row else None
+
+
+def ran_out_text(missing: list[int], world_size: int, awaited: str) -> str:
+    """Return what a get() whose time is over has to say: who never asked, or what all who asked waited for."""
+    if missing:
+        return f"{who_is_missing(missing, world_size, 'called get()')}. Every rank must call get()"
+    return f"all ranks have called get(), waiting for {awaited}. Raise timeout_s of get()"
 
 
 def _get(catalog: Catalog, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:

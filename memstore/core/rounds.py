@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from memstore.core.durable_place import place_of
 from memstore.core.facts import RestoreDecided, StepRetired
 from memstore.core.job import Attempt, Call, Job, Restore
-from memstore.core.listing import listed, plural, who_is_missing
+from memstore.core.listing import listed, plural
 from memstore.core.ordinals import same_number
+from memstore.core.roll_call import ran_out_text, roll_call
 from memstore.core.staging import Round
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
@@ -342,16 +343,15 @@ class Rounds:
         self.catalog.answer(call, {})
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
             return
-        gone = active.calls.pop(int(call.body["rank"]), None)
         attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        if len(active.calls) == attempt.world_size:
+            active.ran_out_on = (roll_call(self.catalog, active.job, "get") or {}).get("awaited", "")
+        gone = active.calls.pop(int(call.body["rank"]), None)
         active.withdrawn.add(int(call.body["rank"]))
         missing = [r for r in range(attempt.world_size) if r not in active.calls and r not in active.withdrawn]
         if gone is not None:
-            self.catalog.refuse(
-                gone, "GatherTimeout",
-                f"get() of job {active.job!r}: after {call.body['timeout_s']:g} s "
-                f"{who_is_missing(missing, attempt.world_size, 'called get()')}. Every rank must call get()",
-            )  # fmt: skip
+            why = f"after {call.body['timeout_s']:g} s {ran_out_text(missing, attempt.world_size, active.ran_out_on)}"
+            self.catalog.refuse(gone, "GatherTimeout", f"get() of job {active.job!r}: {why}")
         if not active.calls:
             del self.active[active.job]
         elif active.phase != "gathering":

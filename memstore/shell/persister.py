@@ -18,7 +18,7 @@ from memstore.core.shelf import Shelved
 from memstore.errors import IntegrityError, MemstoreError
 from memstore.shell.durable_tier import open_tier
 from memstore.shell.lane import give_way
-from recovery.inventory import DurableMarker, StepId
+from recovery.inventory import DurableMarker, ShardId, StepId
 
 if TYPE_CHECKING:
     from memstore.shell.holder import Holder
@@ -120,24 +120,26 @@ class Persister:
         found = self.holder.vault.shelf.find(shard, digest)
         if found is not None and stop.wait(self._pause_s(body, found, number)):  # before the pin: it may take long
             return False
+        tier = open_tier(body["durable"])
+        if tier.key != body["key"]:
+            why = f"durable_key_file has key {tier.key} here, ordered was {body['key']}: put the same "
+            report = {**_report(body, [shard.rank, number]), "key": tier.key}
+            self.holder.report("persisted", {**report, "ok": False, "why": f"{why}file on all hosts"})
+            return False
+        shelved, manifest, chunks = self._copied(shard, digest, number)
+        nbytes = tier.write_slice(shard, shelved.spec, number, manifest, chunks, should_stop=stop.is_set)
+        return nbytes is not None
+
+    def _copied(self, shard: ShardId, digest: str, number: int) -> tuple[Shelved, bytes, list[bytes]]:
+        """Copy what a slice is made of: a pin held while storage hangs would keep slots that puts need."""
         pinned = self.holder.vault.pin(shard, digest)
         if pinned is None:
-            raise IntegrityError(f"{shard_body} is not here any more")
+            raise IntegrityError(f"{shard} is not here any more")
         shelved, pin = pinned
         try:
-            tier = open_tier(body["durable"])
-            if tier.key != body["key"]:
-                why = f"durable_key_file has key {tier.key} here, ordered was {body['key']}: put the same "
-                report = {**_report(body, [shard.rank, number]), "key": tier.key}
-                self.holder.report("persisted", {**report, "ok": False, "why": f"{why}file on all hosts"})
-                return False
-            nbytes = tier.write_slice(
-                shard, shelved.spec, number, self.holder.vault.manifest(shelved), self._chunks(shelved, number),
-                should_stop=stop.is_set,
-            )  # fmt: skip
+            return shelved, self.holder.vault.manifest(shelved), list(self._chunks(shelved, number))
         finally:
             self.holder.vault.unpin(shelved, pin)
-        return nbytes is not None
 
     def _pause_s(self, body: dict[str, Any], shelved: Shelved, number: int) -> float:
         """Return how long a slice has to wait for its turn under the job's cap for this host."""
