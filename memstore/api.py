@@ -136,12 +136,12 @@ def connect(
         rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
-        config: Job fields where the store's defaults are not wanted; store fields to find or start the store.
+        config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard, shards: Ranks that name one shard hold equal state, and only as many of them copy it as `replicas`
-            asks (R34): 0 of 1 for data parallelism, the FSDP rank and its group's size for HSDP. All ranks or none
-            name one of `shards`, and every number from 0 is named.
+        shard, shards: Ranks that give one `shard` hold equal state, and only `replicas` of them copy it (R34): 0 of 1
+            for data parallelism, the FSDP rank and its group's size for HSDP. Either no rank gives them, or all do,
+            with the same `shards` and each number below it.
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
@@ -253,9 +253,10 @@ class Reader:
         self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0,
         attempt: int | None = None,
     ) -> Checkpoint:  # fmt: skip
-        """Return one rank's shard, which stays while it is read (R7, R27).
+        """Return one rank's shard (R27); `attempt` says whose, where several lineages have a step of that number.
 
-        `attempt` names who put the step, where several lineages have one of that number.
+        Raises:
+            StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
         """
         body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
         with naming_others(self._config, self.job):
@@ -296,8 +297,8 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
 
     Args:
         job: Name of the training run.
-        address: Ray cluster of the store, for a process outside of it: its node on this machine tells the host where
-            nothing else does. Ray is joined only then: a reader that finds its holder needs none (R4).
+        address: Ray cluster of the store, which is joined only where nothing else tells which host is this process's:
+            its node on this machine does then (R4).
         config: Store fields to find the store.
 
     Raises:

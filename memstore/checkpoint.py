@@ -30,12 +30,12 @@ class StepInfo:
     attempt: int
     step: int
     committed: bool
-    degraded: str
+    degraded: str  # what it lacks; "" if nothing
     durable: bool
-    copies: int
-    nbytes: int
+    copies: int  # of the shard that has fewest
+    nbytes: int  # of all ranks, one copy
     in_lineage: bool
-    retired: str
+    retired: str  # why it is not restored; "" if it may be
     pins: tuple[str, ...] = ()
     forks: tuple[str, ...] = ()  # jobs that began with it
 
@@ -44,17 +44,17 @@ class StepInfo:
 class Checkpoint:
     """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
 
-    `steps_lost` is how many steps are to be trained again, at least: the distance from the newest step that is known to
-    be trained to the one restored. Known is what a rank put or skipped and, up to a second before its end, what it
-    named in due(). Of a job that puts every 10th step without due() up to 9 more were trained.
+    `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
+    one restored. Known are the steps that a rank put, skipped, or named in due() until a second before its end. A job
+    that puts every 10th step without due() may have trained up to 9 more.
     """
 
     step: int
     attempt: int
     state: Any
     nbytes: int  # of the rank's own shard
-    verdict: str
-    reason: str
+    verdict: str  # where the bytes came from: local, peer, mixed, durable
+    reason: str  # why this step, and why nothing newer
     steps_lost: int
     ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.mesh_order
     moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts

@@ -1,8 +1,7 @@
 """One frozen Config, validated once. Imports only errors; reads no environment.
 
-Store fields are fixed by whoever starts the store; a different value later is a ConfigError that
-names both (R5). Job fields belong to the job that connects with them; those given to whoever starts the
-store are what its jobs get for the fields that their own Config does not give.
+Store fields are fixed when the store is started; a different value later is a ConfigError that names both (R5).
+Job fields belong to the job that connects with them; those given at the store's start are defaults for its jobs.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Config:
     failure_domains: tuple[str, ...] = ("zone", "rack")  # coarsest first, as far as labels exist (R18)
     interface: str | None = None  # name or CIDR of the network that carries replicas
     port: int = 0  # 0: any free port
-    streams: int = 4  # most connections per pair of hosts that carry bulk bytes; never more than the host has cores
+    streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
     heartbeat_s: float = 0.5
     suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
     repair_after_s: float = 5.0  # silence after which a host counts as dead (R28)
@@ -71,7 +70,9 @@ class Config:
     dscp: int = 1  # class of what a host pushes: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
     recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
-    orphan_ttl_s: float = 86_400.0  # without a holder, and nobody asks when it is back: a job is dropped; 0: never (R5)
+    orphan_ttl_s: float = (
+        86_400.0  # a job that was without holders for so long, and is not asked for, goes; 0: never (R5)
+    )
     tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
     tls_key: str | None = None  # that signs the store's certificates; all three: TLS between hosts; none: plain TCP
     tls_ca: str | None = None
@@ -82,17 +83,17 @@ class Config:
     keep_steps: int = 1  # committed steps kept in RAM
     put_every: str | int = "step"  # when due() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
     stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
-    overlap_check: str = "whole"  # "whole" | "sampled": 64 bytes a MiB; misses part writes that autograd misses (R11)
-    placement: str = "mixed"  # "mixed" | "group" | "ring"
+    overlap_check: str = "whole"  # "whole" | "sampled": compares 64 bytes a MiB, and what autograd counts (R11)
+    placement: str = "mixed"  # "mixed" | "group" | "ring": which hosts copy one another (placement/README.md)
     durable: str | None = None  # a path, file://, s3://, gs:// or az://; None: RAM only, with one warning
     durable_every: str | int = "30min"  # time between durable steps; int: steps; "auto": the optimum, as put_every's
-    durable_keep: int = 3
+    durable_keep: int = 3  # steps kept there
     durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
     durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays
     durable_key_file: str | None = None  # the same path on every host: 32 bytes, mode 0600; steps are encrypted with it
     persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest committed step durable, within this; 0: not
     job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
-    connect_timeout_s: float = 120.0
+    connect_timeout_s: float = 120.0  # for all of connect(), and for Ray to answer
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
     crash_window_s: float = 600.0
 

@@ -160,9 +160,9 @@ class Store(PinVerbs, MarkVerbs):
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
         A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
-        Of host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
-        counts. Of GPU memory only that is seen, not a write through `.data`; this thread's current stream waits. A
-        fence that waited `stall_budget_s`, or `timeout_s`, in vain fails the step, too; training goes on (R11, R12).
+        In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
+        counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
+        stream waits. A fence that waits in vain, `stall_budget_s` or `timeout_s`, fails the step; training goes on.
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.
@@ -177,8 +177,8 @@ class Store(PinVerbs, MarkVerbs):
         """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
-        are put and measured; then all ranks are told a number of steps, and again now and then. That is asked some
-        steps ahead: due() waits only if the word is late, at most `stall_budget_s`, and goes by the last one then.
+        are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
+        ahead: due() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
         """
         self._check_open()
         self._trained.say(step)
