@@ -6,10 +6,11 @@ Job fields belong to the job that connects with them; those given at the store's
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import InitVar, asdict, dataclass, fields
+from typing import Any
 
 from memstore.errors import ConfigError
 
@@ -51,6 +52,8 @@ STORE_FIELDS = (
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Every knob, in two groups. Durations are seconds, sizes bytes (or text such as "8GiB")."""
+
+    _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it on, behind what it is told
 
     # -- store fields -------------------------------------------------------------------------
     store: str = "default"
@@ -97,15 +100,15 @@ class Config:
     max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
     crash_window_s: float = 600.0
 
-    given: ClassVar[frozenset[str]] = frozenset()  # of each instance: the fields that whoever made it named
-
     def __new__(cls, **values: Any) -> Config:
         """Remember which fields are given: an unset one is not the same as one set to the default."""
         made = super().__new__(cls)
-        object.__setattr__(made, "given", frozenset(values))
+        # Of a copy by dataclasses.replace() that is what comes before `_given`, and what was given before.
+        named = itertools.takewhile(lambda name: name != "_given", values)
+        object.__setattr__(made, "_given", frozenset(named) | values.get("_given", frozenset()))
         return made
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _given: frozenset[str]) -> None:
         if isinstance(self.failure_domains, list):
             object.__setattr__(self, "failure_domains", tuple(self.failure_domains))
         check_name("store", self.store)
@@ -140,6 +143,12 @@ class Config:
                 f"repair_after_s={self.repair_after_s} must hold",
                 field="suspect_after_s",
             )
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The fields that whoever made it named."""
+        named: frozenset[str] = vars(self)["_given"]
+        return named
 
     @property
     def lease_s(self) -> float:

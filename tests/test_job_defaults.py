@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ def test_a_config_knows_what_it_was_given() -> None:
     assert Config().with_fields(config.start_fields()).job_defaults() == {"replicas": 2, "keep_steps": 3}
     merged = config.with_defaults({"replicas": 3, "keep_steps": 9, "durable": "/d"})
     assert (merged.replicas, merged.keep_steps, merged.durable) == (2, 3, "/d")
+
+
+def test_a_copy_by_replace_is_given_what_it_names_and_what_was_given() -> None:
+    """An unset field stays unset: a store's default for it counts; one that is named as its default is given."""
+    config = replace(Config(replicas=3, store="a"), keep_steps=1, durable="/d")
+    assert config.given == {"replicas", "store", "keep_steps", "durable"}
+    assert (config.replicas, config.store, config.keep_steps, config.durable) == (3, "a", 1, "/d")
+    again = replace(pickle.loads(pickle.dumps(config)), replicas=2)
+    assert again.given == config.given
+    assert again.with_defaults({"keep_steps": 9, "put_every": 50}) == replace(again, put_every=50)
+    assert replace(Config()).given == frozenset()
+    assert replace(config) == config
+    assert hash(replace(config)) == hash(config)
+    with pytest.raises(ConfigError, match="replicas=99"):
+        replace(config, replicas=99)
+    with pytest.raises(TypeError, match="replica"):
+        replace(config, replica=1)
 
 
 def test_a_start_with_other_defaults_lists_them() -> None:
