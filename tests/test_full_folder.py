@@ -19,7 +19,7 @@ from memstore.shell.holder import Holder
 from memstore.shell.host_id import HostIdentity, read_boot_id
 from memstore.shell.listener import connect_tcp
 from memstore.shell.manifest_folder import ManifestFolder
-from memstore.testing.processes import wait_for
+from memstore.testing.processes import ProcessCluster, wait_for
 from recovery.inventory import ShardId
 
 WAIT_S = 15.0
@@ -171,3 +171,19 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
         assert [bytes(again.vault.arena.view(slot, 2)) for slot in found.slots if slot is not None] == [b"\7\7"] * 2
     finally:
         again.close()
+
+
+def test_a_killed_holder_comes_back_while_the_file_system_is_full(
+    small_tmpfs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its memory is there, and all that its start needs: no file is written anew that is there already (R3, R4)."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with ProcessCluster(folder, {"a": {}}, arena_dir=str(small_tmpfs), arena_bytes=1 << 20) as cluster:
+        filler = FullFileSystem(small_tmpfs)
+        filler.start()
+        try:
+            cluster.kill_holder("a")
+            cluster.start_holder("a")
+            cluster.wait_live("a")
+        finally:
+            filler.end()

@@ -21,6 +21,7 @@ import os
 import re
 import resource
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from memstore.config import commands_naming
@@ -167,13 +168,19 @@ def write_secret(folder: Path, secret: bytes) -> None:
     """Keep the store's secret, 32 bytes, mode 0600, so that it survives the controller (R4)."""
     if len(secret) != SECRET_NBYTES:
         raise ConfigError(f"a store secret has {SECRET_NBYTES} bytes, got {len(secret)}")
+    with suppress(ConfigError):  # a file that cannot be used is replaced
+        if read_secret(folder) == secret:
+            return  # the holder of before wrote it: a file system that is full keeps its successor from nothing
     temporary = f".secret-{os.getpid()}"
     fd = open_file(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(fd, secret)
+        os.rename(folder / temporary, folder / "secret")
+    except OSError:
+        (folder / temporary).unlink(missing_ok=True)
+        raise
     finally:
         os.close(fd)
-    os.rename(folder / temporary, folder / "secret")
 
 
 def _check_root(root: Path) -> None:
