@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -102,3 +103,13 @@ def test_copiers_are_named_where_some_ranks_do_not_copy() -> None:
     assert copiers_line({**job, "copiers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
     assert copiers_line({**job, "world_size": 1, "copiers": [0]}) == ""
     assert copiers_line(job) == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["bogus", "status --bogus", "status extra", "drill nosuch", "drill kill-rank --bogus", "export train"]
+)
+def test_wrong_usage_is_a_document_wherever_it_is_noticed(line: str) -> None:
+    """Also before the verb has read its options, of which --json is one."""
+    result = CliRunner().invoke(main, [*line.split(), "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["message"] in result.stderr

@@ -50,12 +50,13 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an error of ours is a message, never a traceback (unless --debug)."""
         failure: Exception
+        wants_json = "--json" in ctx.args  # a verb that cannot be parsed has not told it
         try:
             return super().invoke(ctx)
         except click.exceptions.Exit:
             raise
         except click.ClickException as error:
-            if is_json(ctx):
+            if wants_json or is_json(ctx):
                 print_json(error_body(error, error.format_message()))
             raise
         except (click.Abort, KeyboardInterrupt):
