@@ -222,9 +222,10 @@ def _check_fields(config: Config, running: dict[str, Any]) -> None:
         if k not in running or mine[k] != running[k]
     ]
     if differing:
+        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds what it leaves
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
-            f"store name, or stop it first: {config.commands('`memstore down`')}; what is stored stays in memory"
+            f"store name, or stop it first: {there.commands('`memstore down`')}; what is stored stays in memory"
         )
 
 

@@ -83,3 +83,12 @@ def test_jobs_get_the_defaults_of_their_store(tmp_path: Path) -> None:
         assert "jobs get replicas=1, keep_steps=4" in " ".join(shown.stdout.split())
         as_json = CliRunner().invoke(main, ["status", "--json", "--store", cluster.config.store])
         assert json.loads(as_json.stdout)["job_defaults"]["durable"] == str(durable)
+
+
+def test_the_store_that_is_to_be_stopped_is_named_where_it_lies() -> None:
+    """`memstore down` with the folder that was asked for would look there for what the store leaves in memory."""
+    running = Config(store="a", arena_dir="/dev/shm/there").start_fields()
+    with pytest.raises(ConfigError, match=r"`memstore down --store a --arena-dir /dev/shm/there`"):
+        _check_fields(Config(store="a", arena_dir="/mnt/here"), running)
+    with pytest.raises(ConfigError, match=r"`memstore down --store a`"):
+        _check_fields(Config(store="a", arena_dir="/mnt/here"), Config(store="a").start_fields())
