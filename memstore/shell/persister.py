@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from memstore.core.shelf import Shelved
 from memstore.errors import IntegrityError, MemstoreError
 from memstore.shell.durable_tier import open_tier
 from memstore.shell.lane import give_way
+from memstore.shell.own_threads import OwnThreads
 from recovery.inventory import DurableMarker, ShardId, StepId
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ class Persister:
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
-        self.writers = ThreadPoolExecutor(PERSIST_THREADS, "memstore-persist", give_way)
-        self.listers = ThreadPoolExecutor(LIST_THREADS, thread_name_prefix="memstore-markers")
-        self.capped: dict[str, ThreadPoolExecutor] = {}  # a job that has to pause holds up no other one's writes
+        self.writers = OwnThreads(PERSIST_THREADS, "memstore-persist", give_way)
+        self.listers = OwnThreads(LIST_THREADS, "memstore-markers")
         self.lock = threading.Lock()
         self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
         self.stops: dict[tuple[str, StepId], threading.Event] = {}
@@ -44,9 +43,8 @@ class Persister:
         """Abandon what is under way."""
         for stop in self.stops.values():
             stop.set()
-        for pool in (self.writers, *self.capped.values()):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self.listers.shutdown(wait=False, cancel_futures=True)
+        self.writers.close()
+        self.listers.close()
 
     def order(self, body: dict[str, Any]) -> None:
         """Do as the controller says, in the background."""
@@ -60,22 +58,15 @@ class Persister:
             for shard, digest, numbers in body["parts"]:
                 for number in numbers:
                     work = partial(self._slice, body, shard, digest, number, stop)
-                    self._pool(body).submit(self._guard, body, work, [shard[3], number])
+                    self.writers.submit(_slow_by(body), self._guard, body, work, [shard[3], number])
         elif body["what"] == "marker":
-            self.writers.submit(self._guard, body, lambda: self._marker(body, step), [-1, 0])
+            self.writers.submit(_place(body), self._guard, body, lambda: self._marker(body, step), [-1, 0])
         elif body["what"] == "key":
-            self.listers.submit(self._guard, body, lambda: self._say_key(body), [-1, 0])
+            self.listers.submit(_place(body), self._guard, body, lambda: self._say_key(body), [-1, 0])
         elif body["what"] == "remove" and body.get("is_torn"):
-            self.writers.submit(self._guard, body, lambda: self._remove(body, step), [-1, 0])
+            self.writers.submit(_place(body), self._guard, body, lambda: self._remove(body, step), [-1, 0])
         elif body["what"] == "remove":
-            self.writers.submit(self._quietly, lambda: self._remove(body, step))
-
-    def _pool(self, body: dict[str, Any]) -> ThreadPoolExecutor:
-        """Return who writes the slices of a job."""
-        job = str(body["job"])
-        if body["durable"]["bytes_per_s"] and job not in self.capped:
-            self.capped[job] = ThreadPoolExecutor(PERSIST_THREADS, "memstore-persist", give_way)
-        return self.capped[job] if body["durable"]["bytes_per_s"] else self.writers
+            self.writers.submit(_place(body), self._quietly, lambda: self._remove(body, step))
 
     def _stop_of(self, key: tuple[str, StepId]) -> threading.Event:
         """Return what stops the writing of a step: more slices of it may be ordered, and it may begin anew."""
@@ -165,12 +156,13 @@ class Persister:
         specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
         tier = open_tier(body["durable"])
         tier.write_marker(str(body["job"]), DurableMarker(step, len(specs), specs, body["key"]), body["lineage"])
-        self.writers.submit(self._quietly, lambda: tier.sweep(str(body["job"]), {step}))  # abandoned writes before it
+        # What abandoned writes left before it.
+        self.writers.submit(_place(body), self._quietly, lambda: tier.sweep(str(body["job"]), {step}))
         return True
 
     def markers(self, body: dict[str, Any]) -> None:
         """List the durable markers of a job, in the background."""
-        self.listers.submit(self._list, body)
+        self.listers.submit(_place(body), self._list, body)
 
     def _list(self, body: dict[str, Any]) -> None:
         report = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": [], "key": ""}
@@ -198,6 +190,16 @@ class Persister:
             log.exception("durable markers")
             report.update(ok=False, why=repr(exc))
         self.holder.report("markers", report)
+
+
+def _place(body: dict[str, Any]) -> str:
+    """Return the storage that an order is about: one that hangs holds up nobody who uses another (D205)."""
+    return str(body["durable"]["url"])
+
+
+def _slow_by(body: dict[str, Any]) -> tuple[str, str]:
+    """Return what the writing of slices may wait for: the storage, and with a cap the job's turn."""
+    return _place(body), str(body["job"]) if body["durable"]["bytes_per_s"] else ""
 
 
 def _report(body: dict[str, Any], piece: list[int]) -> dict[str, Any]:
