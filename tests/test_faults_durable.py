@@ -212,7 +212,7 @@ def test_the_last_copies_are_freed_only_for_a_step_that_is_on_the_storage_now(
         result = CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store])
         assert result.exit_code == 1
         assert part.name in result.output
-        assert "pass --yes" in result.output
+        assert "train --yes`" in result.output
         assert cluster.job("train")["copies"] == 2
         wait_for(part.exists, "the slice to be written again")
         wait_for(lambda: cluster.job("train")["durable_seen_s"] is not None, "the step to be whole there")
