@@ -329,6 +329,8 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         screen = " ".join(result.stdout.split())
         assert "ranks 0, 1 on h2 only, not rebuilt: " in screen
         run_remedies(cluster)
+        rows = json.loads(run(cluster, "metrics", "--json").stdout)
+        assert {row["tags"]["host"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"} == {"h2"}
         refused = run(cluster, "rm", "llama3-8b")
         assert refused.exit_code == 1
         assert f"step {STEPS - 1} lives only in RAM" in refused.stderr

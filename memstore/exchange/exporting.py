@@ -102,7 +102,10 @@ def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
     found = [s for s in committed if (s.in_lineage if step is None else s.step == step)]
     if not found:
         have = ", ".join(str(s.step) for s in committed[:10]) or "none"
-        raise RecoveryError(f"job {reader.job!r} has no committed step {'' if step is None else step}: it has {have}")
+        what = (
+            f"committed step{'' if step is None else f' {step}'}{'' if attempt is None else f' of attempt {attempt}'}"
+        )
+        raise RecoveryError(f"job {reader.job!r} has no {what}: it has {have}")
     return max(found, key=lambda s: (s.in_lineage, s.step if step is None else 0, s.attempt))
 
 

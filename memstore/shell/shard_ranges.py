@@ -106,8 +106,9 @@ class ShardRanges:
     ) -> Asked:  # fmt: skip
         """Begin to bring ranges of a shard of `chunk_bytes` here; `open` waits for them. No ranges: its manifest.
 
-        `attempt` names who put the step, where several lineages have one of that number.
+        `attempt` names who put the step, where several lineages have one of that number; None: the one of all reads.
         """
+        attempt = self.attempt if attempt is None else attempt
         body = {
             "job": self.job, "step": step, "rank": rank, "chunks": chunk_runs(ranges, chunk_bytes),
             "of_attempt": attempt,
