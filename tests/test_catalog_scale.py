@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from memstore.core import launches
+from memstore.core.cluster_view import ClusterView
 from memstore.core.commit_rule import CommitRule
+from memstore.core.durable_orders import DurableOrders
 from memstore.core.events import Heard, RankCall, Tick
 from memstore.core.fact_log import FactLog
 from memstore.core.facts import HostsJoined, StepCommitted
+from memstore.core.host_table import HostTable
 from memstore.core.orphans import Orphans
 from memstore.core.repair import LOOKS_MAX, Repair
 from memstore.testing.catalog_fleet import JOB, CatalogFleet
+from recovery.inventory import ShardId
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
@@ -183,3 +187,40 @@ def test_journals_are_rewritten_also_where_hundreds_of_hosts_are_facts_themselve
         rewrites += log.compact(lambda fact, step=step: isinstance(fact, HostsJoined) or fact.step == step)
     assert 3 <= rewrites <= 20
     assert longest <= 2 * log.journal_nbytes
+
+
+def test_a_committed_step_that_is_not_due_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step is whole is asked for when it is to be written, not ten times a second until then (R31)."""
+    fleet = CatalogFleet(16, durable="/durable", durable_every="1h")
+    for step in (1, 2):
+        fleet.put(step)
+        fleet.handle(Tick())
+    assert fleet.catalog.durable.state(JOB).active is not None
+    looks = counted(monkeypatch, DurableOrders, "_writers")
+    for _ in range(10):
+        fleet.handle(Tick())
+    assert looks[0] == 0
+
+
+@pytest.mark.parametrize("hosts_count", [16, 64])
+def test_what_stands_in_for_a_flapping_host_is_found_once_a_look(
+    hosts_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the hosts dies often and lacks its copies: a look asks of a host a few times, not for each copy."""
+    fleet = CatalogFleet(hosts_count)
+    fleet.put(1)
+    fleet.handle(Tick())
+    job = fleet.catalog.jobs[JOB]
+    (step,) = job.commits
+    flapping = fleet.hosts[::4]
+    for host in flapping:
+        fleet.catalog.hosts.states[host].deaths_s += [fleet.now] * 3
+        for rank in list(job.on_host[host][step]):
+            if len(job.copies[step][rank]) > 1:
+                job.drop_copy(ShardId(JOB, 1, 1, rank), host)
+    fleet.catalog.repair.look_again(job)
+    looks = [counted(monkeypatch, ClusterView, "wanted"), counted(monkeypatch, HostTable, "is_on_probation")]
+    fleet.handle(Tick())
+    assert len(fleet.catalog.repair.pushes) >= len(flapping) / 2
+    assert looks[0][0] <= 8 * fleet.world_size
+    assert looks[1][0] <= 4 * fleet.world_size

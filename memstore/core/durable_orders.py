@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memstore.core.durable_keys import DurableKeys, chosen
 from memstore.core.durable_part import slices_count
 from memstore.core.durable_place import place_of
-from memstore.core.durable_schedule import Every, next_durable, optimal_every, parse_every, retire
+from memstore.core.durable_schedule import Decision, Every, next_durable, optimal_every, parse_every, retire
 from memstore.core.durable_write import MARKER, DurableState, Piece, Write
 from memstore.core.events import Body, shard_to_wire, spec_to_wire
 from memstore.core.job import Attempt, Job
@@ -67,8 +67,19 @@ class DurableOrders:
         if self._put_first(now, job, attempt, state):
             return
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
-        committed = [s for s in mine if self.is_whole(job, s)]
-        decision = next_durable(
+        decision = self._next(now, job, attempt, state, mine)
+        if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank
+            decision = self._next(now, job, attempt, state, [s for s in mine if self.is_whole(job, s)])
+        if decision.start is None:
+            return
+        if decision.abandon is not None:
+            self._abandon(job, state, decision.why)
+            state.abandoned_in_a_row += 1
+            state.abandoned_count += 1
+        self._start(now, job, attempt, state, decision.start)
+
+    def _next(self, now: float, job: Job, attempt: Attempt, state: DurableState, committed: list[StepId]) -> Decision:
+        return next_durable(
             now,
             last_started_s=state.last_started_s,
             last_durable_step=job.newest_durable,
@@ -78,13 +89,6 @@ class DurableOrders:
             last_started_step=state.last_started_step if now - state.failed_s < FAILED_AGAIN_S else None,
             abandoned_in_a_row=state.abandoned_in_a_row,
         )
-        if decision.start is None:
-            return
-        if decision.abandon is not None:
-            self._abandon(job, state, decision.why)
-            state.abandoned_in_a_row += 1
-            state.abandoned_count += 1
-        self._start(now, job, attempt, state, decision.start)
 
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
         """Write what somebody asked for before what is due; True if nothing else may begin now."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memstore.core.events import Body, shard_to_wire
 from memstore.core.facts import StepCommitted
 from memstore.core.job import Attempt, Job
+from memstore.core.stand_ins import StandIns
 from recovery.inventory import Copy, ShardId, StepId
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 PUSHES_PER_SOURCE_MAX = 2
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
 LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
-STAND_INS_ASKED_MAX = 8  # hosts looked at for one copy
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy is left alone
 
 
@@ -127,11 +128,12 @@ class Repair:
         if self.catalog.view.placement(job) is None:
             return
         commit, found = job.commits.get(step), job.copies[step]
+        stand_ins = StandIns(self, now, job, attempt, step)
         look = self.passes.setdefault((job.name, step), Pass(job.changes[step]))
         ranks = sorted(found)
         begin = bisect_left(ranks, look.next_rank)
         for rank in ranks[begin : begin + LOOKS_MAX]:
-            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, may_drop=may_drop)
+            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, stand_ins, may_drop=may_drop)
             look.is_settled = look.is_settled and is_settled
         if begin + LOOKS_MAX < len(ranks):
             look.next_rank = ranks[begin + LOOKS_MAX]
@@ -141,8 +143,8 @@ class Repair:
             job.settled[step] = look.changes
 
     def _consider_shard(
-        self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None, *,
-        may_drop: bool,
+        self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
+        look: StandIns, *, may_drop: bool,
     ) -> bool:  # fmt: skip
         """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
         hosts, copies = self.catalog.hosts, job.copies[step].get(rank, {})
@@ -154,14 +156,15 @@ class Repair:
         }
         wanted = self.catalog.view.wanted(job, attempt, rank)
         seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
-        stand_ins = self._stand_ins(now, job, attempt, shard, wanted, good) if commit else []
+        stand_ins = look.of(shard, wanted, good) if commit else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
         surplus = [h for h in copies if h not in wanted and h not in stand_ins and h != seat]
         if commit:
             self._awaiting.update(lacking)
         for target in (*lacking, *(h for h in stand_ins if h not in good)):
-            if commit or target not in self._awaiting or not self._is_over:
-                self._push(now, shard, target, good, attempt)
+            is_free = commit or target not in self._awaiting or not self._is_over
+            if is_free and self._push(now, shard, target, good, attempt):
+                look.pushed(shard, target)
         is_over = may_drop and not lacking and bool(surplus)
         if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
@@ -177,62 +180,21 @@ class Repair:
         hosts = self.catalog.hosts
         return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
 
-    def _stand_ins(
-        self, now: float, job: Job, attempt: Attempt, shard: ShardId, wanted: list[str], good: dict[str, Copy]
-    ) -> list[str]:
-        """Return hosts that hold a kept step's copies in place of hosts that die often (R29).
-
-        Who has the copy keeps it; a new one is only chosen for what such a host lacks: first of another failure domain,
-        then with the fewest copies of the step. None is asked for more than its room for repairs takes.
-        """
-        hosts, placement = self.catalog.hosts, self.catalog.view.placement(job)
-        flaky = {h for h in wanted if hosts.is_on_probation(now, h)}
-        if placement is None or not flaky:
-            return []
-        has_all = all(h in good and not good[h].missing for h in flaky)
-        taken, places = hosts.domains(set(wanted) - flaky), hosts.live_domains(attempt.level_asked)
-        near, step = {places.get(h) for h in wanted if h not in flaky}, StepId(shard.attempt, shard.step)
-        others = [
-            h for h in (good if has_all else placement.targets)
-            if h not in wanted and hosts.is_answering(h) and not hosts.is_on_probation(now, h)
-            and (shard, h) not in self.refused_s and taken.isdisjoint(hosts.domains([h]))
-        ]  # fmt: skip
-        others.sort(key=lambda h: (
-            h not in good, (shard, h) not in self.pushes, places.get(h) in near,
-            len(job.on_host.get(h, {}).get(step, ())), h
-        ))  # fmt: skip
-        fitting = [h for h in others[:STAND_INS_ASKED_MAX] if self._has_repair_room(job, attempt, shard, h)]
-        return fitting[: max(0, attempt.replicas - len(taken))]
-
-    def _has_repair_room(self, job: Job, attempt: Attempt, shard: ShardId, host: str) -> bool:
-        """True if a host has room for this copy among those that placement does not ask of it: one version of its own.
-
-        Beyond that a copy would take the room of steps that are still to be put, and nothing would be committed.
-        """
-        room, wanted = self.catalog.room, self.catalog.view.wanted
-        here = {rank for rank, seat in attempt.seats.items() if seat.host_id == host}
-        held = {
-            ShardId(job.name, s.attempt, s.step, r) for s, ranks in job.on_host.get(host, {}).items() for r in ranks
-        }
-        held |= {pushed for pushed, target in self.pushes if target == host and pushed.job == job.name}
-        beside = {s for s in held if s.rank not in here and host not in wanted(job, attempt, s.rank)} | {shard}
-        taken = sum(spec.chunks_count for spec in map(job.spec, beside) if spec is not None)
-        return taken <= sum(room.need(job, attempt, rank) for rank in here)
-
-    def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> None:
+    def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> bool:
+        """Order a push, if a source is free; True if that was done."""
         hosts = self.catalog.hosts
         if (shard, target) in self.pushes or (shard, target) in self.refused_s or not hosts.is_answering(target):
-            return
+            return False
         is_open = StepId(shard.attempt, shard.step) not in self.catalog.jobs[shard.job].commits
         if not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas:
-            return  # an open step's owner pushes there anyway, and waits for it
+            return False  # an open step's owner pushes there anyway, and waits for it
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
         # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
         if not sources and target in good:
             sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
         free = [h for h in sources if self._load[h] < PUSHES_PER_SOURCE_MAX]
         if not free:
-            return
+            return False
         source = min(free, key=lambda h: (self._load[h], h))
         self._load[source] += 1
         self.pushes[shard, target] = (source, now + PUSH_DEADLINE_S)
@@ -240,6 +202,12 @@ class Repair:
         self.catalog.tell(
             source, "push", {"shard": shard_to_wire(shard), "digest": digest, "target": target, "is_repair": True}
         )
+        return True
+
+    def is_source_free(self, good: Iterable[str]) -> bool:
+        """True if one of these hosts may send a copy now."""
+        answering = self.catalog.hosts.is_answering
+        return any(answering(host) and self._load[host] < PUSHES_PER_SOURCE_MAX for host in good)
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """The target sealed the shard."""

@@ -38,11 +38,11 @@ class CatalogFleet:
     `handle_s` grows by the processor seconds spent in `Catalog.handle`.
     """
 
-    def __init__(self, hosts_count: int, *, ranks_per_host: int = 8, replicas: int = 2) -> None:
+    def __init__(self, hosts_count: int, *, ranks_per_host: int = 8, replicas: int = 2, **config: Any) -> None:
         self.hosts = [f"h{n:05d}" for n in range(hosts_count)]
         self.ranks_per_host = ranks_per_host
         self.world_size = hosts_count * ranks_per_host
-        self.config = Config(replicas=replicas).job_fields()
+        self.config = Config(replicas=replicas, **config).job_fields()
         self.now = 0.0
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
@@ -102,6 +102,9 @@ class CatalogFleet:
             return [FactAck(host, int(body["seq"]))]
         if order.kind == "fence":
             return [Report(host, "fenced", {"job": JOB, "attempt": body["attempt"], "copies": []})]
+        if order.kind == "markers":
+            listed = {"ok": True, "why": "", "markers": [], "key": "", "lacks": ""}
+            return [Report(host, "markers", {"job": JOB, "call": body["call"], **listed})]
         if order.kind == "reserve":
             self.rooms[host] = body
             reply = {"job": JOB, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
