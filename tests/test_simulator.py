@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from memstore.core.events import Event, RankCall
 from memstore.testing.simulator import campaign, corpus, record
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
+from memstore.testing.simulator.holder import SimHolder
 from memstore.testing.simulator.planted import load
 from memstore.testing.simulator.scenario import Fault, Scenario, draw
 from memstore.testing.simulator.world import Simulation
@@ -160,3 +162,23 @@ def test_another_commit_is_another_part(tmp_path: Path) -> None:
     assert record.unplayed(record.load(path), 0, 20) == (0, 7)
     assert record.unplayed(record.load(path), 7, 20) == (13, 14)
     assert record.unplayed(record.load(path), 8, 5) == (13, 0)
+
+
+@pytest.mark.parametrize(("kind", "is_failed"), [("memory-full", False), ("remove-files", True)])
+def test_a_put_that_fails_in_a_simulated_holder_says_why_as_a_real_one(
+    kind: str, is_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of room or not: only the first lengthens the pause until all put again (R12)."""
+    said: list[bool] = []
+    real = SimHolder.tell
+
+    def tell(self: SimHolder, event: Event) -> None:
+        if isinstance(event, RankCall) and event.verb == "skip" and not self.calls[event.call_id][1]:
+            said.append(event.body["is_failed"])
+        real(self, event)
+
+    monkeypatch.setattr(SimHolder, "tell", tell)
+    faults = tuple(Fault(4.0 + n, kind, (1,), for_s=3.0) for n in range(4))
+    outcome = play(Scenario(seed=0, step_s=0.15, duration_s=12.0, faults=faults))
+    assert not outcome.rule, outcome.why
+    assert is_failed in said

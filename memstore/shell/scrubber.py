@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.shelf import Shelved
@@ -30,16 +32,18 @@ class Scrubber:
         rate = self.holder.config.scrub_bytes_per_s
         stopping = self.holder.stopping
         while not stopping.wait(IDLE_S):
-            for number in range(len(self.holder.vault.table.slots)):
-                if stopping.is_set():
-                    return
-                if rate > 0 and self.holder.vault.table.slots[number].state is SlotState.SEALED:
-                    self._check(number)
-                    stopping.wait(self.holder.config.chunk_bytes / rate)
-            for shelved in self._shelved(None) if rate > 0 else ():
-                self._check_manifest(shelved)
+            for check in self.checks() if rate > 0 else ():
+                check()
                 if stopping.wait(self.holder.config.chunk_bytes / rate):
                     return
+
+    def checks(self) -> Iterator[Callable[[], object]]:
+        """Yield what one round looks at: every sealed slot, then every manifest."""
+        for number in range(len(self.holder.vault.table.slots)):
+            if self.holder.vault.table.slots[number].state is SlotState.SEALED:
+                yield partial(self._check, number)
+        for shelved in self._shelved(None):
+            yield partial(self._check_manifest, shelved)
 
     def _shelved(self, job: str | None) -> list[Shelved]:
         vault = self.holder.vault

@@ -92,7 +92,7 @@ class Checker:
             good.add(digest)
         whole: set[tuple[ShardId, str]] = set()
         believed = self.believed[name] = set()
-        for data in memory.manifests.values():
+        for file_name, data in memory.manifests.items():
             manifest, digest_text, wanted = _decoded(data)
             strange = self.world.history.look(name, manifest) if manifest.shard.job != self.world.scenario.job else ""
             if strange:
@@ -102,7 +102,7 @@ class Checker:
             if name not in self.ever.setdefault((manifest.shard, digest_text), set()) and wanted <= sealed:
                 self.ever[manifest.shard, digest_text].add(name)
             believed.add((manifest.shard, digest_text))
-            if wanted <= good:
+            if wanted <= good and file_name not in memory.rotten:
                 whole.add((manifest.shard, digest_text))
         before, self.whole[name] = self.whole.get(name, set()), whole
         for shard, shard_digest_text in before - whole if self.world.scenario.is_strict else ():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.durable_part import slice_range, slices_count
 from memstore.core.events import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.core.manifest import chunk_digest
+from memstore.errors import DigestMismatch
 from memstore.testing.simulator.checker import Violation
 from recovery.inventory import ShardId, ShardSpec
 
@@ -120,6 +121,8 @@ class Persister:
                 chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
             count = slices_count(shelved.spec)
             durable.slices[shard, digest, key, number] = (count, holder.vault.manifest(shelved), chunks)
+        except DigestMismatch as exc:
+            return str(exc)
         finally:
             holder.vault.unpin(shelved, pin)
         return ""

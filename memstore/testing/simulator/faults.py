@@ -25,6 +25,7 @@ NEEDS_QUIET = {
     "wear-rack",
     "flap-host",
     "flip-at-rest",
+    "rot-manifest",
     "durable-torn",
     "replace-arena",
     "remove-files",
@@ -250,6 +251,14 @@ def _flip_at_rest(world: Simulation, each: Fault) -> None:
     sealed = [n for n, h in enumerate(memory.headers) if int(h.state) == 3 and n not in memory.spoilt]
     for number in sealed[each.rank :][: each.count]:
         memory.spoil(number, world.now)
+
+
+@fault("rot-manifest")
+def _rot_manifest(world: Simulation, each: Fault) -> None:
+    """Bits flip in the files of manifests under a living holder: nothing there says what the chunks are."""
+    memory = _holder(world, each).memory
+    memory.rotten.update(sorted(memory.manifests)[-each.count :])
+    memory.version += 1
 
 
 @fault("kill-controller")

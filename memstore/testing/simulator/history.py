@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire
 from memstore.core.manifest import Manifest, chunk_digest
-from memstore.errors import CapacityError
+from memstore.errors import CapacityError, DigestMismatch
 from memstore.shell.forker import forked_body, look, make
 from recovery.inventory import ShardId, StepId
 
@@ -177,7 +177,7 @@ def fork(holder: SimHolder, body: Body) -> Generator[Wait, None, None]:
     if body["what"] == "look":
         holder.report("forked", forked_body(body, look(holder.vault, body["shards"])))
         return
-    with contextlib.suppress(CapacityError):  # ordered again
+    with contextlib.suppress(CapacityError, DigestMismatch):  # ordered again
         for shelved in make(holder.vault, body["shards"]):
             holder.sealed(shelved)
             yield LOOK_S

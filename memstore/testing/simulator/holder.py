@@ -30,6 +30,7 @@ from memstore.core.shelf import Shelved
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.forker import drop_unknown_shares
 from memstore.shell.peer_server import PeerServer
+from memstore.shell.scrubber import Scrubber
 from memstore.shell.vault import Vault
 from memstore.testing.catalog_holder import LEVELS
 from memstore.testing.simulator import files
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
     from memstore.testing.simulator.world import Simulation, Wait
 
 Body = dict[str, Any]
-REAP_S = 0.5
-DIGEST_S = 0.004
+REAP_S, DIGEST_S = 0.5, 0.004
 DRAIN_S = 10.0
 SLOTS_MAX = 400
 
@@ -80,7 +80,7 @@ class SimHolder:
             self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
             on_sealed=self._copy_sealed,
         )  # fmt: skip
-        self.twins = SimTwins(self)
+        self.twins, self.scrubber = SimTwins(self), Scrubber(self)  # type: ignore[arg-type]
         self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
         world.checker.adopted(self)
 
@@ -191,7 +191,7 @@ class SimHolder:
             if is_mine and (known is not None or is_void):
                 self.vault.give_back(slots)
             if known is None and is_void:
-                self._put_failed(rank, shard)
+                self._put_failed(rank, shard, is_failed=True)
                 return
             has_targets = True
             if known is None:
@@ -209,7 +209,7 @@ class SimHolder:
                     self.world.checker.sealed_here(self, shard, known.digests)
                 except MemstoreError as exc:
                     fresh.why = str(exc)
-                    self._put_failed(rank, shard)
+                    self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
                     return
             else:
                 has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
@@ -225,12 +225,13 @@ class SimHolder:
             rank.rise(shard.step, "replicated")
         self.grant(rank)
 
-    def _put_failed(self, rank: SimRank, shard: ShardId) -> None:
+    def _put_failed(self, rank: SimRank, shard: ShardId, *, is_failed: bool) -> None:
         """The step is given up on all ranks alike (R12)."""
         if rank.attempt == shard.attempt:
             rank.rise(shard.step, "failed")
         number = next(self.call_ids)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step}
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": "it failed"}
+        body["is_failed"] = is_failed
         self.calls[number] = (rank, 0, "skip", body)
         self.tell(RankCall(self.host_id, number, "skip", body))
         self.grant(rank)
@@ -266,10 +267,9 @@ class SimHolder:
             self.grant_job(job)
 
     def scrub(self) -> None:
-        """Re-digest every sealed slot (R30)."""
-        for number in range(len(self.vault.table.slots) if self.is_serving else 0):
-            for hurt in self.vault.verify_slot(number):
-                self.sealed(hurt)
+        """Make one round of the real scrub (R30)."""
+        for check in self.scrubber.checks() if self.is_serving else ():
+            check()
 
     # -- orders -------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Memory:
         self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
+        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written anew
         self.hollow: set[int] = set()  # slots without pages: whoever touches one is killed
         self.is_removed = False  # names of its files are gone; its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact
@@ -51,13 +52,14 @@ class Memory:
     @property
     def is_sound(self) -> bool:
         """True if every byte and every file is as it was written."""
-        return not self.spoilt and not self.is_removed
+        return not (self.spoilt or self.rotten or self.is_removed)
 
     def wipe(self) -> None:
         """The machine lost its memory."""
         self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
         self.spoilt.clear()
         self.hurt.clear()
+        self.rotten.clear()
         self.hollow.clear()
         self.is_removed = False
         self.version += 1
@@ -187,18 +189,22 @@ class MemoryManifests(ManifestFolder):
             raise CapacityError(f"the simulated file system has no room for a manifest of {len(data)} bytes")
         if self.memory.write():
             self.memory.manifests[name] = data
+            self.memory.rotten.discard(name)
 
     def load(self, name: str) -> bytes:
         """Return a manifest; FileNotFoundError if it is not there."""
         if name not in self.memory.manifests:
             raise FileNotFoundError(name)
-        return self.memory.manifests[name]
+        data = self.memory.manifests[name]
+        return data if name not in self.memory.rotten else data[:-1] + bytes([data[-1] ^ 0x20])
 
     def remove(self, name: str) -> None:
         """Unlink a manifest; none there is fine."""
         if self.memory.write():
             self.memory.manifests.pop(name, None)
+            self.memory.rotten.discard(name)
 
     def load_all(self) -> Iterator[tuple[str, bytes]]:
         """Yield every manifest in name order."""
-        yield from sorted(self.memory.manifests.items())
+        for name in sorted(self.memory.manifests):
+            yield name, self.load(name)

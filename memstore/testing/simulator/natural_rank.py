@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.core.manifest import decode_manifest
 from memstore.core.natural import NaturalLayout, Part
+from memstore.errors import DigestMismatch
 from memstore.testing.simulator.rank import GET_S, SimRank, chunk_of
 from recovery.inventory import StepId
 
@@ -88,7 +89,10 @@ class NaturalRank(SimRank):
 
     def check(self, stager: Stager, order: Body) -> str:
         """As check_shard: its number must have held the same shard in that step."""
-        manifest = stager.manifest_of(order)
+        try:
+            manifest = stager.manifest_of(order)
+        except DigestMismatch as exc:
+            return str(exc)
         natural = NaturalLayout.decode(manifest)
         if natural is None or (natural.shard, natural.shards) != (self.shard, self.world.scenario.shards):
             return f"{manifest.shard} is not of shard {self.shard}"

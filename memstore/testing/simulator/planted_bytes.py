@@ -10,6 +10,7 @@ from memstore.core.slots import SlotState, SlotTable
 from memstore.shell import adoption
 from memstore.shell.manifest_folder import ManifestFolder
 from memstore.shell.peer_server import PeerServer
+from memstore.shell.scrubber import Scrubber
 from memstore.shell.vault import Vault
 from memstore.testing.simulator.planted import BETWEEN_STEPS, planted
 from memstore.testing.simulator.scenario import Fault
@@ -69,6 +70,12 @@ def bad_slot_not_condemned() -> Any:
 def scrub_finds_nothing() -> Any:
     """The scrub passes over slots without looking."""
     return patch.object(Vault, "verify_slot", lambda self, number: [])
+
+
+@planted("scrub-passes-manifests", "R30", "R29", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS)
+def scrub_passes_manifests() -> Any:
+    """The scrub passes over manifests without looking."""
+    return patch.object(Scrubber, "_check_manifest", lambda self, shelved: False)
 
 
 @planted("have-without-a-reference", "R13", "R6 R7")

@@ -88,6 +88,7 @@ WEIGHTS = {
 CLOCK_SEEDS = (0, 1, 4)  # modulo 20
 TWIN_SEEDS = (3, 9, 18)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40; none of the corpus was one when this came
+MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40; none of the corpus was one when this came
 ENDING_SEEDS = (0, 1)  # modulo 20; none of the corpus was one when this came, so all replay
 
 
@@ -160,6 +161,13 @@ def _files(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 
+def _manifests(seed: int) -> list[Fault]:
+    """Files of manifests that rot, in seeds that no seed of the corpus is like."""
+    rng = random.Random(f"manifests {seed}")
+    count = rng.randrange(1, 4) if seed % 40 in MANIFEST_SEEDS else 0
+    return [replace(_fault(rng), kind="rot-manifest") for _ in range(count)]
+
+
 def _history(seed: int) -> list[Fault]:
     """Pins and forks in seeds that end in 4: no seed of the corpus does, so that each of them replays as before."""
     rng = random.Random(f"history {seed}")
@@ -192,4 +200,4 @@ def _fault(rng: random.Random) -> Fault:
 
 
 # Each from a stream of its own, so that seeds of old still draw what they drew.
-MORE = (_notice, _history, _clocks, _rotation, _ending, _files)
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests)

@@ -5,13 +5,14 @@ It mirrors shell/stager.py step by step; the bytes come from real peer servers a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.core.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.shelf import Draft, Shelved
-from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable, TransportError
+from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.testing.simulator.transfer import RETRY_S, Request
 from recovery.inventory import ShardId
 
@@ -74,7 +75,11 @@ class Stager:
         if pinned is None:
             return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
         shelved, error = pinned[0], None
-        body = {**body, "slots": list(shelved.slots), "manifest": vault.manifest(shelved)}
+        try:
+            body = {**body, "slots": list(shelved.slots), "manifest": vault.manifest(shelved)}
+        except DigestMismatch as exc:
+            vault.unpin(*pinned)
+            return body, ("DigestMismatch", str(exc))
         body["read"] = checker.read(rank, body)
         if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
             error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
@@ -102,7 +107,7 @@ class Stager:
         pinned = vault.pin(shard, spec.digest)
         if pinned is not None:
             lacking = vault.verify(pinned[0])
-            if not lacking:
+            if not lacking and (yield from self._has_manifest(body, pinned[0])):
                 self._keep(body, pinned, holder.world.now)
                 return {}
             planned = {i for tier, _, first, n in body["runs"] if tier == "local" for i in range(first, first + n)}
@@ -143,7 +148,27 @@ class Stager:
         holder = self.holder
         shelved = holder.vault.shelf.find(shard, digest)
         if shelved is not None:
-            return holder.vault.manifest(shelved)
+            with contextlib.suppress(DigestMismatch):  # damaged: another copy's
+                return holder.vault.manifest(shelved)
+        return (yield from self._brought_manifest(body, shard, digest, until_s))
+
+    def _has_manifest(self, body: Body, shelved: Shelved) -> Generator[Wait, None, bool]:
+        """Say whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
+        try:
+            self.holder.vault.manifest(shelved)
+        except DigestMismatch:
+            until_s = self.holder.world.now + STAGE_LIMIT_S
+            data = yield from self._brought_manifest(body, shelved.shard, shelved.spec.digest, until_s)
+            if data is None:
+                return False
+            self.holder.vault.mend_manifest(shelved, data)
+        return True
+
+    def _brought_manifest(
+        self, body: Body, shard: ShardId, digest: str, until_s: float
+    ) -> Generator[Wait, None, bytes | None]:
+        """Do what `_manifest` does, from elsewhere."""
+        holder = self.holder
         sources = [str(h) for h in body["holders"] if h != holder.host_id]
         while True:
             is_unreachable = False
