@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memstore.core.drains import OVERDUE_S
-from memstore.core.events import DrainsSeen
+from memstore.core.events import DrainsSeen, Report, copy_to_wire
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import CatalogWorld
@@ -320,3 +320,26 @@ def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
     world.thaw("h3")
     world.run(5.0)
     assert world.served.drains.is_draining("h1")
+
+
+def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
+    """Both other hosts hold the shard and lie in one machine: losing that is losing both, so h0 must not go."""
+    world = CatalogWorld(3)
+    for name in ("h1", "h2"):
+        holder = world.holders[name]
+        holder.info = replace(holder.info, machine="m-shared")
+        world.kill_host(name, keep_memory=True)
+        world.return_host(name)
+    world.run(3.0)
+    rank = world.join(0, 1, "launch", host="h0")
+    world.run(3.0)
+    world.get([rank])
+    assert world.put_all([rank], 1)
+    [copy] = [copy for host, copy in world.job().copies[StepId(1, 1)][0].items() if host == "h0"]
+    for name in ("h1", "h2"):
+        world._handle(Report(name, "sealed", {"copies": [copy_to_wire(copy)]}))
+    drains = world.served.drains
+    ask(world, rank, "drain", host="h0", within_s=300.0)
+    world.run(1.0)
+    [short] = drains.remains("h0").short
+    assert (short["copies"], short["replicas"], short["may_come"]) == (1, 2, False)

@@ -361,3 +361,19 @@ def test_a_get_that_ran_out_of_time_says_that_it_waited_for_the_storage() -> Non
     for rank in ranks:
         waited = "after 5 s all ranks have called get(), waiting for durable storage to be listed. Raise timeout_s"
         assert waited in rank.error("get")
+
+
+def test_a_job_that_is_read_does_not_expire_until_the_read_has_ended() -> None:
+    """A reader's shard is on its way when job_ttl_s is over: it gets it, and the job leaves RAM after that."""
+    world, ranks = written(last=2, job_ttl_s=100.0)
+    close_all(world, ranks)
+    world.run(90.0)
+    world.work_s = (60.0, 60.0)  # the staging
+    holder = world.holders["h0"]
+    holder.call(ranks[0], "read", {"job": "train", "step": 2, "rank": 1})
+    world.run(50.0)
+    assert len(world.holders_of(StepId(1, 2), 0)) == 2
+    world.run(20.0)
+    assert ranks[0].answers["read"][-1]["step"] == 2
+    world.run(110.0)
+    assert "train" not in world.served.jobs
