@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,3 +103,24 @@ def test_storage_that_fails_is_tried_again_and_the_host_says_why_it_cannot_go() 
     world.durable.problem = ""
     assert world.run_until(lambda: not remains(world, "h1").short, 20.0)
     assert 2 in markers(world)
+
+
+def test_hosts_of_one_machine_that_stay_are_too_few() -> None:
+    """Two hosts stay and can hold no two copies apart: the kept step is written, and then h0 can go."""
+    world = CatalogWorld(3, **DURABLE)
+    for name in ("h1", "h2"):
+        holder = world.holders[name]
+        holder.info = replace(holder.info, machine="m-shared")
+        world.kill_host(name, keep_memory=True)
+        world.return_host(name)
+    world.run(3.0)
+    rank = world.join(0, 1, "launch", host="h0")
+    world.run(3.0)
+    world.get([rank])
+    for step in (1, 2):
+        assert world.put_all([rank], step)
+        world.run(2.0)
+    assert markers(world) == [1]
+    drain(world, rank, "h0")
+    assert world.run_until(lambda: not remains(world, "h0").short, 20.0)
+    assert markers(world) == [1, 2]
