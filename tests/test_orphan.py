@@ -215,6 +215,21 @@ def test_what_is_in_use_stays(case: str) -> None:
     assert restored(world) == [4, 4, 4]
 
 
+def test_the_ten_minutes_begin_anew_with_a_host_that_died_meanwhile() -> None:
+    """It goes after eight of them and is away for twelve: nothing is dropped before it was back for ten."""
+    world, _ = trained(3, last=4)
+    restarted(world, ALL_IDLE)
+    world.run(480.0)
+    world.kill_host("h2", keep_memory=True)
+    world.run(720.0)
+    assert "train" in world.served.jobs
+    world.holders["h2"].restart(keep_memory=True)
+    world.run(590.0)
+    assert "train" in world.served.jobs
+    world.run(30.0)
+    assert "train" not in world.served.jobs
+
+
 # -- real processes --------------------------------------------------------------------------------
 
 TTL_S = 3.0
