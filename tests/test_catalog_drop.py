@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from memstore.core.events import copy_to_wire
 from memstore.core.job import Job
 from memstore.testing.catalog_holder import FakeRank
 from memstore.testing.catalog_trained import trained
@@ -36,6 +39,30 @@ def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
     assert world.holders_of(STEP, 1) == ["h0", "h1"], "another shard of the job was touched"
     world.run(15.0)
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
+
+
+@pytest.mark.parametrize("kind", ["sealed", "fenced"])
+def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> None:
+    """The host said that it has the copy before it obeyed: counted, the copy would be there for nobody (R7, R19)."""
+    world, ranks = trained(2)
+    holder = world.holders["h0"]
+    obey = holder.obey
+
+    def cross(order: str, body: dict[str, Any]) -> None:
+        if order == "drop":
+            copies = [copy_to_wire(copy) for copy in holder.copies.values()]
+            holder.report(kind, {"job": JOB, "attempt": 1, "copies": copies})
+        obey(order, body)
+
+    holder.obey = cross  # type: ignore[method-assign]
+    drop(world, ranks[0], "h0")
+    world.run(2.0)
+    assert not any(shard.rank == 0 for shard in holder.copies)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert "the last whole one" in drop(world, ranks[0], "h1")
+    world.run(15.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+    assert any(shard.rank == 0 for shard in holder.copies)
 
 
 def test_the_last_copy_is_never_dropped() -> None:

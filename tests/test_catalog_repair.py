@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 
-from memstore.core.events import Report, shard_to_wire
 from memstore.testing.catalog_holder import CHUNKS
 from memstore.testing.catalog_trained import trained
 from memstore.testing.catalog_world import JOB, CatalogWorld
@@ -64,11 +63,9 @@ def test_a_rank_that_moved_gets_its_copies_moved_and_the_old_ones_freed() -> Non
 
 
 def test_a_lost_replica_is_rebuilt() -> None:
-    """A copy that its host reports lost is pushed again (R30)."""
+    """A copy that its host's inventory lacks is pushed again (R30)."""
     world, _ = trained(2, 2)
-    shard = ShardId(JOB, 1, 1, 0)
-    del world.holders["h1"].copies[shard]
-    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(shard)]}))
+    world.holders["h1"].lose(ShardId(JOB, 1, 1, 0))
     world.run(3.0)
     assert world.holders_of(StepId(1, 1), 0) == ["h0", "h1"]
 
@@ -83,19 +80,13 @@ def test_a_push_of_what_was_dropped_holds_up_no_other() -> None:
         if shard.step > 1:
             push(shard, target)
 
-    def lose(step: int) -> None:
-        for rank in range(2):
-            shard = ShardId(JOB, 1, step, rank)
-            del other.copies[shard]
-            world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(shard)]}))
-
     with patch.object(source, "push", push_but_the_first):
-        lose(1)
+        other.lose(*(ShardId(JOB, 1, 1, rank) for rank in range(2)))
         world.run(2.0)
         assert world.put_all(ranks, 2)
         world.run(2.0)
         assert not world.holders_of(StepId(1, 1), 0)
-        lose(2)
+        other.lose(*(ShardId(JOB, 1, 2, rank) for rank in range(2)))
         world.run(3.0)
     assert all(world.holders_of(StepId(1, 2), rank) == ["h0", "h1"] for rank in range(2))
 
@@ -196,8 +187,7 @@ def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
         world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
     full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
-    del full.copies[kept]
-    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(kept)]}))
+    full.lose(kept)
     world.run(20.0)
     assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
     assert world.holders_of(StepId(1, 2), 0) == (["h0"] if is_ended else ["h0", "h1"])
@@ -216,8 +206,7 @@ def test_a_commit_that_is_being_written_down_gives_no_copy_up() -> None:
     world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
     full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
-    del full.copies[kept]
-    world.served.handle(world.now, Report("h1", "lost", {"shards": [shard_to_wire(kept)]}))
+    full.lose(kept)
     world.run(3.0)
     assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
     world.has_lease = True

@@ -96,9 +96,9 @@ def test_a_retired_step_and_a_lost_one_are_refused() -> None:
     world.run(1.0)
     assert "is retired: the training dies of it" in rewind(world, ranks, 2)
     for holder in world.holders.values():
-        for shard in [s for s in holder.copies if s.step == 1 and s.rank == 2]:
-            del holder.copies[shard]
-            holder.report("lost", {"shards": [[shard.job, shard.attempt, shard.step, shard.rank]]})
+        lost = [shard for shard in holder.copies if shard.step == 1 and shard.rank == 2]
+        if lost:
+            holder.lose(*lost)
     world.run(0.1)
     assert "step 1 (attempt 1) of job 'train' is not whole any more" in rewind(world, ranks, 1)
     assert rewind(world, ranks, 3) == ""

@@ -20,6 +20,7 @@ from memstore.core.cadence_rounds import CadenceRounds
 from memstore.core.cluster_view import ClusterView
 from memstore.core.compaction import compact
 from memstore.core.drains import Drains
+from memstore.core.drops import Drops
 from memstore.core.durable_checks import DurableChecks
 from memstore.core.durable_looks import DurableLooks
 from memstore.core.durable_markers import DurableMarkers
@@ -120,6 +121,7 @@ class Catalog:
         self.cadence = CadenceRounds(self)
         self.steps = Steps(self)
         self.retention = Retention(self)
+        self.drops = Drops(self)
         self.pins = Pins(self)
         self.forks = Forks(self)
         self.expiry = Expiry(self)
@@ -252,11 +254,8 @@ class Catalog:
                 self.observer.sealed(copy, host, body.get("put"))
                 self.repair.pushed(copy.shard, host)
                 self.steps.sealed(self.now, copy)
-        elif kind == "lost":
-            for item in body["shards"]:
-                shard = shard_from_wire(item)
-                if shard.job in self.jobs:
-                    self.jobs[shard.job].drop_copy(shard, host)
+        elif kind == "freed":
+            self.drops.freed(host, [shard_from_wire(item) for item in body["shards"]])
         elif kind == "push_failed":
             self.repair.push_failed(self.now, shard_from_wire(body["shard"]), body)
         elif kind == "fenced":

@@ -35,9 +35,10 @@ Orders to a holder (`Tell.kind`):
     dropped        job, story                   remember why a job is gone, outside the host's folder; or "" (R5)
     outdated       above                        a later life of this host was here: take a higher incarnation (R3)
 
-Reports from a holder (`Report.kind`): sealed, lost, pushed, push_failed, fenced, reserved, staged,
-checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`: {stall_s, age_s}, and
-`unchanged_since`, a step, where its chunks are those of the put before; for people only (observer.py).
+Reports from a holder (`Report.kind`): sealed, freed (what a drop named is gone), pushed, push_failed, fenced,
+reserved, staged, checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`:
+{stall_s, age_s}, and `unchanged_since`, a step, where its chunks are those of the put before; for people only
+(observer.py).
 """
 
 from __future__ import annotations

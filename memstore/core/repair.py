@@ -168,7 +168,7 @@ class Repair:
         is_over = may_drop and not lacking and bool(surplus)
         if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
-                self.catalog.tell(host, "drop", {"shards": [shard_to_wire(shard)]})
+                self.catalog.drops.order(host, [shard])
                 job.drop_copy(shard, host)
         return not lacking and not surplus and not stand_ins  # these are free when the probation ends
 
@@ -252,7 +252,7 @@ class Repair:
                 other = ShardId(job.name, step.attempt, step.step, rank)
                 if wanted > 0 and not self.catalog.queries.is_read(other):
                     wanted -= job.copies[step][rank][target].spec.chunks_count
-                    self.catalog.tell(target, "drop", {"shards": [shard_to_wire(other)]})
+                    self.catalog.drops.order(target, [other])
                     job.drop_copy(other, target)
 
     def host_died(self, host_id: str) -> None:

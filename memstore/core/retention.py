@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from memstore.core.events import shard_to_wire
 from memstore.core.facts import RestoreDecided
 from memstore.core.job import Attempt, Job
 from recovery.inventory import ShardId, StepId
@@ -110,11 +109,10 @@ class Retention:
 
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
-        by_host: dict[str, list[object]] = {}
+        by_host: dict[str, list[ShardId]] = {}
         for rank, hosts in job.copies[step].items():
             for host in hosts:
-                shard = ShardId(job.name, step.attempt, step.step, rank)
-                by_host.setdefault(host, []).append(shard_to_wire(shard))
+                by_host.setdefault(host, []).append(ShardId(job.name, step.attempt, step.step, rank))
         for host, shards in sorted(by_host.items()):
-            self.catalog.tell(host, "drop", {"shards": shards})
+            self.catalog.drops.order(host, shards)
         job.drop_step(step)

@@ -32,8 +32,10 @@ class Steps:
     # -- events -------------------------------------------------------------------------------
 
     def take_copy(self, copy: Copy) -> bool:
-        """Count a copy, from wherever it was heard of; False if its step was given up: then it is freed (R12)."""
+        """Count a copy, from wherever it was heard of; False if it is to be freed, as of a step given up (R12)."""
         shard, catalog = copy.shard, self.catalog
+        if catalog.drops.is_ordered(copy.host, shard):
+            return False
         removed = catalog.removed.get(shard.job, 0)
         step = StepId(shard.attempt, shard.step)
         if shard.attempt <= removed and not catalog.expiry.is_back(shard.job, step):

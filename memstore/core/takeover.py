@@ -168,6 +168,7 @@ class Takeover:
         is_news = self._merge(journal)
         for job in catalog.jobs.values():
             job.drop_host(host)
+        catalog.drops.forget_host(host)
         if event.ranks is not None:
             self._look_for_ranks({host: event.ranks})
         catalog.orphans.told(host, event.dropped)

@@ -158,6 +158,8 @@ class Orders:
         shards = [shard_from_wire(item) for item in body["shards"]]
         removed = body.get("removed")
         self.vault.drop_all(shards, removed)
+        with self.vault.lock:  # as inventories are: what names these copies is queued before
+            self.holder.report("freed", {"shards": body["shards"]})
         if removed is not None:
             self.holder.twins.forget(str(removed[0]), int(removed[1]))
             if not body.get("is_refused_fork"):

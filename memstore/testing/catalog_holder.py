@@ -174,6 +174,14 @@ class FakeHolder:
         """Tell the controller."""
         self._send(self, Report(self.host_id, kind, body))
 
+    def lose(self, *shards: ShardId) -> None:
+        """Copies of a job are gone, and an inventory lacks them."""
+        for shard in shards:
+            del self.copies[shard]
+        job, attempt = shards[0].job, shards[0].attempt
+        left = [copy_to_wire(copy) for shard, copy in self.copies.items() if shard.job == job]
+        self.report("fenced", {"job": job, "attempt": attempt, "copies": left})
+
     # -- orders -------------------------------------------------------------------------------
 
     def obey(self, kind: str, body: Body) -> None:
@@ -330,6 +338,7 @@ class FakeHolder:
     def _on_drop(self, body: Body) -> None:
         for item in body["shards"]:
             self.copies.pop(shard_from_wire(item), None)
+        self.report("freed", {"shards": body["shards"]})
 
     def _on_persist(self, body: Body) -> None:
         self._later(self, lambda: self._persist(body))

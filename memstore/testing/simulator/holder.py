@@ -379,9 +379,9 @@ class SimHolder:
         self.grant_job(key[0])
 
     def _on_drop(self, body: Body) -> None:
-        shards = [shard_from_wire(item) for item in body["shards"]]
-        removed = body.get("removed")
+        shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
         self.vault.drop_all(shards, removed)
+        self.report("freed", {"shards": body["shards"]})
         if removed:
             self.twins.forget(str(removed[0]), int(removed[1]))
         for job in sorted({shard.job for shard in shards}):
