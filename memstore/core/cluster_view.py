@@ -14,6 +14,7 @@ from memstore.core.twins import Twins
 from placement.domains import is_finer, levels_of, spread_level
 from placement.groups import Placement, Strategy, place
 from placement.rebalance import rebalance
+from recovery.planner import RecoveryPlan
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -212,18 +213,29 @@ class ClusterView:
     def _jobs(self) -> list[str]:
         return [*self.catalog.jobs, *self.catalog.forks.pending]
 
-    def silent_hosts(self, job: Job) -> set[str]:
-        """Hosts that facts of the job name, neither answering nor known to be gone for long (R24).
+    def awaited_hosts(self, job: Job, found: RecoveryPlan) -> frozenset[str]:
+        """Return the hosts that a get waits for: they may have a newer step, or its bytes in RAM (R23, R24)."""
+        if found.verdict == "wait":
+            return found.wait_for
+        if found.verdict == "none":
+            return frozenset(self.silent_hosts(job))
+        return frozenset(self._late_hosts() if found.bytes_durable else ())
 
-        Just after a start every announced host may know the job, so that None is not said too early (R23).
-        """
-        catalog, now = self.catalog, self.catalog.now
+    def silent_hosts(self, job: Job) -> set[str]:
+        """Return hosts that may know the job, neither answering nor known to be gone for long (R24)."""
         named = {h for commit in job.commits.values() for hosts in commit.hosts for h in hosts}
-        if now - catalog.started_s < catalog.rules.recovery_grace_s:
-            named |= catalog.expected_hosts
+        return self._silent(named) | self._late_hosts()
+
+    def _late_hosts(self) -> set[str]:
+        """Return the announced hosts that have not come yet, just after a start: any of them may know any job."""
+        is_early = self.catalog.now - self.catalog.started_s < self.catalog.rules.recovery_grace_s
+        return self._silent(self.catalog.expected_hosts) if is_early else set()
+
+    def _silent(self, names: set[str]) -> set[str]:
+        hosts, now = self.catalog.hosts, self.catalog.now
         known_gone = {
             h
-            for h, s in catalog.hosts.states.items()
-            if s.status == "dead" and now - s.since_s > catalog.rules.repair_after_s
+            for h, s in hosts.states.items()
+            if s.status == "dead" and now - s.since_s > self.catalog.rules.repair_after_s
         }
-        return {h for h in named if not catalog.hosts.is_answering(h)} - known_gone
+        return {h for h in names if not hosts.is_answering(h)} - known_gone

@@ -46,7 +46,7 @@ def _get(catalog: Catalog, job: Job, attempt: Attempt) -> tuple[list[int], str] 
     return _missing(attempt, active.calls), {
         "gathering": "its hosts to refuse ranks of older attempts",
         "listing": "durable storage to be listed",
-        "waiting": f"{_hosts(active.plan.wait_for if active.plan else ())} with the newest commit",
+        "waiting": f"{_hosts(active.plan.wait_for if active.plan else ())}, which may have a newer step",
         "deciding": "hosts to write down what is restored",
         "staging": f"{_hosts(bringing)} to have the bytes",
         "checking": f"{_ranks(attempt, _missing(attempt, active.checked))} to compare into=",
@@ -57,7 +57,7 @@ def _get(catalog: Catalog, job: Job, attempt: Attempt) -> tuple[list[int], str] 
 def _mesh_order(catalog: Catalog, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
     asked = catalog.mesh_orders.asked.get(job.name)
     late = _hosts(catalog.view.silent_hosts(job))
-    return (_missing(attempt, asked.calls), f"{late} with the newest commit") if asked is not None else None
+    return (_missing(attempt, asked.calls), f"{late}, which may have a newer step") if asked is not None else None
 
 
 def _reserve(catalog: Catalog, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:

@@ -9,6 +9,7 @@ gathering --all ranks--> listing (durable markers) --> planning --fact spread-->
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memstore.core.durable_place import place_of
@@ -151,15 +152,12 @@ class Rounds:
             result = self._plan_in_place(active, job, attempt, inventory, result)
         else:
             active.homes = {rank: call.host_id for rank, call in active.calls.items()}
-        active.plan, active.planned_s = result, now
-        if result.verdict == "wait":
+        late = frozenset() if is_grace_over else self.catalog.view.awaited_hosts(job, result)
+        active.plan, active.planned_s = replace(result, wait_for=late), now
+        if late:
             if active.phase != "waiting":
-                late = ", ".join(sorted(result.wait_for))
-                self.catalog.note(f"job {job.name!r}: get waits for hosts {late}: they hold the newest commit")
-                active.enter(now, "waiting")
-        elif result.verdict == "none" and not is_grace_over and self.catalog.view.silent_hosts(job):
-            # Whoever has not answered may know the job: None is for a job that nobody knows (R23).
-            if active.phase != "waiting":
+                names = ", ".join(sorted(late))
+                self.catalog.note(f"job {job.name!r}: get waits for hosts {names}: they may have a newer step")
                 active.enter(now, "waiting")
         elif result.verdict == "none":
             self._nothing(now, active, job, result)
