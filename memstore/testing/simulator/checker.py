@@ -53,7 +53,7 @@ class Checker:
         self.terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self.journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self.acked: set[StepId] = set()
-        self.decided: dict[int, StepId | None] = {}  # attempt -> what it restored
+        self.decided: dict[tuple[int, str], StepId | None] = {}  # by attempt, used again once all is lost, and key
         self.orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
         self.seated: dict[tuple[int, int], SimRank] = {}  # (attempt, rank) -> who was told to be it
         self.ever: dict[tuple[ShardId, str], set[str]] = {}  # copy -> hosts that ever had all of it, spoilt or not
@@ -214,7 +214,7 @@ class Checker:
         for other in self.world.ranks:
             if other.attempt == rank.attempt and other.tickets.get(step_number) in ("skipped", "failed"):
                 raise Violation("R12", f"{step} was committed, but rank {other.rank}'s put was not done")
-        for attempt, restored in self.decided.items():
+        for (attempt, _), restored in self.decided.items():
             if attempt > step.attempt and self.world.scenario.is_strict and (restored is None or restored < step):
                 raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")
         self.acked.add(step)
@@ -253,9 +253,9 @@ class Checker:
         """A rank was renumbered: one order for the attempt, and one process for each rank (R27)."""
         orders = self.orders.setdefault(rank.attempt, set())
         orders.add(tuple(answer["order"]))
-        other = self.seated.setdefault((rank.attempt, rank.rank), rank)
-        if other not in self.world.ranks:  # another process has taken its place in the launch (R20)
-            other = self.seated[rank.attempt, rank.rank] = rank
+        if self.seated.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
+            self.seated[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
+        other = self.seated[rank.attempt, rank.rank]
         if len(orders) > 1 or other is not rank:
             who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
             raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
@@ -274,7 +274,7 @@ class Checker:
         """A get, or an agreement, has chosen: one step for all, and nothing newer was promised (I1, I2)."""
         self.restores += 1
         got = None if answer["step"] is None else StepId(int(answer["attempt"]), int(answer["step"]))
-        known = self.decided.setdefault(rank.attempt, got)
+        known = self.decided.setdefault((rank.attempt, rank.key), got)
         if known != got:
             raise Violation("I2", f"attempt {rank.attempt}: rank {rank.rank} got {got}, another rank {known}")
         newest = max(self.acked, default=None)
