@@ -89,7 +89,7 @@ class RestoreCheck:
 
 
 def check_put(
-    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[tuple[float, float]], rank: int, step: int,
+    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int, step: int,
     reply: dict[str, Any],
 ) -> None:  # fmt: skip
     """No put raised, and none blocked for longer than its budget and what the machine overslept."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import random
 import resource
 import signal
@@ -20,6 +21,7 @@ from memstore.testing.nemesis.faults_network import NetworkFaults
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.schedule import Planned
 
+CATCH_UP_S = 5.0  # a rank that goes on after a stop is given so long for what it missed
 SPARE_FDS = 0  # a full table: whoever wants one more gets EMFILE
 
 
@@ -163,13 +165,14 @@ class Faults(FileFaults, NetworkFaults):
         ranks = list(self.job.ranks)
         if not ranks:
             return
-        rank, since_s = rng.choice(ranks), time.monotonic()
+        rank, pause_s = rng.choice(ranks), [time.monotonic(), math.inf]
         self.story.fault("stop_rank", f"rank {rank.rank}, for {planned.for_s:g} s")
-        self.job.paused_s.append((since_s, since_s + planned.for_s + 5.0))
+        self.job.paused_s.append(pause_s)
         with contextlib.suppress(OSError):
             rank.send_signal(signal.SIGSTOP)
 
-        def go_on() -> None:
+        def go_on() -> None:  # later than planned where a fault before it waited for Ray
+            pause_s[1] = time.monotonic() + CATCH_UP_S
             with contextlib.suppress(OSError):
                 rank.send_signal(signal.SIGCONT)
 

@@ -114,8 +114,16 @@ class Hosts:
                 process.kill()
                 process.wait(KILL_S)
             if is_lost:
+                self._lose_former(host)
                 self.ledger.harmed(self.domain[host], "lost", time.monotonic())
                 shutil.rmtree(self.cluster.arena(host), ignore_errors=True)
+
+    def _lose_former(self, host: str) -> None:
+        """A machine takes the stopped holder with it whose successor was still about to kill it."""
+        for process in self.outranked():
+            if self.former.get(process.pid) == f"holder of {host}":
+                process.kill()
+                process.wait(KILL_S)
 
     def stop_holder(self, host: str) -> None:
         """SIGSTOP."""

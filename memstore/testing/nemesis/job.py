@@ -54,7 +54,7 @@ class Job(threading.Thread):
         self.is_broken = False
         self.lives_count = 0
         self.commit_s = 0.0  # when a commit was news last
-        self.paused_s: list[tuple[float, float]] = []  # (from, to) of ranks that had SIGSTOP
+        self.paused_s: list[list[float]] = []  # (from, to) of ranks that had SIGSTOP
         self.restores = RestoreCheck(scenario, ledger, story)
         self.first_counts: list[dict[str, int]] = []
         self.last_counts: list[dict[str, int]] = []
