@@ -73,9 +73,7 @@ class Config:
     dscp: int = 1  # class of what a host pushes: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
     recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
-    orphan_ttl_s: float = (
-        86_400.0  # a job that was without holders for so long, and is not asked for, goes; 0: never (R5)
-    )
+    orphan_ttl_s: float = 86_400.0  # a job without holders for so long, and not asked for, is dropped; 0: never (R5)
     tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
     tls_key: str | None = None  # that signs the store's certificates; all three: TLS between hosts; none: plain TCP
     tls_ca: str | None = None
