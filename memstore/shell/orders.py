@@ -157,9 +157,11 @@ class Orders:
     def _drop(self, body: dict[str, Any]) -> None:
         shards = [shard_from_wire(item) for item in body["shards"]]
         removed = body.get("removed")
-        self.vault.drop_all(shards, removed)
-        with self.vault.lock:  # as inventories are: what names these copies is queued before
-            self.holder.report("freed", {"shards": body["shards"]})
+        try:
+            self.vault.drop_all(shards, removed)
+        finally:  # whatever was left: from now on reports of these copies are true
+            with self.vault.lock:  # as inventories are: what names these copies is queued before
+                self.holder.report("freed", {"shards": body["shards"]})
         if removed is not None:
             self.holder.twins.forget(str(removed[0]), int(removed[1]))
             if not body.get("is_refused_fork"):
