@@ -161,6 +161,33 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     assert not a.vault.shelf.staged
 
 
+@pytest.mark.parametrize("can_free", [True, False])
+def test_a_holder_says_when_it_has_freed_a_copy(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, can_free: bool
+) -> None:
+    """The controller counts no copy that it ordered to go until then; also where freeing it failed (R19)."""
+    a, _ = pair
+    seal(a.vault, SHARD)
+    reports, seen = reports_of(a, monkeypatch), []
+    drop, report = a.vault.drop, a.report
+
+    def dropped(shard: ShardId) -> None:
+        if not can_free:
+            raise OSError("its manifest cannot be removed")
+        drop(shard)
+
+    def noted(kind: str, body: dict[str, Any]) -> None:
+        seen.append(SHARD in [copy.shard for copy in a.vault.shelf.copies("a", "train")])
+        report(kind, body)
+
+    monkeypatch.setattr(a.vault, "drop", dropped)
+    monkeypatch.setattr(a, "report", noted)
+    a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)]})
+    a.orders.workers.shutdown(wait=True)
+    assert reports == [("freed", {"shards": [shard_to_wire(SHARD)]})]
+    assert seen == [not can_free]
+
+
 def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
     """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
     a, _ = pair
