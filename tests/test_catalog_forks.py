@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memstore.testing.catalog_holder import CHUNKS, FakeRank
@@ -239,3 +241,20 @@ def test_the_origin_is_kept_until_the_fork_is_whole() -> None:
     assert world.holders_of(StepId(1, 1), 1) == []
     know_the_fork(world, 1, 2)
     assert restore(world, NEW, 2)[0]["step"] == 1
+
+
+@pytest.mark.parametrize("rots", ["both", "the fork's"])
+def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> None:
+    """The fork can have no more from its origin, whose training would find no room; else it gets what it lacks."""
+    world, ranks = trained(2)
+    assert fork(world, ranks[0], 1) == ""
+    world.kill_host("h1")
+    holder = world.holders["h0"]
+    for job in ("train", NEW) if rots == "both" else (NEW,):
+        holder.keep(replace(holder.copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
+    world.run(1.0)
+    assert world.served.forks.needed(world.job()) == {StepId(1, 1)}, "h1 may come back"
+    world.run(world.rules.repair_after_s)
+    needed = set() if rots == "both" else {StepId(1, 1)}
+    assert world.served.forks.needed(world.job()) == needed
+    assert world.served.forks.unfinished(world.job()) == ([] if rots == "both" else [NEW])

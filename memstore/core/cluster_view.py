@@ -219,14 +219,14 @@ class ClusterView:
             return found.wait_for
         if found.verdict == "none":
             return frozenset(self.silent_hosts(job))
-        return frozenset(self._late_hosts() if found.bytes_durable else ())
+        return frozenset(self.late_hosts() if found.bytes_durable else ())
 
     def silent_hosts(self, job: Job) -> set[str]:
         """Return hosts that may know the job, neither answering nor known to be gone for long (R24)."""
         named = {h for commit in job.commits.values() for hosts in commit.hosts for h in hosts}
-        return self._silent(named) | self._late_hosts()
+        return self._silent(named) | self.late_hosts()
 
-    def _late_hosts(self) -> set[str]:
+    def late_hosts(self) -> set[str]:
         """Return the announced hosts that have not come yet, just after a start: any of them may know any job."""
         is_early = self.catalog.now - self.catalog.started_s < self.catalog.rules.recovery_grace_s
         return self._silent(self.catalog.expected_hosts) if is_early else set()

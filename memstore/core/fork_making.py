@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memstore.core.events import shard_to_wire
 from memstore.core.facts import JobForked, StepCommitted, StepRetired
 from memstore.core.job import Attempt, Call, Job, Seat
-from recovery.inventory import ShardId, StepId
+from recovery.inventory import Copy, ShardId, StepId
 
 if TYPE_CHECKING:
     from memstore.core.catalog import Catalog
@@ -78,6 +78,22 @@ class ForkMaking:
         ranks = job.copies.get(StepId(fact.attempt, fact.step), {})
         return all(any(not c.missing for c in ranks.get(r, {}).values()) for r in range(fact.world_size))
 
+    def needs_origin(self, job: Job, origin: Job) -> bool:
+        """True while the origin's step may have bytes that the fork lacks, here or on a host that may come back.
+
+        Else a chunk that rotted in both would keep the step for ever, and the origin had no room for another.
+        """
+        fact = job.origin
+        if fact is None or self.is_whole(job):
+            return False
+        catalog = self.catalog
+        late = catalog.hosts.dead_since(catalog.now - catalog.rules.repair_after_s) | catalog.view.late_hosts()
+        if not late.isdisjoint(h for hosts in fact.hosts for h in hosts):
+            return True
+        made = job.copies.get(StepId(fact.attempt, fact.step), {})
+        there = origin.copies.get(StepId(fact.from_attempt, fact.step), {})
+        return any(rank not in made or _lacking(made[rank]) - _lacking(there[rank]) for rank in there)
+
     def tick(self, now: float) -> None:
         """Order again what is not made yet; answer who waits for it."""
         for job in [job for job in self.catalog.jobs.values() if job.origin is not None]:
@@ -139,6 +155,11 @@ class ForkMaking:
         self.ordered_s.pop(name, None)
         for call in self.waiting.pop(name, []):
             self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+
+
+def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:
+    """Return the chunks of a shard that none of its copies has; there is at least one copy."""
+    return frozenset.intersection(*(copy.missing for copy in copies.values()))
 
 
 def stand_in(

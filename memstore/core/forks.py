@@ -282,13 +282,13 @@ class Forks:
     def needed(self, job: Job) -> set[StepId]:
         """Steps of a job that a fork is being made of: not dropped now."""
         steps = {p.step for p in self.pending.values() if p.origin == job.name}
-        facts = [fact for fact in self.of(job) if not self.making.is_whole(self.catalog.jobs[fact.job])]
+        facts = [fact for fact in self.of(job) if self.making.needs_origin(self.catalog.jobs[fact.job], job)]
         return steps | {StepId(fact.from_attempt, fact.step) for fact in facts}
 
     def unfinished(self, job: Job) -> list[str]:
-        """The forks of a job that are not whole yet."""
+        """The forks of a job that are not whole yet, and may be."""
         pending = [name for name, p in self.pending.items() if p.origin == job.name]
-        made = [fact.job for fact in self.of(job) if not self.making.is_whole(self.catalog.jobs[fact.job])]
+        made = [fact.job for fact in self.of(job) if self.making.needs_origin(self.catalog.jobs[fact.job], job)]
         return pending + made
 
     def of(self, job: Job) -> Iterable[JobForked]:
