@@ -261,10 +261,10 @@ class Simulation:
         if holder.session is not None:
             session = holder.session
             self.at(0.01, lambda: session.controller.lose(name, "connection reset"))
-        for other in self.holders.values():
+        self.at(back_after_s, lambda: self._bring_back(holder))
+        for other in self.holders.values():  # one of them may die at a write in this
             if other is not holder and other.is_up:
                 self._drop_drafts(other, name)
-        self.at(back_after_s, lambda: self._bring_back(holder))
 
     def _drop_drafts(self, holder: SimHolder, sender: str) -> None:
         """Its connections ended: what it had begun to send is given up (R13)."""
