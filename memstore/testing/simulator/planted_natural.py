@@ -118,7 +118,7 @@ def twins_not_waited_for() -> Any:
 
 
 @planted("late-twin-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
-         Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, tries=4, **DDP)  # fmt: skip
+         Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP)  # fmt: skip
 def late_twin_awaited_again() -> Any:
     """A rank that was waited for in vain is waited for by the next offer as well."""
     return patch.object(HolderTwins, "gave_up", lambda self, shard, own: None)
