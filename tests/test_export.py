@@ -91,20 +91,20 @@ def test_torch_files_hold_what_each_rank_put(cluster: ProcessCluster, tmp_path: 
 
 def test_of_two_attempts_with_one_step_number_the_named_one_is_written(cluster: ProcessCluster, tmp_path: Path) -> None:
     """--attempt takes the step that a fresh start left behind; without it the step is the lineage's."""
-    put(cluster, "twice", [{"w": torch.zeros(4)}])
-    with reader("twice", config=cluster.config) as source:
+    put(cluster, "attempts", [{"w": torch.zeros(4)}])
+    with reader("attempts", config=cluster.config) as source:
         source.pin(7, "first")
 
     def again(store: Store, rank: int) -> None:
         store.put(7, {"w": torch.ones(4)}).wait("committed", WAIT_S)
 
-    as_ranks(cluster, "twice", 1, again, fresh=True)
+    as_ranks(cluster, "attempts", 1, again, fresh=True)
     for attempt, value, options in ((1, 0.0, ["--attempt", "1"]), (2, 1.0, ["--attempt", "2"]), (2, 1.0, [])):
         target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        assert export(cluster, "twice", target, "--format", "torch", *options)["attempt"] == attempt
+        assert export(cluster, "attempts", target, "--format", "torch", *options)["attempt"] == attempt
         got = torch.load(target / "rank_00000.pt", weights_only=True)
         assert torch.equal(got["w"], torch.full((4,), value))
-    assert "attempt 9" in refused(cluster, "twice", tmp_path / "none", "--format", "torch", "--attempt", "9")
+    assert "attempt 9" in refused(cluster, "attempts", tmp_path / "none", "--format", "torch", "--attempt", "9")
 
 
 def test_a_step_of_shards_is_refused_and_says_how_to_read_it(cluster: ProcessCluster, tmp_path: Path) -> None:

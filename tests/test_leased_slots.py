@@ -59,7 +59,7 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     site.link.outbox.put(lambda: is_told.wait(30.0) and None)
     room = site.stage(2)
     assert room.hand_over(b"", 2 * CHUNK_BYTES)
-    site.link.take_event({"k": "level", "attempt": 1, "step": STEP, "level": "skipped"})
+    site.link.take_event({"k": "level", "attempt": 1, "step": STEP, "level": "skipped", "reason": ""})
     is_told.set()
     wait_for(site.link.outbox.empty, "the link's writer")
     assert len(site.link.pool) == SHARE_SLOTS
