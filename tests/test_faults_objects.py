@@ -136,13 +136,13 @@ def test_storage_that_hangs_holds_up_no_job_with_another(
     tmp_path: Path, nursery: RankNursery, faults: HttpFaults
 ) -> None:
     """All writers of both hosts hang in one job's storage: the steps of another job become durable in theirs (R31)."""
-    hung = faults.add("PUT", "/s3-hung/", kind="wait", times=1000)
+    hung = faults.add("PUT", "/s3-stuck/", kind="wait", times=1000)
     durable = tmp_path / "durable"
     durable.mkdir()
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS, arena_bytes=128 << 20) as cluster:
-        Fleet(cluster, nursery, job="s3-hung", kib=KIB, durable=URL, durable_every=1).begin(["h0", "h1"], last_step=0)
+        Fleet(cluster, nursery, job="s3-stuck", kib=KIB, durable=URL, durable_every=1).begin(["h0", "h1"], last_step=0)
         wait_for(lambda: hung.times <= 1000 - 2 * PERSIST_THREADS, "all writers to hang")
         other = Fleet(cluster, nursery, job="other", durable=str(durable), durable_every=1)
         ranks = other.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
-        assert cluster.job("s3-hung")["durable_step"] is None
+        assert cluster.job("s3-stuck")["durable_step"] is None
