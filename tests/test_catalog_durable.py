@@ -51,6 +51,18 @@ def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
     assert world.put_all(ranks, 3)
 
 
+def ask_on_a_blank_host(world: CatalogWorld) -> list[FakeRank]:
+    """All machines restarted, and h0 came without its memory: both ranks of a launch there call get()."""
+    world.crash_controller()
+    world.holders["h0"].restart(keep_memory=False)
+    world.run(3.0)
+    ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
+    world.run(1.0)
+    for rank in ranks:
+        world.call(rank, "get", step=None, timeout_s=60.0)
+    return ranks
+
+
 def test_a_get_waits_for_a_late_host_before_it_reads_durable_storage() -> None:
     """All machines restart, one without its memory, the other late: what it has is newer than storage (R24)."""
     world, ranks = written(durable_every=10)
@@ -60,13 +72,7 @@ def test_a_get_waits_for_a_late_host_before_it_reads_durable_storage() -> None:
     assert list(world.durable.markers) == [("train", 1, 1)]
     world.kill_host("h0")
     world.kill_host("h1", keep_memory=True)
-    world.crash_controller()
-    world.holders["h0"].restart(keep_memory=False)
-    world.run(3.0)
-    ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
-    world.run(1.0)
-    for rank in ranks:
-        world.call(rank, "get", step=None, timeout_s=60.0)
+    ranks = ask_on_a_blank_host(world)
     world.run(1.0)
     assert not ranks[0].answers.get("get")
     assert any("get waits for hosts h1: they may have a newer step" in note for note in world.notes)
@@ -82,13 +88,7 @@ def test_a_late_host_is_not_awaited_for_ever() -> None:
     world, _ = written()
     world.kill_host("h1", keep_memory=True)
     world.kill_host("h0")
-    world.crash_controller()
-    world.holders["h0"].restart(keep_memory=False)
-    world.run(4.0)
-    ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
-    world.run(2.0)
-    for rank in ranks:
-        world.call(rank, "get", step=None, timeout_s=60.0)
+    ranks = ask_on_a_blank_host(world)
     world.run(world.rules.recovery_grace_s + 3.0)
     answers = [rank.answers["get"][-1] for rank in ranks]
     assert {(answer["step"], answer["verdict"]) for answer in answers} == {(1, "durable")}
