@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import (
+from benchmarks.cases import (
     bench_catalog,
     bench_commit,
     bench_controller,
@@ -26,10 +26,9 @@ from benchmarks import (
     bench_restore_links,
     bench_sharing,
     bench_wire,
-    report,
-    results,
 )
-from benchmarks.harness import GIB, MIB, Options, Record
+from benchmarks.report import __main__, results
+from benchmarks.report.harness import GIB, MIB, Options, Record
 
 BENCHMARKS = {
     "first_put": bench_first_put.run,
@@ -77,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
         with_ray=not chosen.without_ray,
     )  # fmt: skip
     about = results.about(options, name)
-    print(f"{report.described(about)}\n\n{report.HEAD}", flush=True)
+    print(f"{__main__.described(about)}\n\n{__main__.HEAD}", flush=True)
     measured: list[Record] = []
     for key in chosen.only or BENCHMARKS:
         records = BENCHMARKS[key](options)
         for record in records:
             record.about = about
-            print(report.rows(record), flush=True)
+            print(__main__.rows(record), flush=True)
         if chosen.out is not None:
             results.merge(key, records, chosen.out)
         measured += records

@@ -20,40 +20,40 @@ from memstore import errors as errors
 from memstore.config import Config as Config
 
 if TYPE_CHECKING:
-    from memstore.api import Reader as Reader
-    from memstore.api import connect as connect
-    from memstore.api import reader as reader
-    from memstore.checkpoint import Checkpoint as Checkpoint
-    from memstore.checkpoint import StepInfo as StepInfo
-    from memstore.cluster import ClusterStatus as ClusterStatus
-    from memstore.cluster import start as start
-    from memstore.cluster import status as status
-    from memstore.cluster import stop as stop
-    from memstore.history import Fork as Fork
-    from memstore.history import fork as fork
-    from memstore.preparation import Preparation as Preparation
-    from memstore.shell.registry import register as register
-    from memstore.store import Store as Store
-    from memstore.ticket import Ticket as Ticket
+    from memstore.admin.cluster import ClusterStatus as ClusterStatus
+    from memstore.admin.cluster import start as start
+    from memstore.admin.cluster import status as status
+    from memstore.admin.cluster import stop as stop
+    from memstore.admin.fork import Fork as Fork
+    from memstore.admin.fork import fork as fork
+    from memstore.client.checkpoint import Checkpoint as Checkpoint
+    from memstore.client.checkpoint import StepInfo as StepInfo
+    from memstore.client.connect import Reader as Reader
+    from memstore.client.connect import connect as connect
+    from memstore.client.connect import reader as reader
+    from memstore.client.prepare import Preparation as Preparation
+    from memstore.client.store import Store as Store
+    from memstore.client.ticket import Ticket as Ticket
+    from memstore.shell.tensors.registry import register as register
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoint": "memstore.checkpoint",
-    "ClusterStatus": "memstore.cluster",
-    "Fork": "memstore.history",
-    "Preparation": "memstore.preparation",
-    "Reader": "memstore.api",
-    "StepInfo": "memstore.checkpoint",
-    "Store": "memstore.store",
-    "Ticket": "memstore.ticket",
-    "connect": "memstore.api",
-    "fork": "memstore.history",
-    "reader": "memstore.api",
-    "register": "memstore.shell.registry",
-    "start": "memstore.cluster",
-    "status": "memstore.cluster",
-    "stop": "memstore.cluster",
+    "Checkpoint": "memstore.client.checkpoint",
+    "ClusterStatus": "memstore.admin.cluster",
+    "Fork": "memstore.admin.fork",
+    "Preparation": "memstore.client.prepare",
+    "Reader": "memstore.client.connect",
+    "StepInfo": "memstore.client.checkpoint",
+    "Store": "memstore.client.store",
+    "Ticket": "memstore.client.ticket",
+    "connect": "memstore.client.connect",
+    "fork": "memstore.admin.fork",
+    "reader": "memstore.client.connect",
+    "register": "memstore.shell.tensors.registry",
+    "start": "memstore.admin.cluster",
+    "status": "memstore.admin.cluster",
+    "stop": "memstore.admin.cluster",
 }
 _ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from _pytest import runner
 
-from memstore.testing.rank_process import RankNursery
+from memstore.testing.ranks.rank_process import RankNursery
 
 # Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
 # starting and not in others; a cluster half with and half without it does not form.
@@ -177,5 +177,5 @@ def nursery(_nursery: RankNursery) -> Iterator[RankNursery]:
 @pytest.fixture(scope="session")
 def dcp_nursery() -> Iterator[RankNursery]:
     """Forks ranks that have imported torch.distributed."""
-    with RankNursery("memstore.testing.dcp_ranks") as nursery:
+    with RankNursery("memstore.testing.ranks.dcp_ranks") as nursery:
         yield nursery

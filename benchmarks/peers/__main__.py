@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report, results
-from benchmarks.harness import GIB, MIB, Options, Record
 from benchmarks.peers.races import RACES, run
+from benchmarks.report import __main__, results
+from benchmarks.report.harness import GIB, MIB, Options, Record
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Record]:
@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     options = Options(chosen.nbytes or nbytes, chosen.rounds or rounds, chosen.warmups)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     about = results.about(options, "full" if chosen.full else "quick")
-    print(f"{report.described(about)}\n\n{report.HEAD}", flush=True)
+    print(f"{__main__.described(about)}\n\n{__main__.HEAD}", flush=True)
     measured: list[Record] = []
     for name in chosen.only or RACES:
         records = run(name, options)
         for record in records:
             record.about = about
-            print(report.rows(record), flush=True)
+            print(__main__.rows(record), flush=True)
         if chosen.out is not None:
             results.merge("peers", records, chosen.out)
         measured += records

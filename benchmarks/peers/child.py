@@ -30,8 +30,8 @@ class Child:
 
     def prepare(self, name: str, nbytes: int, rank: int, world_size: int, **places: Any) -> dict[str, Any]:
         """Make the state of this rank and the contestant."""
-        from benchmarks import gpt_tensors
         from benchmarks.peers.contestant import Task
+        from benchmarks.rigs import gpt_tensors
 
         if world_size > 1:
             import torch.distributed as dist
@@ -50,7 +50,7 @@ class Child:
 
     def round(self, way: str, step: int) -> dict[str, Any]:
         """Change the state, wait for the other rank, save."""
-        from benchmarks import gpt_tensors
+        from benchmarks.rigs import gpt_tensors
 
         gpt_tensors.touch(self._state)
         if self._world_size > 1:

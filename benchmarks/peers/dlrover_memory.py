@@ -9,8 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
+from benchmarks.rigs import gpt_tensors
 
 SAVER_S = 60.0
 

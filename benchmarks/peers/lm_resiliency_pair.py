@@ -5,8 +5,8 @@ from __future__ import annotations
 from lm_resiliency.checkpointing.config import InMemoryCkptConfig
 from lm_resiliency.experimental import InMemoryCheckpointManager
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
+from benchmarks.rigs import gpt_tensors
 
 
 class LmResiliencyPair(Contestant):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
-from memstore.api import connect, reader
+from benchmarks.rigs import gpt_tensors
+from memstore.client.connect import connect, reader
 from memstore.config import Config
 
 HOSTS = ("near", "far")

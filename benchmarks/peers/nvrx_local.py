@@ -15,8 +15,8 @@ from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwar
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
+from benchmarks.rigs import gpt_tensors
 
 
 class CpuTensors(TensorAwareStateDict):  # type: ignore[misc]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import rig, targets
-from benchmarks.harness import Options, Record, Target, interleave, require
 from benchmarks.peers.children import PeerFailed, Team
+from benchmarks.report import targets
+from benchmarks.report.harness import Options, Record, Target, interleave, require
+from benchmarks.rigs import rig
 
 PUT = "memstore put"
 THREAD, PROCESS = "DCP async_save, thread", "DCP async_save, process"

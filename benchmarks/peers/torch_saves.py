@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
+from benchmarks.rigs import gpt_tensors
 
 KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torchft.checkpointing.http_transport import HTTPTransport
 
-from benchmarks import gpt_tensors
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
+from benchmarks.rigs import gpt_tensors
 
 LIMIT = timedelta(seconds=60)
 

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from memstore.adapters.torch import AppState
-from memstore.api import connect
+from memstore.client.connect import connect
+from memstore.client.store import Store
 from memstore.config import Config
 from memstore.errors import WorldSizeError
-from memstore.store import Store
 
 
 class MemstoreCallback(Callback):

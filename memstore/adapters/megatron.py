@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memstore.client.store import Store
 from memstore.errors import RecoveryError
-from memstore.store import Store
 
 NOTHING = -1  # what find_latest returns for a job without history
 

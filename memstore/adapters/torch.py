@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.distributed_c10d import PrefixStore
 
-from memstore.collectives import WatchedCollectives
-from memstore.store import Store
+from memstore.client.collective_hooks import WatchedCollectives
+from memstore.client.store import Store
 
 
 class AppState:

@@ -23,10 +23,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import WEIGHTS_NAME
 
-from memstore.api import connect
+from memstore.client.connect import connect
+from memstore.client.store import Store
 from memstore.config import Config
 from memstore.errors import ConfigError
-from memstore.store import Store
 
 
 class MemstoreCallback(TrainerCallback):

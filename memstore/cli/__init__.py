@@ -141,7 +141,7 @@ main.add_command(
 )  # fmt: skip
 main.add_command(
     _passed_on(
-        "drill", "memstore.drills.cli", "Break a cluster in a chosen way and prove the promise on the bytes.",
+        "drill", "memstore.drills.cli.group", "Break a cluster in a chosen way and prove the promise on the bytes.",
         "the whole memstore wheel: reinstall it",
     )
 )  # fmt: skip

@@ -10,7 +10,7 @@ import click
 from memstore.cli.options import Where, address_option, check_host, store_options
 from memstore.cli.output import ExitCode, print_json, say
 from memstore.config import Config
-from memstore.core.problems import drain_text
+from memstore.core.report.problems import drain_text
 
 POLL_S = 0.2
 

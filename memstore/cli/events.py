@@ -11,9 +11,9 @@ import click
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import Config
-from memstore.core.chronicle import PROBLEMS, ROUTINE
-from memstore.core.listing import lost_text
-from memstore.core.problems import drain_text
+from memstore.core.cluster.text import lost_text
+from memstore.core.report.event_ring import PROBLEMS, ROUTINE
+from memstore.core.report.problems import drain_text
 from memstore.errors import MemstoreError
 
 POLL_S = 0.5

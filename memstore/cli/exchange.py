@@ -45,7 +45,7 @@ def export(
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     Where(config).status(job)
-    from memstore.api import reader
+    from memstore.client.connect import reader
     from memstore.exchange.exporting import export_step
 
     if module is not None:

@@ -7,7 +7,7 @@ import click
 from memstore.cli.options import Where, address_option, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
-from memstore.core.persists import WITHIN_MAX_S
+from memstore.core.durable.persist import WITHIN_MAX_S
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
@@ -96,7 +96,7 @@ def fork(
 
     No byte is copied; JOB goes on untouched, and either may be removed.
     """
-    from memstore.history import FORK_S, fork_body
+    from memstore.admin.fork import FORK_S, fork_body
 
     where = Where(config, address)
     where.status(job)

@@ -7,7 +7,7 @@ import click
 from memstore.cli.options import ASK_S, Where, address_option, store_options
 from memstore.cli.output import plural, print_json, say
 from memstore.config import Config
-from memstore.core.durable_checks import CHECK_DEADLINE_S
+from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.errors import CapacityError
 
 

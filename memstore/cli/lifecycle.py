@@ -15,7 +15,7 @@ from memstore.cli.options import Where, config_or_usage, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
-from memstore.shell.ray_reach import REACH_S
+from memstore.shell.on_ray.reach import REACH_S
 
 POLL_S = 0.2
 BEAT_S = 5.0  # a holder that has just joined says within this what it may have
@@ -55,7 +55,7 @@ def up(
         check_writable(durable_check)
     deadline_s = time.monotonic() + timeout_s
     with joined_ray(address, timeout_s):
-        from memstore.cluster import LEAST_S, start
+        from memstore.admin.cluster import LEAST_S, start
 
         start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
         where = Where(config, address)
@@ -118,7 +118,7 @@ def _number(text: str) -> int | str:
 
 def check_writable(directory: str) -> None:
     """Raise ConfigError unless a file can be written in the directory, or an object at the URL, from this machine."""
-    from memstore.shell.durable_tier import files_from_url  # numpy, which --help need not load
+    from memstore.shell.durable.tier import files_from_url  # numpy, which --help need not load
 
     if "://" in directory:
         files_from_url(directory).probe()
@@ -144,7 +144,7 @@ def sharing_words(nodes: dict[str, int]) -> str:
 
 
 def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> dict[str, Any]:
-    from memstore.cluster import nodes_by_host
+    from memstore.admin.cluster import nodes_by_host
 
     while True:
         body = where.status()
@@ -166,7 +166,7 @@ def joined_ray(address: str | None, limit_s: float = REACH_S) -> Iterator[None]:
     """Connect this process to a Ray cluster that runs; never start one, it would end with the command."""
     import ray
 
-    from memstore.cluster import join_ray
+    from memstore.admin.cluster import join_ray
 
     if ray.is_initialized():
         yield
@@ -209,7 +209,7 @@ def down(
         raise click.UsageError("--yes goes with --discard; without it nothing is lost")
     try:
         with joined_ray(address):
-            from memstore.cluster import stop
+            from memstore.admin.cluster import stop
 
             stop(config=config, keep_data=not discard, force=yes)
     except (PeerUnreachable, PeerTimeout) as error:
@@ -219,7 +219,7 @@ def down(
 
 def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
     """Say what is left on this machine; a holder that still runs is an error."""
-    from memstore.cluster import leftovers
+    from memstore.admin.cluster import leftovers
 
     deadline_s = time.monotonic() + RELEASE_S
     rows = leftovers(config)
@@ -245,7 +245,7 @@ def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
 
 def _leftovers(config: Config, hosts: tuple[str, ...], *, discard: bool, as_json: bool) -> None:
     """List the arenas of this machine; remove those whose holder is gone."""
-    from memstore.cluster import leftovers, remove_leftovers
+    from memstore.admin.cluster import leftovers, remove_leftovers
 
     rows = leftovers(config)
     for host in hosts:

@@ -11,7 +11,7 @@ import click
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import data_console, plain_table, print_json
 from memstore.config import Config
-from memstore.core.metrics import METRICS, exported_names, holder_gauges, status_gauges
+from memstore.core.report.metrics import METRICS, exported_names, holder_gauges, status_gauges
 
 
 @click.command(short_help="Values of the gauges now; the list of metrics; the Grafana dashboard, the alert rules.")

@@ -14,7 +14,7 @@ import click
 
 from memstore.cli.output import STORE_CONFIG, say
 from memstore.config import Config
-from memstore.core.problems import name_commands
+from memstore.core.report.problems import name_commands
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
 ASK_S = 10.0
@@ -35,15 +35,15 @@ class Where:
             PeerUnreachable, PeerTimeout: no holder or no controller answers; says what to run.
         """
         if self.address is not None:
-            from memstore.cluster import join_ray
+            from memstore.admin.cluster import join_ray
 
             join_ray(self.address, may_create=False, say=say, logging_level=logging.ERROR)
         try:
             if self.address is not None:
-                from memstore.cluster import ask
+                from memstore.admin.cluster import ask
 
                 return ask(verb, body, config=self.config, timeout_s=timeout_s)
-            from memstore.shell.tool import any_tool
+            from memstore.shell.rank.admin_link import any_tool
 
             with any_tool(self.config) as tool:
                 return dict(tool.ask(verb, body, timeout_s))
@@ -57,7 +57,7 @@ class Where:
         except PeerUnreachable as error:
             if self.address is not None:
                 raise
-            from memstore.stores import others_where_none_is
+            from memstore.admin.stores import others_where_none_is
 
             others = others_where_none_is(self.config)
             raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
@@ -77,12 +77,12 @@ class Where:
 
     def _elsewhere(self, job: str) -> str:
         """Return which other stores have a job: those of this machine, else those of the Ray cluster; "" if none."""
-        from memstore.stores import having, shown_in
+        from memstore.admin.stores import having, shown_in
 
         found = having(self.config, job)
         if found or self.address is None:
             return found
-        from memstore.cluster import stores_having
+        from memstore.admin.cluster import stores_having
 
         names = stores_having(job, self.config)
         return shown_in(self.config, job, names, "of the Ray cluster", f" --address {self.address}")

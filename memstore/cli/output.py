@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from memstore.core.listing import plural as plural
+from memstore.core.cluster.text import plural as plural
 
 STORE_CONFIG = "memstore.config"  # where click's context keeps the Config that --store and --arena-dir make
 PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped

@@ -10,7 +10,7 @@ from memstore.cli.options import Where, address_option, check_host, store_option
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import gone_text
 from memstore.config import Config
-from memstore.core.listing import lost_text
+from memstore.core.cluster.text import lost_text
 from memstore.errors import ConfigError
 
 SPANS_MAX = 3  # runs of steps that are gone

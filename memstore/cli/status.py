@@ -24,8 +24,8 @@ from memstore.cli.output import (
     size_text,
 )
 from memstore.config import Config
-from memstore.core.listing import listed
-from memstore.core.problems import DEGRADED, UNRECOVERABLE, drain_text, is_over_limit, worst
+from memstore.core.cluster.text import listed
+from memstore.core.report.problems import DEGRADED, UNRECOVERABLE, drain_text, is_over_limit, worst
 from memstore.errors import MemstoreError
 
 WATCH_S = 1.0
@@ -66,8 +66,8 @@ def status_body(where: Where) -> dict[str, Any]:
 
 def ray_address(config: Config) -> str:
     """Return the address of the Ray cluster, as the holders of this machine wrote it beside their arenas."""
-    from memstore.shell.arena_lock import owner
-    from memstore.shell.tool import host_folders
+    from memstore.shell.arena.lock import owner
+    from memstore.shell.rank.admin_link import host_folders
 
     for folder in host_folders(config):
         holding = owner(folder)

@@ -16,7 +16,7 @@ def stores(config: Config, as_json: bool) -> None:
 
     What a left-over one holds shows once `memstore up` has adopted it. --store is not used: all are listed.
     """
-    from memstore.stores import stores_here
+    from memstore.admin.stores import stores_here
 
     found = stores_here(config)
     if as_json:

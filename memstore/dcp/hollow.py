@@ -16,11 +16,11 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from memstore.core.layout import row_major
+from memstore.core.format.layout import row_major
 from memstore.errors import UnsupportedState
-from memstore.shell.device_copy import DeviceWrite, order_all
-from memstore.shell.slot_stream import Move, SlotStream, move_all
-from memstore.shell.tensor_bytes import Source, flat_source
+from memstore.shell.device.side_stream import DeviceWrite, order_all
+from memstore.shell.tensors.memory import Source, flat_source
+from memstore.shell.tensors.slot_stream import Move, SlotStream, move_all
 
 LARGE_BYTES = 64 << 10  # larger tensors come first, so that unchanged ones keep their chunks when small ones change
 ALIGNMENT_BYTES = 64

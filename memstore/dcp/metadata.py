@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from memstore.checkpoint import DCP_KEY
-from memstore.core.layout import decode_layout, encode_layout
+from memstore.client.checkpoint import DCP_KEY
+from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.errors import MemstoreError, ProtocolError, UnsupportedState
-from memstore.shell.state_decode import StateBuild, decode_state
-from memstore.shell.state_encode import copy_into, plan_state
-from memstore.shell.state_walk import StateWalk
-from memstore.shell.tensor_bytes import DTYPE_NAMES, DTYPES
+from memstore.shell.codec.decode import StateBuild, decode_state
+from memstore.shell.codec.encode import copy_into, plan_state
+from memstore.shell.codec.walk import StateWalk
+from memstore.shell.tensors.memory import DTYPE_NAMES, DTYPES
 
 FORMAT = 1
 METADATA_BYTES_MAX = 1 << 30  # of msgpack: ten million chunks

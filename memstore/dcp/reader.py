@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from memstore.core.layout import byte_span, row_major
+from memstore.core.format.layout import byte_span, row_major
 from memstore.dcp.metadata import Place, SavedLayout, decode_metadata
 from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
-from memstore.shell.shard_ranges import Asked, OpenRanges, ShardRanges
+from memstore.shell.rank.range_read import Asked, OpenRanges, ShardRanges
 
 BATCH_BYTES = 256 << 20  # on its way while another is copied: bounds what a load takes of the arena
 COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from memstore.client.pending_put import OpenPut
+from memstore.client.puts import Puts
+from memstore.client.ticket import TERMINAL, Ticket
 from memstore.config import Config
 from memstore.errors import CommitError, ConfigError, MemstoreError, TransportError
-from memstore.open_put import OpenPut
-from memstore.puts import Puts
-from memstore.shell.rank_link import RankLink
-from memstore.ticket import TERMINAL, Ticket
+from memstore.shell.rank.holder_link import RankLink
 
 ADOPT_S = 30.0
 # The offer comes on the parent's link and may be behind us; a holder that restarts hears of parent and offer anew.

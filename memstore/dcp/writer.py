@@ -25,16 +25,16 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from memstore.client.pending_put import OpenPut
+from memstore.client.puts import Puts
+from memstore.client.ticket import LEVELS, Ticket
 from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
 from memstore.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
 from memstore.dcp.save_process import SaveProcess, staged_shard
 from memstore.errors import CommitError, ConfigError, UnsupportedState
-from memstore.open_put import OpenPut
-from memstore.puts import Puts
-from memstore.shell.copy_pass import copying
-from memstore.shell.slot_stream import SlotStream, address_of, byte_array
-from memstore.shell.tensor_bytes import Source, flat_source
-from memstore.ticket import LEVELS, Ticket
+from memstore.shell.codec.interpreter import copying
+from memstore.shell.tensors.memory import Source, flat_source
+from memstore.shell.tensors.slot_stream import SlotStream, address_of, byte_array
 
 FRAMES_MAX = 8  # between dcp.save and a writer, with a subclass's in between
 

@@ -21,7 +21,7 @@ from memstore.demo.records import Run, read_run
 from memstore.demo.train_loop import Settings, train
 from memstore.demo.watcher import Say, Watcher
 from memstore.errors import ConfigError, MemstoreError
-from memstore.testing.embedded import EmbeddedCluster
+from memstore.testing.clusters.embedded import EmbeddedCluster
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}, "h4": {"rack": "r2"}}
 RANKS_COUNT = 4

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 import memstore
 from memstore.adapters.torch import AppState
+from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.demo.model import ModelSize, sharded_model
 from memstore.demo.records import Joined, Journal, Restored, StepRun
 from memstore.demo.text import Batches, library_text
-from memstore.shell.host_id import current_node_labels
-from memstore.ticket import Ticket
+from memstore.shell.host.identity import current_node_labels
 
 TEXT_BYTES = 1 << 20
 

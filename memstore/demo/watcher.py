@@ -13,7 +13,7 @@ import memstore
 from memstore.demo.checks import Kill
 from memstore.demo.records import Run, StepRun, read_run
 from memstore.errors import MemstoreError
-from memstore.testing.embedded import EmbeddedCluster
+from memstore.testing.clusters.embedded import EmbeddedCluster
 
 POLL_S = 0.05
 TELL_S = 0.5  # between two looks at the journals

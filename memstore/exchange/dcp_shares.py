@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from memstore.client.store import Store
+from memstore.client.ticket import Ticket
 from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES
 from memstore.dcp.metadata import Place, SavedLayout, encode_metadata
 from memstore.errors import CapacityError, IntegrityError
 from memstore.exchange.sources import Source
-from memstore.shell.slot_stream import SlotStream
-from memstore.store import Store
-from memstore.ticket import Ticket
+from memstore.shell.tensors.slot_stream import SlotStream
 
 ROOM_S = 120.0  # no training waits for it
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memstore.api import Reader
-from memstore.checkpoint import StepInfo
-from memstore.core.natural import NaturalLayout
+from memstore.client.checkpoint import StepInfo
+from memstore.client.connect import Reader
+from memstore.core.format.shared_layout import NaturalLayout
 from memstore.dcp.metadata import SavedLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_folder import write_dcp
@@ -21,8 +21,8 @@ from memstore.exchange.safetensors_files import stock_safetensors, write_safeten
 from memstore.exchange.shard_bytes import ShardBytes
 from memstore.exchange.step_view import StepView, view_of_dcp_step, view_of_put_step
 from memstore.exchange.torch_files import write_torch
-from memstore.shell.arena_lock import boot_id, is_alive, process_start_time
-from memstore.shell.shard_ranges import ShardRanges
+from memstore.shell.arena.lock import boot_id, is_alive, process_start_time
+from memstore.shell.rank.range_read import ShardRanges
 
 FORMATS = ("dcp", "torch", "safetensors")
 NOTE_NAME = "memstore.json"  # in every export: what it is, and what is not in it

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from memstore.api import connect, reader
+from memstore.client.connect import connect, reader
+from memstore.client.store import Store
+from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_shares import put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
 from memstore.exchange.sources import DcpSource, SafetensorsSource, Source
 from memstore.exchange.torch_files import file_name
-from memstore.shell.state_encode import plan_state
-from memstore.shell.tool import any_tool
-from memstore.store import Store
-from memstore.ticket import Ticket
+from memstore.shell.codec.encode import plan_state
+from memstore.shell.rank.admin_link import any_tool
 
 log = logging.getLogger("memstore")
 COMMIT_S = 600.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memstore.errors import ConfigError
-from memstore.shell.arena_lock import is_alive, process_start_time
+from memstore.shell.arena.lock import is_alive, process_start_time
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from memstore.core.layout import Layout, TensorSpec, byte_span, decode_layout
-from memstore.core.tree import Node, Tag
+from memstore.core.format.layout import Layout, TensorSpec, byte_span, decode_layout
+from memstore.core.format.object_tree import Node, Tag
 from memstore.errors import UnsupportedState
 from memstore.exchange.shard_bytes import ShardBytes, have_same_bytes
-from memstore.shell.shard_ranges import Range
-from memstore.shell.state_decode import StateBuild, guarded
+from memstore.shell.codec.decode import StateBuild, guarded
+from memstore.shell.rank.range_read import Range
 
 Path = tuple[str | int, ...]
 MAPPINGS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)

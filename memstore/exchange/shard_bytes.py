@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from memstore.core.layout import pieces
+from memstore.core.format.layout import pieces
 from memstore.errors import IntegrityError
-from memstore.shell.shard_ranges import Range, ShardRanges
-from memstore.shell.slot_stream import address_of, copy_bytes
+from memstore.shell.rank.range_read import Range, ShardRanges
+from memstore.shell.tensors.slot_stream import address_of, copy_bytes
 
 WINDOW_BYTES = 64 << 20  # in this memory, and in the arena's in-flight room, at once
 

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from memstore.core.layout import Flag
-from memstore.core.tree import Node, Tag
+from memstore.core.format.layout import Flag
+from memstore.core.format.object_tree import Node, Tag
 from memstore.dcp.metadata import Place
 from memstore.dcp.reader import DcpReader
 from memstore.errors import IntegrityError, UnsupportedState
 from memstore.exchange.put_tree import Path, PutShard, have_same_leaf
 from memstore.exchange.shard_bytes import WINDOW_BYTES, ShardBytes
-from memstore.shell.shard_ranges import Range, ShardRanges
-from memstore.shell.subclasses import placement_of
-from memstore.shell.tensor_bytes import DTYPES
+from memstore.shell.rank.range_read import Range, ShardRanges
+from memstore.shell.tensors.memory import DTYPES
+from memstore.shell.tensors.subclasses import placement_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from memstore.core.tree import Node, Tag
+from memstore.core.format.object_tree import Node, Tag
 from memstore.exchange.put_tree import PutShard
 from memstore.exchange.shard_bytes import ShardBytes
 

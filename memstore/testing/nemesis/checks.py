@@ -10,7 +10,7 @@ from memstore.testing.nemesis.ledger import Ledger, Step
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.story import Story
-from memstore.testing.rank_process import RankFailed
+from memstore.testing.ranks.rank_process import RankFailed
 
 STALL_MARGIN_S = 1.0
 LATE_FACTOR = 3.0  # a second that the machine overslept may cost a put so many

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.testing.nemesis.fault_base import FaultBase
 from memstore.testing.nemesis.schedule import Planned
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import MemstoreError
-from memstore.shell import arena_lock
-from memstore.shell.tool import Tool
+from memstore.shell.arena import lock as arena_lock
+from memstore.shell.rank.admin_link import Tool
+from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.nemesis.ledger import Harm, Ledger
 from memstore.testing.nemesis.rank_process import CLOCK_VARIABLE
 from memstore.testing.nemesis.story import Story
-from memstore.testing.processes import ProcessCluster
 
 ASK_S = 3.0
 KILL_S = 30.0

@@ -23,7 +23,7 @@ from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.rank_process import CLOCK_VARIABLE
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.story import Story
-from memstore.testing.rank_process import RankFailed, RankNursery, RankProcess
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
 JOB = "train"
 CONNECT_S = 60.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memstore.shell.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memstore.testing.nemesis.rank_process import LOG_VARIABLE
-from memstore.testing.rank_process import RankNursery, RankProcess
+from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 
 
 class LockedNursery(RankNursery):

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from memstore.testing.nemesis import oracle
-from memstore.testing.rank_process import nursery_main
+from memstore.testing.ranks.rank_process import nursery_main
 
 LOG_VARIABLE = "NEMESIS_LOG"  # a file that takes what a rank prints and logs
 CLOCK_VARIABLE = "NEMESIS_CLOCK_S"  # so many seconds are added to the wall clock of a process
@@ -51,7 +51,7 @@ class Rank:
         key: str | None,
     ) -> dict[str, Any]:  # fmt: skip
         """Join the job."""
-        from memstore.api import connect
+        from memstore.client.connect import connect
 
         self.seed, self.kib, self.is_overlapped = seed, kib, overlap
         self.store = connect(job, rank=rank, world_size=world_size, attempt=key, config=_config(config))
@@ -133,7 +133,7 @@ class Rank:
         self, job: str, config: dict[str, Any], seed: int, kib: int, ranks: list[int], step: int | None
     ) -> dict[str, Any]:
         """Read some ranks' shards as a reader that joins nothing, and compare them."""
-        from memstore.api import reader
+        from memstore.client.connect import reader
 
         self.seed, self.kib = seed, kib
         rows = []
@@ -166,10 +166,10 @@ def shift_clock(seconds: float) -> None:
 
 def forget_ray() -> None:
     """Let a rank that finds no holder wait for one: this machine has no Ray cluster of ours to start a store in."""
-    import memstore.api
+    import memstore.client.connect
 
-    if hasattr(memstore.api, "start_through_ray"):
-        memstore.api.start_through_ray = lambda *args, **kwargs: None
+    if hasattr(memstore.client.connect, "start_through_ray"):
+        memstore.client.connect.start_through_ray = lambda *args, **kwargs: None
 
 
 def serve_round(channel: socket.socket) -> None:

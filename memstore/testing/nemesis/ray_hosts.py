@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from memstore.config import Config
-from memstore.shell.arena_lock import owner
-from memstore.testing.embedded import EmbeddedCluster
+from memstore.shell.arena.lock import owner
+from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.schedule import Scenario

@@ -17,7 +17,7 @@ from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.observer import Observer
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.story import Story
-from memstore.testing.rank_process import RankFailed, RankNursery
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery
 
 REPLY_S = 150.0
 CLI_S = 120.0

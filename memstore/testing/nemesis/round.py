@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.checks import wait_limit_s
 from memstore.testing.nemesis.faults import Faults
@@ -25,7 +26,6 @@ from memstore.testing.nemesis.reading import Reading
 from memstore.testing.nemesis.schedule import Planned, Scenario
 from memstore.testing.nemesis.storage import Storage
 from memstore.testing.nemesis.story import Story
-from memstore.testing.processes import ProcessCluster
 
 ARENA_BYTES = 192 << 20
 TICK_S = 0.02

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from memstore.testing.s3_server import HttpFaults, S3Server, server_environment
+from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
 
 BUCKET = "nemesis"
 

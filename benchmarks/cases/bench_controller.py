@@ -1,0 +1,146 @@
+"""What does the controller send, and what does that cost it, where everybody must be told?
+
+A real controller (`controller_rig.py`) with 2,048 hosts of 8 ranks, 2 copies: all hosts join, all ranks connect and
+ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, so is
+a rack host by host, all ranks connect again (a fence and an inventory of every host), and a successor starts from what
+the hosts have. Counted from the event that brings it about until every answer was taken and every byte was read at the
+far end; processor time is of all the controller's threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import xxhash
+
+from benchmarks.report.harness import Options, Record
+from benchmarks.rigs.controller_rig import CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
+from memstore.config import Config
+from memstore.shell.controller.controller import collect_rarely
+
+HOSTS = 2048
+RACK = 32
+APART_S = 0.05  # between two hosts of a rack
+
+
+def run(options: Options) -> list[Record]:
+    """Return one record for a fleet of 2,048 hosts."""
+    return [measure(HOSTS)]
+
+
+def measure(hosts_count: int) -> Record:
+    """Return the record for this many hosts."""
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    collect_rarely()  # as a controller's process does
+    try:
+        costs = episodes(hosts_count)
+    finally:
+        gc.set_threshold(*before)
+        sys.setswitchinterval(switch_s)
+    return record(hosts_count, costs)
+
+
+def record(hosts_count: int, costs: dict[str, Cost]) -> Record:
+    """Return the figures of all episodes."""
+    where = f"{hosts_count:,} hosts, {hosts_count * RANKS_PER_HOST:,} ranks"
+    found = Record("controller", 0, {where: [sum(cost.cpu_s for cost in costs.values())]})
+    for what, cost in costs.items():
+        found.figure(f"{what}: core seconds", [cost.cpu_s], "s")
+        found.figure(f"{what}: sent", [float(cost.sent_bytes)], "bytes")
+        found.figure(f"{what}: heard", [float(cost.heard_bytes)], "bytes")
+        found.figure(f"{what}: orders", [float(cost.orders)], "count")
+    return found
+
+
+def episodes(hosts_count: int) -> dict[str, Cost]:
+    """Return what each of them cost, in the order in which they happened."""
+    fleet, costs = Fleet(hosts_count), {}
+    with Rig(fleet, term=1) as rig:
+        costs["all hosts join"] = rig.cost(rig.start)
+        costs["all ranks connect"] = rig.cost(lambda: connect(rig))
+        need = {"attempt": fleet.attempt, "slots": CHUNKS}
+        costs["all ranks ask for room"] = rig.cost(lambda: call(rig, "reserve", need))
+        for step in (1, 2):
+            seals = fleet.seals(step)
+            rig.cost(lambda s=seals: rig.tell(islice(s, 2 * fleet.world_size - 1)))  # type: ignore[misc]
+            costs["a commit"] = rig.cost(lambda s=seals: rig.tell(s))  # type: ignore[misc]
+        costs["a host is suspected"] = rig.cost(lambda: suspect(rig, fleet.names[1]))
+        costs["a host is lost"] = rig.cost(lambda: lose(rig, fleet.names[1]))
+        costs["it comes back"] = rig.cost(lambda: come_back(rig, fleet.names[1]))
+        rack = fleet.names[hosts_count // 2 :][: min(RACK, hosts_count // 4)]
+        costs["a rack is lost host by host"] = rig.cost(lambda: in_turn(lose, rig, rack))
+        costs["and comes back host by host"] = rig.cost(lambda: in_turn(come_back, rig, rack))
+        costs["all ranks connect again"] = rig.cost(lambda: connect(rig))
+    with Rig(fleet, term=2) as rig:
+        costs["a successor starts"] = rig.cost(rig.start)
+        if rig.controller.catalog.jobs[JOB].newest_commit(1) != 2:
+            raise RuntimeError("the successor does not know the newest commit; no number is reported")
+    return costs
+
+
+def nonce(launch: int, rank: int) -> str:
+    """What a process calls itself: its pid, when it started, job and rank (`memstore/client/connect.py`)."""
+    pid, start = divmod(xxhash.xxh3_64_intdigest(f"{launch}-{rank}".encode()) % 10**13, 10**8)
+    return f"{100_000 + pid}-{start:08d}-{JOB}-{rank}"
+
+
+def call(rig: Rig, verb: str, body: dict[str, Any]) -> None:
+    """Every rank asks; RuntimeError unless each got an answer."""
+
+    def calls() -> Iterator[tuple[str, dict[str, Any]]]:
+        for rank in range(rig.fleet.world_size):
+            more = {"job": JOB, "rank": rank, "pid": 1000 + rank, "nonce": nonce(rig.fleet.launch, rank)}
+            yield rig.fleet.host_of(rank), {"k": "call", "id": rank, "verb": verb, "body": {**body, **more}}
+
+    rig.answers.clear()
+    rig.tell(calls())
+    rig.settle()
+    errors = [answer.error for answer in rig.answers if answer.error is not None]
+    if errors or len(rig.answers) != rig.fleet.world_size:
+        raise RuntimeError(f"{verb}: {len(rig.answers)} answers of {rig.fleet.world_size}, errors {errors[:1]}")
+
+
+def connect(rig: Rig) -> None:
+    """All ranks join a launch of their own."""
+    launch = rig.fleet.launch = rig.fleet.launch + 1
+    call(rig, "join", {
+        "world_size": rig.fleet.world_size, "key": f"k{launch}", "launcher": f"l{launch}", "fresh": False,
+        "takeover": True, "config": Config(replicas=2).job_fields(),
+    })  # fmt: skip
+    rig.fleet.attempt += 1
+
+
+def suspect(rig: Rig, name: str) -> None:
+    """A host is silent for so long that it is suspected, then it beats again."""
+    state = rig.controller.catalog.hosts.states[name]
+    state.heard_at_s -= SILENCE_S + 1
+    while state.status != "suspect":
+        rig.settle()
+    rig.tell([(name, {"k": "beat", "stats": {}})])
+
+
+def lose(rig: Rig, name: str) -> None:
+    """A host's connection ends."""
+    rig.controller.events.put((rig.sessions[name], {"k": "ended", "why": "reset by peer"}))
+
+
+def in_turn(what: Callable[[Rig, str], None], rig: Rig, names: list[str]) -> None:
+    """Something happens to one host after the other."""
+    for name in names:
+        what(rig, name)
+        time.sleep(APART_S)
+
+
+def come_back(rig: Rig, name: str) -> None:
+    """Its next holder announces itself, with what the memory has."""
+    host = rig.fleet.hosts[name]
+    host.incarnation += 1
+    rig.sessions[name].incarnation = host.incarnation
+    with rig.controller.lock:
+        rig.controller.sessions[name] = rig.sessions[name]
+    rig.tell([(name, rig.fleet.up(host))])

@@ -1,0 +1,105 @@
+"""The first put of a process in a store that was started for it, prepared or not, beside the warm puts after it.
+
+Every round starts a cluster and a process for each contender, so nothing is warm: no arena, no page, no connection,
+no import. The one-off cost is the time from `store.prepare(state)` until its wait() returns. A put is timed until it
+returns (its stall) and until the peer has sealed it; the warm put is the median of the third to the fifth.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.report import targets
+from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.rigs import gpt_tensors, rig
+
+PREPARE = "prepare and wait, once"
+FIRST, WARM = "first put", "warm put"
+COLD = "first put without prepare"
+PUTS, WARM_FROM = 5, 2
+CHILD_S = 120.0
+Times = list[tuple[float, float]]  # of every put: seconds until it returned, until it was sealed on the peer
+
+
+def run(options: Options) -> list[Record]:
+    """Return stalls and times to sealed of first and warm puts, and how many times the first is slower."""
+    one_offs: list[float] = []
+    puts: dict[str, list[Times]] = {FIRST: [], COLD: []}
+
+    def contender(name: str, is_prepared: bool) -> float:
+        prepare_s, times = _fresh_process(options, is_prepared)
+        puts[name].append(times)
+        if is_prepared:
+            one_offs.append(prepare_s)
+        return times[0][0]
+
+    interleave(
+        {FIRST: lambda _: contender(FIRST, True), COLD: lambda _: contender(COLD, False)}, options, lambda _: None
+    )
+    nbytes = gpt_tensors.total_nbytes(gpt_tensors.gpt_state(options.nbytes))
+    records = []
+    for part, what in ((0, "stall"), (1, "to sealed")):
+        seconds = {name: [times[0][part] for times in rounds] for name, rounds in puts.items()}
+        seconds[WARM] = [statistics.median(put[part] for put in times[WARM_FROM:]) for times in puts[FIRST]]
+        if part == 0:
+            seconds[PREPARE] = one_offs
+        seconds = {name: values[options.warmups :] for name, values in seconds.items()}
+        record = Record(f"first put {what}", nbytes, seconds)
+        record.ratio(f"first put / warm put, {what}", FIRST, WARM, targets.FIRST_PUT)
+        record.ratio(f"without prepare / warm put, {what}", COLD, WARM)
+        records.append(record)
+    return records
+
+
+def _fresh_process(options: Options, is_prepared: bool) -> tuple[float, Times]:
+    """Start a cluster and a rank in a process of its own; return what it measured."""
+    with rig.two_hosts(options, replicas=2) as cluster, rig.on_host(rig.NEAR):
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        child = context.Process(target=_rank, args=(there, cluster.config, options.nbytes, is_prepared))
+        child.start()
+        there.close()
+        try:
+            if not here.poll(CHILD_S):
+                raise RuntimeError(f"the process that puts did not end within {CHILD_S:g} s")
+            prepare_s, times = here.recv()
+        finally:
+            child.join(CHILD_S)
+            if child.is_alive():
+                child.kill()
+                child.join()
+            here.close()
+    return prepare_s, times
+
+
+def _rank(channel: Connection, config: Any, nbytes: int, is_prepared: bool) -> None:
+    """On the child: prepare, put, compare every step's bytes on both hosts once its clock has stopped."""
+    from memstore.client.connect import connect
+
+    state = gpt_tensors.gpt_state(nbytes)
+    times: Times = []
+    with connect(rig.JOB, rank=0, world_size=1, config=config) as store:
+        began_s = time.perf_counter()
+        if is_prepared:
+            store.prepare(state).wait()
+        prepare_s = time.perf_counter() - began_s
+        for step in range(PUTS):
+            gpt_tensors.touch(state)
+            began_s = time.perf_counter()
+            ticket = store.put(step, state)
+            stall_s = time.perf_counter() - began_s
+            ticket.wait("replicated")
+            times.append((stall_s, time.perf_counter() - began_s))
+            ticket.wait("committed")
+            if step in (0, PUTS - 1):
+                for host in (rig.NEAR, rig.FAR):
+                    got = rig.read_at(host, config, step)
+                    is_same = got.verdict == "local" and gpt_tensors.is_same(got.state, state)
+                    require(is_same, f"step {step} on {host}, pid {os.getpid()}")
+    channel.send((prepare_s, times))
+    channel.close()

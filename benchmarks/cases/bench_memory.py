@@ -1,0 +1,133 @@
+"""How much memory does a host use of what it reserved, and how much beside the arena?
+
+A rank on one host, copies on the others: fifty puts, each waited for until it is committed. Meanwhile a peer reads a
+step, the host with the copies is lost and repair makes them anew, and the rank comes back, gets its step and goes on.
+What is used and reserved comes with the heartbeats (every 0.1 s here); a restart's first put reserves anew.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import targets
+from benchmarks.report.harness import MIB, Options, Record, require
+from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.process_costs import anonymous_bytes
+from memstore.client.connect import connect
+from memstore.errors import MemstoreError
+from memstore.testing.clusters.processes import ProcessCluster
+
+STATE_BYTES = 64 * MIB
+PUTS, READ_AT, LOSE_AT, RESTART_AT = 50, 10, 20, 35
+SPARE = "spare"
+REPAIR_S = 60.0
+
+
+class Sampler:
+    """Looks at the cluster until closed. `peaks` are by host: used over reserved, and what is not the arena."""
+
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self.cluster = cluster
+        self.used: dict[str, float] = {}
+        self.reserved: dict[str, float] = {}
+        self.holder_bytes = self.rank_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.05):
+            try:
+                rows = self.cluster.ask("status", timeout_s=2.0)["hosts"]
+                pids = [holder.pid for holder in list(self.cluster.holders.values()) if holder.poll() is None]
+                self.holder_bytes = max([self.holder_bytes, *(anonymous_bytes(pid) for pid in pids)])
+            except (MemstoreError, OSError):
+                continue  # a host is being lost just now
+            self.rank_bytes = max(self.rank_bytes, anonymous_bytes(os.getpid()))
+            for row in rows:
+                host, stats = row["host"], row["stats"]
+                if row["status"] == "live" and stats.get("reserved_bytes"):
+                    self.used[host] = max(self.used.get(host, 0.0), float(stats["used_bytes"]))
+                    # The larger of shares and use: the least of it is what was reserved.
+                    seen = float(stats["reserved_bytes"])
+                    self.reserved[host] = min(self.reserved.get(host, seen), seen)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._is_over.set()
+        self._thread.join(10.0)
+
+
+def run(options: Options) -> list[Record]:
+    """Return the peak of use over reservation, and the memory beside the arena; one round, whatever was asked."""
+    state = gpt_tensors.gpt_state(min(options.nbytes, STATE_BYTES))
+    nbytes = gpt_tensors.total_nbytes(state)
+    twin = gpt_tensors.empty_like(state)  # what is read goes there: a new state would count as the rank's growth
+    gpt_tensors.wipe(twin)
+    before_bytes = anonymous_bytes(os.getpid())
+    labels = {host: {"rack": f"r-{host}", "memstore": "replica"} for host in (rig.NEAR, rig.FAR, SPARE)}
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = ProcessCluster(
+            Path(folder), labels, arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=options.chunk_bytes, replicas=2,
+        )  # fmt: skip
+        with cluster:
+            sampler = Sampler(cluster)
+            try:
+                lives = (range(RESTART_AT), range(RESTART_AT, PUTS))
+                took_s = [_life(cluster, state, twin, steps) for steps in lives]
+            finally:
+                sampler.close()
+    record = Record("memory", nbytes, {"a put until committed": [s for life in took_s for s in life]})
+    peaks = {host: sampler.used[host] / sampler.reserved[host] for host in sampler.used}
+    record.figure("peak used / reserved, worst host", [max(peaks.values())], "", targets.MEMORY)
+    record.figure("peak used, all hosts / bytes of the state", [sum(sampler.used.values()) / nbytes], "")
+    record.figure("a holder's memory beside the arena", [float(sampler.holder_bytes)], "bytes")
+    grown = float(sampler.rank_bytes - before_bytes)
+    record.figure("what the rank's own memory grew by, the states it read apart", [grown], "bytes")
+    return [record]
+
+
+def _life(cluster: ProcessCluster, state: Any, twin: Any, steps: range) -> list[float]:
+    """One attempt of the rank: get if there is something, then put these steps."""
+    took_s: list[float] = []
+    with rig.on_host(rig.NEAR), connect(rig.JOB, rank=0, world_size=1, config=cluster.config) as store:
+        got = store.get(into=twin)
+        if got is not None:
+            require(got.step == steps.start - 1 and gpt_tensors.is_same(twin, state), "the restored step")
+        for step in steps:
+            gpt_tensors.touch(state)
+            begun_s = time.perf_counter()
+            store.put(step, state).wait("committed")
+            took_s.append(time.perf_counter() - begun_s)
+            if step == READ_AT:
+                rig.read_at(SPARE, cluster.config, step, into=twin)
+                require(gpt_tensors.is_same(twin, state), f"step {step} read on a third host")
+                gpt_tensors.wipe(twin)
+            if step == LOSE_AT:
+                _lose_a_copy(cluster)
+    return took_s
+
+
+def _lose_a_copy(cluster: ProcessCluster) -> None:
+    """Lose the host with the second copy, and wait for the repair."""
+    job = cluster.job(rig.JOB)
+    if job is None:
+        raise MemstoreError("the benchmark's job is gone")
+    lost = next(host for host in job["targets"][rig.NEAR])
+    cluster.lose_host(lost)
+    _wait(lambda: cluster.host_status().get(lost) == "dead", f"{lost} to be dead")
+    _wait(lambda: (cluster.job(rig.JOB) or {"missing_copies": 1})["missing_copies"] == 0, "the repair")
+
+
+def _wait(is_done: Callable[[], bool], what: str) -> None:
+    limit_s = time.monotonic() + REPAIR_S
+    while not is_done():
+        if time.monotonic() > limit_s:
+            raise MemstoreError(f"waited {REPAIR_S:g} s for {what}")
+        time.sleep(0.05)

@@ -1,0 +1,43 @@
+"""How long a put blocks training, beside a plain copy of the same tensors into warm memory.
+
+The put runs in a store that replicates it, and the clock stops when put returns. The next contender
+starts only when the step is committed, so neither is slowed by the other's work in the background.
+"""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.report import targets
+from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.rigs import gpt_tensors, rig
+
+
+def run(options: Options) -> list[Record]:
+    """Return put's stall and the plain copy, and their ratio."""
+    state = gpt_tensors.gpt_state(options.nbytes)
+    twin = gpt_tensors.empty_like(state)
+    pairs = list(zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True))
+    with rig.store_on_two_hosts(options, replicas=2) as (_, store):
+
+        def put(step: int) -> float:
+            started_s = time.perf_counter()
+            ticket = store.put(step, state)
+            took_s = time.perf_counter() - started_s
+            ticket.wait("committed")
+            got = store.get(step, rank=0)
+            require(got is not None and gpt_tensors.is_same(got.state, state), f"put of step {step}")
+            return took_s
+
+        def copy(step: int) -> float:
+            started_s = time.perf_counter()
+            for target, source in pairs:
+                target.copy_(source)
+            took_s = time.perf_counter() - started_s
+            require(gpt_tensors.is_same(twin, state), f"plain copy {step}")
+            return took_s
+
+        seconds = interleave({"put": put, "plain copy": copy}, options, lambda _: gpt_tensors.touch(state))
+    record = Record("put stall", gpt_tensors.total_nbytes(state), seconds)
+    record.ratio("put / plain copy", "put", "plain copy", targets.STALL_COPY)
+    return [record]

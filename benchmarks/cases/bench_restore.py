@@ -1,0 +1,81 @@
+"""A restore into tensors that exist: from this host's memory, and over the wire from one peer.
+
+The store keeps one copy, on NEAR. A rank there reads it locally: alone (`get(step, rank=)`), and as all ranks do
+together (`get(step)`, whose bytes are verified on their hosts before any rank is released). A reader on FAR has none,
+so its host fetches it from NEAR. Beside them a plain copy of the same tensors, and the same bytes over raw TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import targets
+from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.tcp_streams import TcpStreams
+from memstore.client.checkpoint import Checkpoint
+
+LOCAL, TOGETHER, PEER = "get, local", "get of all ranks together, local", "get, from one peer"
+COPY, TCP = "plain copy", "raw TCP, 2 streams"
+
+
+def run(options: Options) -> list[Record]:
+    """Return the seconds of each, their ratios to the plain copy, and the peer's speed over raw TCP's."""
+    state = gpt_tensors.gpt_state(options.nbytes)
+    twin = gpt_tensors.empty_like(state)
+    nbytes = gpt_tensors.total_nbytes(state)
+    pairs = list(zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        flat = np.memmap(Path(folder) / "bytes", np.uint8, mode="w+", shape=(nbytes,))
+        cluster, store = stack.enter_context(rig.store_on_two_hosts(options, replicas=1))
+        far = stack.enter_context(rig.reader_at(rig.FAR, cluster.config))
+        tcp = stack.enter_context(TcpStreams(Path(folder) / "bytes"))
+
+        def refresh(step: int) -> None:
+            gpt_tensors.touch(state)
+            gpt_tensors.flatten(state, flat)
+            store.put(step, state).wait("committed")
+
+        def timed(get: Callable[[], Checkpoint | None], verdict: str) -> float:
+            started_s = time.perf_counter()
+            got = get()
+            took_s = time.perf_counter() - started_s
+            require(got is not None and got.verdict == verdict and gpt_tensors.is_same(twin, state), f"get: {got}")
+            gpt_tensors.wipe(twin)
+            return took_s
+
+        def copy(_: int) -> float:
+            started_s = time.perf_counter()
+            for target, source in pairs:
+                target.copy_(source)
+            took_s = time.perf_counter() - started_s
+            require(gpt_tensors.is_same(twin, state), "plain copy")
+            gpt_tensors.wipe(twin)
+            return took_s
+
+        def raw(_: int) -> float:
+            took_s, is_same = tcp.send()
+            require(is_same, "raw TCP")
+            return took_s
+
+        contenders = {
+            LOCAL: lambda step: timed(lambda: store.get(step, rank=0, into=twin), "local"),
+            TOGETHER: lambda step: timed(lambda: store.get(step, into=twin), "local"),
+            PEER: lambda step: timed(lambda: far.get(step, rank=0, into=twin), "peer"),
+            COPY: copy,
+            TCP: raw,
+        }
+        seconds = interleave(contenders, options, refresh)
+    record = Record("restore", nbytes, seconds)
+    record.ratio("local get / plain copy", LOCAL, COPY, targets.GET_LOCAL)
+    record.ratio("local get of all ranks together / plain copy", TOGETHER, COPY)
+    record.ratio("get from one peer / plain copy", PEER, COPY)
+    record.ratio("get from one peer: speed / raw TCP", TCP, PEER, targets.GET_PEER)
+    return [record]

@@ -1,0 +1,130 @@
+"""How many bytes travel when little has changed, or when all ranks put the same?
+
+Every byte that the store's processes send over TCP counts, headers, acknowledgements, heartbeats and facts included:
+the loopback interface's counter from the put until the commit. 100 percent is what a put of nothing but new bytes
+sends, one copy of every rank's state. Ranks reach their holder through a Unix socket and shared memory: no wire.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import targets
+from benchmarks.report.harness import MIB, Options, Record, require
+from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.rank_workers import ranks_on_hosts
+
+EQUAL_BYTES = 64 * MIB
+TENTH = 10
+SCATTER_ELEMENTS = 16384  # 64 KiB of float32
+ALL, NONE, RUN, LAYERS, SCATTERED = (
+    "all bytes changed", "nothing changed", "10 % changed, one run", "10 % changed, in parameters and both moments",
+    "10 % changed, every tenth 64 KiB",
+)  # fmt: skip
+
+
+def run(options: Options) -> list[Record]:
+    """Return what travels when one rank puts again, and when four ranks put the same."""
+    return [again(options), equal(options)]
+
+
+def again(options: Options) -> Record:
+    """One rank, two hosts: the bytes of a put after some of the state changed."""
+    state = gpt_tensors.gpt_state(options.nbytes)
+    nbytes = gpt_tensors.total_nbytes(state)
+    cases: dict[str, Callable[[Any, int], None]] = {
+        ALL: lambda state, _: gpt_tensors.touch(state), NONE: lambda state, _: None, RUN: change_run,
+        LAYERS: change_layers, SCATTERED: change_scattered,
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    percent: dict[str, list[float]] = {name: [] for name in cases}
+    with rig.store_on_two_hosts(options, replicas=2) as (cluster, store):
+        step = 0
+        for number in range(options.warmups + options.rounds):
+            for name, change in cases.items():
+                change(state, number)
+                before, begun_s = sent_bytes(), time.perf_counter()
+                store.put(step, state).wait("committed")
+                took_s, sent = time.perf_counter() - begun_s, sent_bytes() - before
+                got = rig.read_at(rig.FAR, cluster.config, step)
+                require(gpt_tensors.is_same(got.state, state), f"the peer's copy of step {step}")
+                if number >= options.warmups:
+                    seconds[name].append(took_s)
+                    percent[name].append(100.0 * sent / nbytes)
+                step += 1
+    record = Record("put again", nbytes, seconds)
+    held = {NONE: targets.WIRE_NONE, RUN: targets.WIRE_TENTH}
+    for name, values in percent.items():
+        record.figure(f"on the wire, {name}", values, "percent", held.get(name))
+    return record
+
+
+def change_run(state: Any, number: int) -> None:
+    """Change a tenth of the bytes that lie together: some tensors, in state order, that no round changed before."""
+    del number
+    left = gpt_tensors.total_nbytes(state) // TENTH
+    for tensor in sorted(gpt_tensors.tensors(state), key=lambda t: -t.numel()):
+        count = min(tensor.numel(), left // tensor.element_size())
+        tensor.view(-1)[:count] += 1
+        left -= count * tensor.element_size()
+
+
+def change_layers(state: Any, number: int) -> None:
+    """Change the last tenth of the parameters and the same part of both moments, as with the layers below frozen."""
+    del number
+    for part in (state["model"], *moments(state)):
+        tensors = gpt_tensors.tensors(part)
+        left = sum(t.numel() for t in tensors) // TENTH
+        for tensor in reversed(tensors):
+            count = min(tensor.numel(), left)
+            tensor.view(-1)[tensor.numel() - count :] += 1
+            left -= count
+
+
+def moments(state: Any) -> list[list[Any]]:
+    """Return the optimizer's tensors in two lists of equal length: first and second moments."""
+    per_parameter = state["optimizer"]["state"].values()
+    return [[found[name] for found in per_parameter] for name in ("exp_avg", "exp_avg_sq")]
+
+
+def change_scattered(state: Any, number: int) -> None:
+    """Change all of every tenth 64 KiB: no chunk of 4 MiB stays as it was."""
+    del number
+    for tensor in gpt_tensors.tensors(state):
+        for block in tensor.view(-1).split(SCATTER_ELEMENTS)[::TENTH]:
+            block.add_(1)
+
+
+def equal(options: Options) -> Record:
+    """Four ranks of one state on four hosts that do not say so: the bytes of a put by all at once.
+
+    Of a warm put: holders have learned by then whose chunks are equal (R34). bench_natural.py has ranks that say so.
+    """
+    percent: list[float] = []
+    seconds: list[float] = []
+    with ranks_on_hosts(options, min(options.nbytes, EQUAL_BYTES), is_equal=True) as (cluster, workers):
+        nbytes, hosts = sum(workers.ask("nbytes")), list(cluster.labels)
+        for step in range(options.warmups + options.rounds):
+            workers.ask("touch")
+            before, begun_s = sent_bytes(), time.perf_counter()
+            workers.ask("put", step)
+            took_s, sent = time.perf_counter() - begun_s, sent_bytes() - before
+            require(all(workers.ask("is_same", step, hosts[0])), f"a shard of step {step}")
+            if step >= options.warmups:
+                seconds.append(took_s)
+                percent.append(100.0 * sent / nbytes)
+    record = Record("equal ranks", nbytes, {"put until committed": seconds})
+    record.figure("on the wire", percent, "percent")
+    return record
+
+
+def sent_bytes() -> int:
+    """Return all bytes that the loopback interface has sent since it is up."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise RuntimeError("/proc/net/dev has no interface lo")

@@ -1,0 +1,1 @@
+"""Runs benchmarks in turns, keeps their records, renders the page."""

@@ -1,0 +1,194 @@
+"""Interleaved rounds, medians with their spread, ratios within a round, and the record of each benchmark.
+
+Numbers of a shared machine drift by the minute, so contenders take turns inside every round and are
+compared round by round: a ratio's median over rounds is steadier than the ratio of two medians.
+What the records are written to and how they are read back: results.py. How they are shown: report.py.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memstore.distribution import installed_version
+
+GIB = 1 << 30
+MIB = 1 << 20
+AT_MOST, AT_LEAST = "at most", "at least"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every benchmark is told: bytes of the state, timed rounds, rounds thrown away first."""
+
+    nbytes: int = GIB
+    rounds: int = 5
+    warmups: int = 2
+    chunk_bytes: int = 4 * MIB
+    with_ray: bool = True
+
+
+class Target(NamedTuple):
+    """What a figure is held against; `line` names the promise in targets.py that it answers, "" for none."""
+
+    limit: float
+    side: str
+    line: str = ""
+
+
+@dataclass
+class Ratio:
+    """A figure with one value a round: by default one contender over another, else in `unit`.
+
+    Args:
+        name: What it is, unique in its record.
+        values: One a round.
+        target: (limit, AT_MOST or AT_LEAST), or a `Target` of targets.py; None where nothing is promised.
+        unit: "" for a ratio, "s", "bytes", "percent" or "count".
+        judged_by: "median", or "highest" where no round may be worse than the target.
+    """
+
+    name: str
+    values: list[float]
+    target: tuple[float, str] | Target | None = None
+    unit: str = ""
+    judged_by: str = "median"
+
+    @property
+    def median(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(self.values)
+
+    @property
+    def judged(self) -> float:
+        """The value that the target is held against."""
+        return max(self.values) if self.judged_by == "highest" else self.median
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is kept; None without one."""
+        if self.target is None:
+            return None
+        limit, side = self.target[:2]
+        return self.judged <= limit if side == AT_MOST else self.judged >= limit
+
+
+@dataclass
+class Record:
+    """What one benchmark measured.
+
+    Args:
+        name: Unique among the records of all benchmarks.
+        nbytes: Bytes of the state; rates are given for it. 0 where a rate means nothing.
+        seconds: Seconds by contender, one value a round.
+        ratios: The ratios and other figures that matter.
+        notes: Sentences that a reader of the numbers needs.
+        absent: Why a contender did not run, by contender.
+        about: Machine, versions, commit, rounds: see `results.about`.
+    """
+
+    name: str
+    nbytes: int
+    seconds: dict[str, list[float]]
+    ratios: list[Ratio] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def ratio(self, name: str, over: str, under: str, target: tuple[float, str] | Target | None = None) -> None:
+        """Add seconds[over] / seconds[under] of every round."""
+        pairs = zip(self.seconds[over], self.seconds[under], strict=True)
+        self.ratios.append(Ratio(name, [a / b for a, b in pairs], target))
+
+    def figure(
+        self, name: str, values: list[float], unit: str, target: tuple[float, str] | Target | None = None,
+        *, judged_by: str = "median",
+    ) -> None:  # fmt: skip
+        """Add a figure that is not a ratio: seconds that are no contender's, bytes, percent, a count."""
+        self.ratios.append(Ratio(name, values, target, unit, judged_by))
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[int], float]], options: Options, before_round: Callable[[int], None]
+) -> dict[str, list[float]]:
+    """Run all contenders once a round and return their seconds, one value a timed round.
+
+    Every contender returns the seconds it measured itself, after having compared the bytes it moved.
+    The order turns by one each round, so that nobody always follows the same neighbour. Round numbers
+    go on from the warm-up rounds, so that contents never repeat.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(options.warmups + options.rounds):
+        before_round(number)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            took_s = contenders[name](number)
+            if number >= options.warmups:
+                seconds[name].append(took_s)
+    return seconds
+
+
+def require(is_equal: bool, what: str) -> None:
+    """Stop the benchmark if bytes that were moved differ: a speed without the bytes is no result."""
+    if not is_equal:
+        raise RuntimeError(f"{what}: the bytes that arrived differ from those that were sent; no number is reported")
+
+
+def machine() -> dict[str, Any]:
+    """Describe where and with what the numbers were taken; no host name, no path."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / GIB, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {
+            "memstore": installed_version(),
+            **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
+        },
+        "commit": _commit(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str:
+    """Return the commit, with a + if tracked files of the product or the benchmarks differ from it."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        head = _git(root, "rev-parse", "--short", "HEAD")
+        changed = _git(
+            root, "status", "--porcelain", "-uno", "--", "memstore", "placement", "recovery", "benchmarks/*.py"
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

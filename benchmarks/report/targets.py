@@ -1,0 +1,83 @@
+"""What is promised about speed, line by line, and where the answer to a missed line stands.
+
+A benchmark hands the constant of its line to `Record.ratio` or `Record.figure` as the target; report.py
+finds the figures by it and shows every line as met, MISSED or not measured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from benchmarks.report.harness import AT_LEAST, AT_MOST, Target
+
+
+class Line(NamedTuple):
+    """One promise: what is promised, in words, and the note with profile and reason should it be missed."""
+
+    what: str
+    note: str
+
+
+LINES: dict[str, Line] = {}
+
+
+def _at_most(limit: float, key: str, what: str, note: str) -> Target:
+    LINES[key] = Line(what, note)
+    return Target(limit, AT_MOST, key)
+
+
+def _at_least(limit: float, key: str, what: str, note: str) -> Target:
+    LINES[key] = Line(what, note)
+    return Target(limit, AT_LEAST, key)
+
+
+# On two cores, 1 GiB of a GPT's tensor list, warm, unless a line says otherwise.
+STALL_COPY = _at_most(1.10, "stall copy", "put's stall / plain copy of the same tensors", "transfer")
+STALL_DCP = _at_most(0.7, "stall dcp", "put's stall / DCP async_save's (the quicker of thread and process)", "peers")
+STALL_DLROVER = _at_most(1.0, "stall dlrover", "put's stall / DLRover's shared-memory save", "peers")
+OVERLAP = _at_most(0.15, "overlap", "overlapped put: added step time / plain copy, a step of 5 copies' time", "overlap")
+WAITS = _at_most(0, "waits", "waits on another process in a put's blocking part", "transfer")
+SEALED_TCP = _at_least(0.80, "sealed tcp", "put to sealed on the peer: speed / raw TCP, two streams", "transfer")
+SEALED_TORCHFT = _at_least(
+    1.2, "sealed torchft", "put to sealed on the peer: speed / torchft's HTTP transport", "peers"
+)
+SEALED_RAY = _at_least(4, "sealed ray", "put to sealed on the peer: speed / Ray's object store", "transfer")
+TWO_WAYS = _at_most(
+    0.8, "two ways", "two ranks, 1 GiB each way, put to both sealed / lm-resiliency's save + replicate", "peers"
+)
+FIRST_PUT_PEER = _at_most(
+    0.15, "first put peer", "first put once ready / lm-resiliency's first save + replicate", "peers"
+)
+FIRST_PUT = _at_most(1.5, "first put", "first put once ready / warm put", "prepare")
+COMMIT = _at_most(0.020, "commit", "put to committed beyond the last seal, 4 hosts, in seconds", "scale")
+GET_LOCAL = _at_most(1.2, "get local", "get from local RAM into existing tensors / plain copy, digests checked", "get")
+GET_PEER = _at_least(0.80, "get peer", "get(step, rank=) from one peer into existing tensors: speed / raw TCP", "get")
+GET_TWO_PEERS = _at_least(
+    1.8, "get two peers", "get from 2 peers over 1 Gbit links into a 10 Gbit one: speed / from one peer", "get"
+)
+WIRE_TENTH = _at_most(12, "wire tenth", "put again, 10 % of the bytes changed: bytes on the wire, percent", "wire")
+WIRE_NONE = _at_most(1, "wire none", "put again, nothing changed: bytes on the wire, percent", "wire")
+WIRE_NATURAL = _at_most(
+    2,
+    "wire natural",
+    "put by 4 data-parallel ranks with equal state on 4 hosts, with shard=: bytes on the wire, percent",
+    "wire",
+)
+MEMORY = _at_most(1.05, "memory", "memory used / versions reserved (R10), peak", "scale")
+LOADER = _at_most(1.02, "loader", "step time of a data-loader-bound training, with / without memstore", "scale")
+CATALOG = _at_most(1.0, "catalog", "catalog: seals of 16,384 ranks per step, seconds of one core", "scale")
+CATALOG_GROWTH = _at_most(1.25, "catalog growth", "catalog: seconds per rank, 16,384 / 4,096 ranks", "scale")
+PLACEMENT = _at_most(2.0, "placement", "placement: 100,000 hosts in 2,500 racks, 3 replicas, seconds", "scale")
+PLACEMENT_GROWTH = _at_most(10.0, "placement growth", "placement: 100,000 hosts / 25,000 hosts, seconds", "scale")
+PLANNER = _at_most(2.0, "planner", "planner: 131,072 hosts, 128 lost, seconds", "scale")
+PLANNER_MEMORY = _at_most(1.25, "planner memory", "planner: peak memory per host, 131,072 / 32,768 hosts", "scale")
+SHARING = _at_most(
+    1.03,
+    "sharing",
+    "training over a shaped link, a put every step: interleaved / without, time per iteration",
+    "sharing",
+)
+GPU_OVERLAP = _at_most(0.02, "gpu overlap", "GPU: stall / pinned copy, overlapped", "gpu")
+GPU_STALL = _at_most(1.05, "gpu stall", "GPU: stall / pinned copy, not overlapped", "gpu")
+GPU_D2H = _at_least(0.9, "gpu d2h", "GPU: copy out / the pinned peak", "gpu")
+GPU_H2D = _at_least(0.9, "gpu h2d", "GPU: copy back / the pinned peak", "gpu")

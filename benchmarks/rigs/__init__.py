@@ -1,0 +1,1 @@
+"""What benchmarks run on: clusters, ranks, floors to compare with."""

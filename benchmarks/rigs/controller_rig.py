@@ -1,0 +1,341 @@
+"""A real controller among thousands of hosts: its threads, its queues, its packing and its sockets; nobody behind them.
+
+Every session is a socket pair whose far end another process reads and counts. What a holder would answer is made here,
+from what the catalog orders, and comes back as a packed body that is unpacked like any other; the processor time of
+that is not the controller's, and is taken off. Read `bench_controller.py` for what is asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from memstore.config import Config
+from memstore.core.journal.records import journal_after, whole_order
+from memstore.core.wire import frame
+from memstore.core.wire.frame import Kind, pack_frame
+from memstore.core.wire.messages import Action, Answer, Note, Tell
+from memstore.shell.controller.controller import Controller
+from memstore.shell.controller.holder_session import Session
+from memstore.shell.net.channel import Channel
+
+JOB = "train"
+RANKS_PER_HOST = 8
+CHUNK_BYTES, CHUNKS = 4 << 20, 64  # of every shard
+SILENCE_S = 300.0  # where nobody beats: time is not what is measured
+QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the controller is done
+DEADLINE_S = 80.0
+READ_BYTES = 1 << 20
+BEATS_EVERY_S = 0.01  # a part of all hosts beats, then the next
+STATS = dict.fromkeys(("used_bytes", "reserved_bytes", "limit_bytes", "received_bytes", "sent_bytes"), 1 << 30)
+_COUNT = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something took the controller."""
+
+    cpu_s: float
+    sent_bytes: int
+    orders: int
+    heard_bytes: int
+
+
+class Members:
+    """A membership that names the hosts once, at the start; they are not dialled."""
+
+    def __init__(self, hosts: Iterable[str], term: int) -> None:
+        self.names, self.term = list(hosts), term
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """Return the announced hosts the first time."""
+        names, self.names = self.names, []
+        return {name: {} for name in names}
+
+    def claim_term(self, above: int) -> int:
+        """Return the term of this controller."""
+        return self.term
+
+    def newest_term(self) -> int:
+        """Nobody else claims one."""
+        return self.term
+
+
+@dataclass
+class SimHost:
+    """What a holder remembers."""
+
+    name: str
+    number: int
+    incarnation: int = 1
+    copies: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)  # (attempt, step, rank) -> as reported
+
+
+class Fleet:
+    """Hosts in racks of 32 with 8 ranks each, and what they keep when the controller goes."""
+
+    def __init__(self, hosts_count: int) -> None:
+        self.hosts = {f"host-{n:05d}": SimHost(f"host-{n:05d}", n) for n in range(hosts_count)}
+        self.world_size = hosts_count * RANKS_PER_HOST
+        self.names = list(self.hosts)
+        self.journal: list[bytes] = []  # of the first host: all have the same
+        self.pages: list[bytes] = []  # of an order to it whose end has not come
+        self.targets: dict[str, list[str]] = {}
+        self.attempt = 0
+        self.launch = 0
+
+    def host_of(self, rank: int) -> str:
+        """Ranks fill one host after the other."""
+        return self.names[rank // RANKS_PER_HOST]
+
+    def up(self, host: SimHost) -> dict[str, Any]:
+        """What a holder's session begins with."""
+        return {
+            "k": "up", "host": host.name, "incarnation": host.incarnation, "port": 7000,
+            "address": f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}",
+            "machine": f"machine-{host.name}", "is_explicit": False, "labels": {"rack": f"rack-{host.number // 32}"},
+            "limit_bytes": 1 << 40, "copies": list(host.copies.values()), "journal": self.journal, "notes": [],
+            "ranks": [], "up_s": 0.0, "idle_s": 0.0, "dropped": {},
+        }  # fmt: skip
+
+    def keep(self, order: Tell) -> dict[str, Any] | None:
+        """Obey an order; return the report that answers it, if there is one."""
+        host, body = self.hosts[order.host_id], order.body
+        if order.kind == "journal":
+            if host.number == 0 and (whole := whole_order(self.pages, body)) is not None:
+                self.journal = journal_after(self.journal, whole)
+            return None if body.get("is_page") else {"k": "ack", "seq": body["seq"]}
+        if order.kind == "fence":
+            return {"k": "fenced", "job": JOB, "attempt": body["attempt"], "copies": list(host.copies.values())}
+        if order.kind == "reserve":
+            call = {"job": JOB, "attempt": body["attempt"], "call": body["call"]}
+            return {"k": "reserved", **call, "ok": True, "why": ""}
+        if order.kind == "targets":
+            self.targets[host.name] = list(body["targets"])
+        elif order.kind == "drop":
+            for _, attempt, step, rank in body["shards"]:
+                host.copies.pop((attempt, step, rank), None)
+        return None
+
+    def seals(self, step: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every rank's seals, its own host's first: (host, report)."""
+        for is_own in (True, False):
+            for rank in range(self.world_size):
+                own = self.host_of(rank)
+                digest = xxhash.xxh3_128_hexdigest(f"{step}-{rank}".encode())
+                spec = [digest, CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size]
+                for host in [own] if is_own else self.targets[own]:
+                    item = [[JOB, self.attempt, step, rank], spec, []]
+                    self.hosts[host].copies[self.attempt, step, rank] = item
+                    yield host, {"k": "sealed", "copies": [item]}
+
+
+class _Listening(Controller):
+    """A controller whose orders are also shown to the rig."""
+
+    seen: Callable[[Action], None]
+
+    def _execute(self, action: Action, frames: dict[tuple[str, int], bytes]) -> None:
+        super()._execute(action, frames)
+        self.seen(action)
+
+    def _take(self, session: Session | None, body: dict[str, Any]) -> None:
+        if body.get("k") == "wake":
+            body["event"].set()
+        else:
+            super()._take(session, body)
+
+
+class Rig:
+    """One controller of a fleet; a context manager."""
+
+    def __init__(self, fleet: Fleet, *, term: int, is_beating: bool = False) -> None:
+        """With `is_beating` all hosts beat, lost ones too, as often as Config says, and silence counts as it says."""
+        self.fleet = fleet
+        self.orders_count = self.heard_bytes = 0
+        self.ours_s = 0.0  # processor time of the rig itself
+        self.answers: list[Answer] = []
+        self.doubted: list[str] = []  # what was said of hosts that were silent, or seemed to be
+        self._orders: list[Tell] = []
+        self._lock = threading.Lock()
+        pairs = [socket.socketpair() for _ in fleet.hosts]
+        self._count = mmap.mmap(-1, mmap.PAGESIZE)
+        config = Config(suspect_after_s=SILENCE_S, repair_after_s=2 * SILENCE_S, heartbeat_s=1.0)
+        if is_beating:
+            config = Config()
+        self._reader = _start_reader(pairs, self._count, config.heartbeat_s if is_beating else 0.0)
+        members: Any = Members(fleet.hosts, term)
+        _Listening.seen = self._see  # the catalog's thread starts at once
+        self.controller = _Listening(config, members, secret=b"", settle_s=SILENCE_S)
+        self.sessions: dict[str, Session] = {}
+        for name, (near, far) in zip(fleet.hosts, pairs, strict=True):
+            far.close()
+            session = self.sessions[name] = Session(name, 1, Channel(near), self.controller._heard)
+            with self.controller.lock:
+                self.controller.sessions[name] = session
+            session.start()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.controller.close()
+        os.kill(self._reader, signal.SIGKILL)
+        os.waitpid(self._reader, 0)
+
+    def _see(self, action: Action) -> None:
+        begun_s = time.thread_time()
+        with self._lock:
+            if isinstance(action, Tell):
+                self._orders.append(action)
+            elif isinstance(action, Answer):
+                self.answers.append(action)
+            elif isinstance(action, Note) and "no heartbeat" in action.text:
+                self.doubted.append(action.text)
+            self.ours_s += time.thread_time() - begun_s
+
+    def hear(self, host: str, data: bytes) -> None:
+        """A holder's packed message arrives."""
+        self.heard_bytes += len(data)
+        self.controller.events.put((self.sessions[host], frame.unpack_body(data)))
+
+    def tell(self, messages: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Holders send these; the making and packing of them is not the controller's work."""
+        for host, body in self._outside(messages):
+            self.hear(host, self._ours(lambda b=body: frame.pack_body(b)))  # type: ignore[misc]
+
+    def start(self) -> None:
+        """All hosts announce themselves; the catalog need not wait for others, nor outlast anybody, and has a lease."""
+        fleet, catalog = self.fleet, self.controller.catalog
+        self.tell((host.name, fleet.up(host)) for host in fleet.hosts.values())
+        self.settle()
+        catalog.rules = replace(catalog.rules, settle_s=0.0, outlast_s=0.0)
+        self.controller.events.put((None, {"k": "lease", "until_s": time.monotonic() + SILENCE_S}))
+        while not self.controller.is_serving():
+            self.settle()
+
+    def _outside(self, messages: Iterable[Any]) -> Iterator[Any]:
+        source = iter(messages)
+        while (message := self._ours(lambda: next(source, None))) is not None:
+            yield message
+
+    def _ours(self, work: Callable[[], Any]) -> Any:
+        begun_s = time.thread_time()
+        done = work()
+        took_s = time.thread_time() - begun_s
+        with self._lock:
+            self.ours_s += took_s
+        return done
+
+    def cost(self, work: Callable[[], None]) -> Cost:
+        """Do something to the controller; return what it took until nothing was left to be said."""
+        self.settle()
+        before = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.heard_bytes)
+        work()
+        self.settle()
+        after = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.heard_bytes)
+        cpu, ours, sent, orders, heard = (b - a for a, b in zip(before, after, strict=True))
+        return Cost(cpu - ours, int(sent), int(orders), int(heard))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that have come out of all sessions."""
+        count: int = _COUNT.unpack_from(self._count)[0]
+        return count
+
+    def settle(self) -> None:
+        """Answer what is ordered until there is nothing to answer, and all bytes are through."""
+        until_s = time.monotonic() + DEADLINE_S
+        still_s = time.monotonic()
+        while True:
+            self._wake(until_s)
+            with self._lock:
+                orders, self._orders = self._orders, []
+            self.orders_count += len(orders)
+            self._answer(orders)
+            sent = self.sent_bytes
+            time.sleep(0.01)
+            waits = bool(orders) or sent != self.sent_bytes or any(s.outbox.qsize() for s in self.sessions.values())
+            if waits:
+                still_s = time.monotonic()
+            elif time.monotonic() - still_s > QUIET_S:
+                return
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the controller was not done within {DEADLINE_S:g} s")
+
+    def _answer(self, orders: list[Tell]) -> None:
+        def messages() -> Iterator[tuple[str, dict[str, Any]]]:
+            for order in orders:
+                report = self.fleet.keep(order)
+                if report is not None:
+                    yield order.host_id, report
+
+        self.tell(messages())
+
+    def _wake(self, until_s: float) -> None:
+        """Wait until all events so far were taken."""
+        event = threading.Event()
+        self.controller.events.put((None, {"k": "wake", "event": event}))
+        if not event.wait(until_s - time.monotonic()):
+            raise TimeoutError(f"the catalog was not done within {DEADLINE_S:g} s")
+
+
+def _start_reader(pairs: list[tuple[socket.socket, socket.socket]], count: mmap.mmap, beat_s: float) -> int:
+    """Fork a process that reads all the far ends and counts, until the near ones are closed; return its pid.
+
+    Unless `beat_s` is 0 every far end also sends a heartbeat that often, not all at once.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    try:  # the child never returns
+        poll, buffer, total = select.epoll(), bytearray(READ_BYTES), 0
+        by_fd = {far.fileno(): far for _, far in pairs}
+        for near, far in pairs:
+            near.close()
+            poll.register(far, select.EPOLLIN)
+        beats = _Beats([far for _, far in pairs], beat_s)
+        while by_fd:
+            for fd, _ in poll.poll(beats.send_due()):
+                got = 0
+                with contextlib.suppress(OSError):
+                    got = by_fd[fd].recv_into(buffer)
+                if not got:
+                    poll.unregister(fd)
+                    by_fd.pop(fd).close()
+                total += got
+                _COUNT.pack_into(count, 0, total)
+    finally:
+        os._exit(0)
+
+
+class _Beats:
+    """Heartbeats of all hosts, spread over the time between two of one host."""
+
+    def __init__(self, ends: list[socket.socket], every_s: float) -> None:
+        self.ends, self.every_s = ends, every_s
+        self.frame = pack_frame(Kind.EVENT, {"k": "beat", "stats": STATS})
+        self.begun_s, self.sent_count = time.monotonic(), 0
+
+    def send_due(self) -> float | None:
+        """Send what is due by now; return for how many seconds nothing more is, None for ever."""
+        if not self.every_s:
+            return None
+        due_count = int((time.monotonic() - self.begun_s) / self.every_s * len(self.ends))
+        while self.sent_count < due_count:
+            with contextlib.suppress(OSError):  # its session has ended
+                self.ends[self.sent_count % len(self.ends)].send(self.frame, socket.MSG_DONTWAIT)
+            self.sent_count += 1
+        return BEATS_EVERY_S

@@ -1,0 +1,89 @@
+"""A store of plain processes for the benchmarks: holders and a controller, product settings, two virtual hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.report.harness import MIB, Options
+from memstore.client.checkpoint import Checkpoint
+from memstore.client.connect import Reader, connect, reader
+from memstore.client.store import Store
+from memstore.config import Config
+from memstore.errors import MemstoreError
+from memstore.testing.clusters.processes import ProcessCluster
+
+JOB = "bench"
+NEAR, FAR = "near", "far"
+
+
+@contextlib.contextmanager
+def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iterator[ProcessCluster]:
+    """Yield a cluster of two hosts that holds `versions` of the state on each; its ranks are yet to come.
+
+    For one rank: keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
+    """
+    labels = {"memstore": "replica"}
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = ProcessCluster(
+            Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
+            arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
+            heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, replicas=replicas,
+        )  # fmt: skip
+        with cluster:
+            yield cluster
+
+
+@contextlib.contextmanager
+def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
+    """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
+    with (
+        two_hosts(options, replicas=replicas) as cluster,
+        on_host(NEAR),
+        connect(JOB, rank=0, world_size=1, config=cluster.config) as store,
+    ):
+        yield cluster, store
+
+
+@contextlib.contextmanager
+def on_host(name: str) -> Iterator[None]:
+    """Make this process, and those it starts, ranks and readers of a host."""
+    before = os.environ.get("MEMSTORE_HOST")
+    os.environ["MEMSTORE_HOST"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MEMSTORE_HOST"]
+        else:
+            os.environ["MEMSTORE_HOST"] = before
+
+
+@contextlib.contextmanager
+def rank_at(host: str, job: str, config: Config) -> Iterator[Store]:
+    """Yield the store of the only rank of a job, as a process on `host` would connect it."""
+    with on_host(host):
+        store = connect(job, rank=0, world_size=1, config=config)
+    with store:
+        yield store
+
+
+@contextlib.contextmanager
+def reader_at(host: str, config: Config, job: str = JOB) -> Iterator[Reader]:
+    """Yield a reader as a process on `host` would open it, for several reads."""
+    with on_host(host):
+        source = reader(job, config=config)
+    with source:
+        yield source
+
+
+def read_at(host: str, config: Config, step: int, into: object = None, job: str = JOB) -> Checkpoint:
+    """Read rank 0's shard as a process on `host` would; its verdict says where the bytes lay."""
+    with on_host(host), reader(job, config=config) as source:
+        got = source.get(step, rank=0, into=into)
+    if got is None:
+        raise MemstoreError(f"step {step} of job {job!r} is gone: retention was faster than the benchmark")
+    return got

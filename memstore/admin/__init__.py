@@ -1,0 +1,1 @@
+"""What an operator calls: start and stop a store, fork a job, list stores."""

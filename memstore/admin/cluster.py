@@ -1,0 +1,400 @@
+"""start, status, stop: the store as a whole on a Ray cluster (R3, R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.config import Config
+from memstore.core.durable.checks import CHECK_DEADLINE_S
+from memstore.core.report.problems import name_commands
+from memstore.core.schedule.durable_interval import parse_every
+from memstore.core.schedule.put_interval import parse_put_every
+from memstore.distribution import installed_version
+from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.folder import held_bytes, read_secret
+from memstore.shell.arena.lock import is_held, owner
+from memstore.shell.arena.memory_limits import gib
+from memstore.shell.net.tls import Tls
+from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name
+from memstore.shell.on_ray.reach import REACH_S, wait_for_gcs, wants_token
+from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
+
+log = logging.getLogger("memstore")
+START_S = 90.0
+POLL_S = 0.1
+LEAST_S = 0.1  # for the last part of what has one limit
+ASK_S = 30.0
+LOOK_S = 3.0  # for all other stores, which are asked beside one another
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What the store knows of itself; `to_dict()` is what `memstore status --json` prints."""
+
+    store: str
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+    term: int = 0
+    failure_domains: list[str] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    ray: str = ""
+    version: str = ""
+    job_defaults: dict[str, Any] = field(default_factory=dict)
+    launches: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-able."""
+        return {
+            "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
+            "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
+            "job_defaults": self.job_defaults, "launches": self.launches,
+        }  # fmt: skip
+
+
+def start(config: Config | None = None, *, address: str | None = None, timeout_s: float | None = None) -> ClusterStatus:
+    """Start one holder per host and the controller; calling it again is fine (R3).
+
+    Args:
+        config: Store fields; they must equal the running store's (R5). Job fields that are given are defaults for the
+            store's jobs: each field that a job's own Config does not give.
+        address: Ray cluster; default: the one this process is connected to, one found on this machine, or a
+            new local one that lives as long as this process.
+        timeout_s: For Ray to answer and every holder to be up; default: `connect_timeout_s` for Ray, then 90 s.
+
+    Raises:
+        ConfigError: the running store has other fields, or a holder cannot start; says which and why.
+        PeerUnreachable, PeerTimeout: no Ray cluster is at `address`, or it is silent for `connect_timeout_s`; the
+            controller does not answer.
+    """
+    config, began_s = config or Config(), time.monotonic()
+    join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s, config=config)
+    limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
+    deadline_s = time.monotonic() + limit_s
+    running = _controller(config)
+    actor = running or _create(config)
+    _check_fields(config, _describe(actor, deadline_s, limit_s)["fields"])
+    try:
+        _wait_started(actor, deadline_s, limit_s, config)
+    except ConfigError as error:
+        if running is None and getattr(error, "hosts", None) == []:
+            _close(actor, discard=False)  # so that what the error advises can be tried: nobody uses it yet
+        raise
+    return status(config=config)
+
+
+def ensure_started(config: Config) -> None:
+    """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
+    _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S, config)
+
+
+def join_ray(
+    address: str | None, *, may_create: bool = True, limit_s: float = REACH_S,
+    say: Callable[[str], None] = log.warning, logging_level: int = logging.INFO, config: Config | None = None,
+) -> None:  # fmt: skip
+    """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed.
+
+    Raises:
+        PeerUnreachable: No cluster is there, or its GCS has not answered within `limit_s`; `say` names it while it is
+            waited for. Ray is asked only once it has answered: ray.init() has no limit.
+    """
+    if ray.is_initialized():
+        return
+    where = f"at {address}" if address is not None else "on this machine"
+    remedy = "start one with `ray start --head`, join one with `ray start --address=HOST:6379`, or name its address"
+    try:
+        wait_for_gcs(address, limit_s, say)
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging_level)
+    except ConnectionError as error:
+        if wants_token(error):
+            raise PeerUnreachable(
+                f"the Ray cluster {where} answers and refuses this process: Ray's token authentication is on there. "
+                "With an address given, Ray uses a token only if told to: set RAY_AUTH_MODE=token here, and have the "
+                "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN; or start the cluster with "
+                "RAY_AUTH_MODE=disabled",
+                address=address,
+            ) from error
+        if address is not None or not may_create:
+            then = (config or Config()).commands("then `memstore up`")
+            raise PeerUnreachable(f"no Ray cluster answers {where}: {remedy}, {then}") from None
+        create_local_ray()
+    except (RuntimeError, ValueError) as error:
+        raise PeerUnreachable(f"the Ray cluster {where} cannot be joined: {error}", address=address) from error
+
+
+def create_local_ray() -> None:
+    """Start a Ray cluster that lives as long as this process; its processes die with the thread that calls this."""
+    drawn = random.getstate()  # Ray draws ports from what the caller may have seeded for training
+    try:
+        ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    finally:
+        random.setstate(drawn)
+
+
+def _controller(config: Config) -> Any:
+    try:
+        return ray.get_actor(controller_name(config.store), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _create(config: Config) -> Any:
+    parse_put_every(config.put_every)
+    parse_every(config.durable_every)
+    Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
+    others = _stores_on_ray()
+    if others:
+        log.warning("memstore: starting a new store %r on a Ray cluster that runs %s", config.store, ", ".join(others))
+    head = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            head = node["NodeID"]
+    return (
+        ray.remote(ControllerActor)
+        .options(
+            name=controller_name(config.store), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+            # One byte, because Ray places an actor that asks for nothing at random and ignores a soft affinity.
+            num_cpus=0, memory=1, max_restarts=-1, max_concurrency=16,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
+        )
+        .remote(config.start_fields(), _secret(config))
+    )  # fmt: skip
+
+
+def nodes_by_host(config: Config) -> dict[str, int]:
+    """Return how many Ray nodes each host's holder serves: several of one machine share one unless labels name them."""
+    actor = _controller(config)
+    described = ray.get(actor.describe.remote(), timeout=ASK_S) if actor is not None else {"hosts": {}}
+    return dict(Counter(described["hosts"].values()))
+
+
+def _stores_on_ray() -> list[str]:
+    """Return the names of the stores whose controller runs on the Ray cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [str(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE]
+    ends = controller_name("/").split("/")
+    return sorted(name[len(ends[0]) : -len(ends[1])] for name in names if name.endswith(ends[1]))
+
+
+def stores_having(job: str, config: Config) -> list[str]:
+    """Return the other stores of the Ray cluster that know a job, of those that answer within `LOOK_S`."""
+    names = [name for name in _stores_on_ray() if name != config.store]
+    actors = {name: _controller(config.with_fields({"store": name})) for name in names}
+    asked = {a.ask.remote("status", {}, LOOK_S): name for name, a in actors.items() if a is not None}
+    answered = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)[0] if asked else []
+    found = []
+    for answer in answered:
+        with contextlib.suppress(Exception):  # no holder of it answers
+            found += [asked[answer]] if job in [row["job"] for row in ray.get(answer)["jobs"]] else []
+    return sorted(found)
+
+
+def _secret(config: Config) -> bytes:
+    """Return the secret an earlier life of the store left on this machine, else a new one (R4)."""
+    for folder in host_folders(config):
+        with contextlib.suppress(MemstoreError, OSError):
+            found = read_secret(folder)
+            if found is not None:
+                return found
+    return secrets.token_bytes(32)
+
+
+def _check_fields(config: Config, running: dict[str, Any]) -> None:
+    """Raise ConfigError, with every difference, if a field that is given is not the running store's (R5)."""
+    mine = {name: value for name, value in config.start_fields().items() if name in config.given}
+    unset = Config().job_fields()
+    differing = [
+        f"{k}: {_said(k, running[k])} runs, {_said(k, mine[k])} asked"
+        if k in running
+        else f"{k}: no default of the store ({unset[k]!r}), {mine[k]!r} asked"
+        for k in mine
+        if k not in running or mine[k] != running[k]
+    ]
+    if differing:
+        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds what it leaves
+        raise ConfigError(
+            f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
+            f"store name, or stop it first: {there.commands('`memstore down`')}; what is stored stays in memory"
+        )
+
+
+def _said(name: str, value: Any) -> str:
+    is_round = name.endswith("_bytes") and isinstance(value, int) and value % (1 << 20) == 0
+    return gib(value) if is_round else repr(value)
+
+
+def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
+    """Return what the controller's actor says of itself; PeerTimeout at the deadline, `limit_s` after the start."""
+    try:
+        said = ray.get(actor.describe.remote(), timeout=max(LEAST_S, deadline_s - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        raise PeerTimeout(
+            f"the store's controller did not answer within {limit_s:.3g} s: Ray has not started its process yet, or it "
+            "hangs; `ray list actors` shows it. Call it again, with more time",
+            operation="start", limit_s=limit_s,
+        ) from None  # fmt: skip
+    return dict(said)
+
+
+def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config) -> None:
+    """Wait until every node has a holder that the controller talks to.
+
+    Raises:
+        ConfigError: one says why it cannot start, `hosts` then being those that run; or one is silent.
+    """
+    while True:
+        seen = _describe(actor, deadline_s, limit_s)
+        missing = [n for n in seen["nodes"] if seen["hosts"].get(n) not in seen["connected"]]
+        if not missing and seen["nodes"] and seen["is_serving"]:
+            return
+        failed = next(((n, seen["errors"][n]) for n in missing if n in seen["errors"]), None)
+        if failed is not None:
+            hosts = sorted(seen["connected"])
+            words = f"the holder of Ray node {failed[0][:12]} did not start: {config.commands(failed[1])}"
+            if hosts:
+                others = f"{', '.join(hosts[:5])}{f' and {len(hosts) - 5} more' if len(hosts) > 5 else ''}"
+                words += f". The store runs on {others}; {config.commands('`memstore down`')} stops it"
+            raise ConfigError(words, nodes=missing, hosts=hosts)
+        if time.monotonic() > deadline_s:
+            node = missing[0][:12] if missing else "none"
+            raise ConfigError(f"the holder of Ray node {node} did not start: silent for {limit_s:.3g} s", nodes=missing)
+        time.sleep(POLL_S)
+
+
+def ask(
+    verb: str,
+    body: dict[str, Any] | None = None,
+    *,
+    config: Config | None = None,
+    timeout_s: float = ASK_S,
+    avoid: Collection[str] = (),
+) -> dict[str, Any]:
+    """Ask the controller through a holder on this machine, else through Ray if this process is connected to it.
+
+    `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
+    """
+    config = config or Config()
+    try:
+        with any_tool(config, avoid) as tool:
+            answer: dict[str, Any] = tool.ask(verb, body, timeout_s)
+            return answer
+    except PeerUnreachable:
+        actor = _controller(config) if ray.is_initialized() else None
+        if actor is None:
+            raise
+    return dict(ray.get(actor.ask.remote(verb, body or {}, timeout_s), timeout=timeout_s + ASK_S))
+
+
+def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
+    """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
+    config = config or Config()
+    if address is not None:
+        join_ray(address, limit_s=config.connect_timeout_s, config=config)
+    body = ask("status", config=config)
+    name_commands(body["problems"], config)
+    ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
+    return ClusterStatus(
+        config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
+        installed_version(), job_defaults=body["job_defaults"], launches=body["launches"],
+    )  # fmt: skip
+
+
+def stop(
+    *, address: str | None = None, config: Config | None = None, keep_data: bool = True, force: bool = False
+) -> None:
+    """Stop the controller and every holder. With keep_data the arenas stay for a later start (R5).
+
+    Where nothing runs this does nothing; it starts no Ray.
+
+    Raises:
+        CapacityError: keep_data=False while a committed step lives only in RAM, or durable storage, looked at now,
+            cannot be read or lacks some of it; unless `force`.
+        PeerUnreachable, PeerTimeout: No Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
+    """
+    config = config or Config()
+    try:
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
+    except PeerUnreachable:
+        if address is not None:
+            raise
+        return
+    actor = _controller(config)
+    if actor is None:
+        return
+    if not keep_data and not force:
+        refuse_last_copies(config)
+    _close(actor, discard=not keep_data)
+
+
+def _close(actor: Any, *, discard: bool) -> None:
+    with contextlib.suppress(Exception):
+        ray.get(actor.close_holders.remote(discard), timeout=START_S)
+    with contextlib.suppress(Exception):
+        ray.get(actor.close.remote(), timeout=ASK_S)
+    ray.kill(actor, no_restart=True)
+
+
+def refuse_last_copies(config: Config) -> None:
+    """Raise CapacityError, naming every job with its step and pins, if freeing the RAM would lose a committed step.
+
+    What is durable is looked for on the storage, now.
+    """
+    found = ask("last_copies", {"job": None}, config=config, timeout_s=CHECK_DEADLINE_S + ASK_S)["lost"]
+    lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items()]
+    if lost:
+        more = f"; and {len(lost) - 10} more jobs" if len(lost) > 10 else ""
+        raise CapacityError(
+            f"{'; '.join(lost[:10])}{more}. Freeing the memory would lose it: keep the arenas (the default), make it "
+            "durable, or say that it is not needed "
+            f"({config.commands('`memstore down --discard --yes`')}, stop(force=True))",
+            jobs_count=len(lost),
+        )
+
+
+def leftovers(config: Config | None = None) -> list[dict[str, Any]]:
+    """List the arenas of this store on this machine, with or without Ray (R5)."""
+    found = []
+    for folder in host_folders(config or Config()):
+        holding = owner(folder)
+        found.append(
+            {
+                "host": folder.name, "folder": str(folder), "is_live": is_held(folder),
+                "pid": holding.pid if holding is not None else None,
+                "nbytes": held_bytes(folder),
+            }
+        )  # fmt: skip
+    return found
+
+
+def remove_leftovers(config: Config | None = None, hosts: list[str] | None = None) -> list[str]:
+    """Remove arenas that no live holder owns; return their hosts. ConfigError if a named one is live."""
+    removed = []
+    for row in leftovers(config):
+        if hosts is not None and row["host"] not in hosts:
+            continue
+        if row["is_live"]:
+            if hosts is not None:
+                raise ConfigError(
+                    f"the arena of host {row['host']} belongs to a live holder, pid {row['pid']}: stop it first"
+                )
+            continue
+        Arena.destroy(row["folder"])
+        removed.append(row["host"])
+    root = store_root(config or Config())
+    if hosts is None and not host_folders(config or Config()):
+        for story in root.glob(".dropped-*"):  # of hosts whose folders were gone already
+            story.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        root.rmdir()
+    return removed

@@ -1,0 +1,1 @@
+"""What a training process calls: connect, Store, Reader, tickets, checkpoints."""

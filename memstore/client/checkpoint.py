@@ -1,0 +1,183 @@
+"""What a get returns, and the last check of its bytes: shared by Store and Reader (R7, R26)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memstore.client.restore import OpenShard
+from memstore.client.shared_shard import Read, check_shard, load_natural, reader_of
+from memstore.core.cluster.text import lost_text, plural
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.format.shared_layout import NaturalLayout
+from memstore.errors import ManifestMismatch
+from memstore.shell.codec.interpreter import copying
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.shard_read import ShardRead, StagedShard
+
+log = logging.getLogger("memstore")
+PATHS_SHOWN = 10
+DCP_KEY = "memstore.dcp"  # in the tree of a shard that DCP's planner laid out: its bytes are no state
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One step the store knows, for people."""
+
+    attempt: int
+    step: int
+    committed: bool
+    degraded: str  # what it lacks; "" if nothing
+    durable: bool
+    copies: int  # of the shard that has fewest
+    nbytes: int  # of all ranks, one copy
+    in_lineage: bool
+    retired: str  # why it is not restored; "" if it may be
+    pins: tuple[str, ...] = ()
+    forks: tuple[str, ...] = ()  # jobs that began with it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
+
+    `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
+    one restored. Known are the steps that a rank put, skipped, or named in due() until a second before its end. A job
+    that puts every 10th step without due() may have trained up to 9 more.
+    """
+
+    step: int
+    attempt: int
+    state: Any
+    nbytes: int  # of the rank's own shard
+    verdict: str  # where the bytes came from: local, peer, mixed, durable
+    reason: str  # why this step, and why nothing newer
+    steps_lost: int
+    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.mesh_order
+    moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+    own: Any = None  # what this rank put as own=; None where the step has another world size
+    not_filled: tuple[str, ...] = ()  # paths in `into` that could not be: their values are in `state` and `own` alone
+
+
+@copying()
+def open_shard(
+    link: RankLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
+) -> Checkpoint:
+    """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
+
+    A chunk that is bad here by then is brought again from another copy, and copied again.
+
+    Raises:
+        DigestMismatch: Some chunk has no good copy; what was given as `into` or `own_into` and written to is unusable
+            then, and the message says so.
+    """
+    manifest = decode_manifest(bytes(answer["manifest"]))
+    source = StagedShard(link, manifest, answer)
+    try:
+        return _opened(
+            OpenShard(source, manifest), lambda: answer, reader_of(link, manifest, timeout_s), into, own_into
+        )
+    finally:
+        source.close()
+
+
+@copying()
+def read_shard(
+    link: RankLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
+) -> Checkpoint:
+    """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
+
+    Raises:
+        RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
+            state given as `into` or `own_into` is unusable then, and the message says so.
+    """
+    with ShardRead(link, body, timeout_s) as read:
+        manifest = read.manifest()
+        others = reader_of(link, manifest, timeout_s)
+        return _opened(OpenShard(read, manifest), read.answer, others, into, own_into)
+
+
+def _opened(
+    staged: OpenShard, answered: Callable[[], dict[str, Any]], others: Read, into: Any, own_into: Any
+) -> Checkpoint:
+    started_s, own = time.perf_counter(), None
+    natural = NaturalLayout.decode(staged.manifest)
+    with staged.telling():
+        if natural is not None:
+            state, own = load_natural(staged, natural, others, into, own_into)
+        else:
+            check_shard(staged.manifest, None, own_into)
+            state = staged.build(staged.manifest.layout, into)
+        answer = answered()
+    if isinstance(state, dict) and DCP_KEY in state:
+        raise ManifestMismatch(
+            f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
+            "dcp.load(state, storage_reader=store.dcp_reader())"
+        )
+    return checkpoint(staged, answer, state, own, time.perf_counter() - started_s)
+
+
+def checkpoint(
+    staged: OpenShard, answer: dict[str, Any], state: Any, own: Any = None, load_s: float = 0.0
+) -> Checkpoint:
+    """Return what get() returns, from what the controller said of the step."""
+    count = staged.mended_count
+    if staged.not_filled:
+        log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
+    mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
+    return Checkpoint(
+        step=staged.manifest.shard.step,
+        attempt=staged.manifest.shard.attempt,
+        state=state,
+        nbytes=staged.manifest.nbytes,
+        verdict="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),
+        reason=f"{answer['why']}{mended}",
+        steps_lost=int(answer.get("steps_lost", 0)),
+        ranks_moved=tuple(answer.get("ranks_moved", ())),
+        moved_bytes=int(answer.get("moved_bytes", 0)),
+        bytes_by_tier=dict(answer.get("bytes", {})),
+        seconds_by_phase={**{k: float(v) for k, v in answer.get("seconds", {}).items()}, "load": load_s},
+        own=own,
+        not_filled=tuple(staged.not_filled),
+    )
+
+
+def step_infos(body: dict[str, Any]) -> list[StepInfo]:
+    """Return StepInfo rows from the controller's answer."""
+    return [
+        StepInfo(
+            int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
+            int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
+            tuple(r["pins"]), tuple(r["forks"]),
+        )
+        for r in body["steps"]
+    ]  # fmt: skip
+
+
+def not_filled_line(job: str, paths: Sequence[str]) -> str:
+    """Say which values into= has no place for."""
+    shown = ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
+    values = "1 value" if len(paths) == 1 else f"{len(paths)} values"
+    return (
+        f"memstore {job}: get(into=) left {values} as they were: no entry holds them, or a tensor or an object is "
+        f"there now; take them from got.state: {shown}"
+    )
+
+
+def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]) -> str:
+    """The one log line of a restore: what, from where, how long, and why nothing newer."""
+    tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
+    seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
+    lost = lost_text(got.steps_lost)
+    count = len(got.ranks_moved)
+    moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
+    unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
+    return (
+        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers}{moved} · "
+        f"{seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"
+    )

@@ -1,0 +1,323 @@
+"""connect and reader: how a process finds its host's holder and joins a job (R4, R20)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memstore.admin.stores import naming_others, others_here
+from memstore.client.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
+from memstore.client.pin_verbs import persisted
+from memstore.client.store import Store
+from memstore.client.store_start import StoreStart, begin_start
+from memstore.config import Config, check_name
+from memstore.core.schedule.durable_interval import parse_every
+from memstore.core.schedule.put_interval import parse_put_every
+from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.lock import process_start_time
+from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
+from memstore.shell.rank.admin_link import ASK_S, Tool, store_root
+from memstore.shell.rank.collective import ask_with_all
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.launch import Launch, detect_launch
+from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.sigterm import WATCH, check_sigterm
+
+log = logging.getLogger("memstore")
+START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
+RETRY_S = 0.1
+DURABLE_OFF = "durable storage is off: losing every copy of a shard loses the run (durable=)"
+LEAST_S = 0.1  # for the last part of a connect() whose time is over
+_STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may be threads that connect all at once
+
+
+def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) -> Path:
+    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told.
+
+    `node_labels` are those of this process's Ray node, where this process itself has not joined Ray.
+    """
+    host = rank_host(os.environ, store_root(config), current_node_labels() or node_labels)
+    return arena_folder(config.arena_dir, store=config.store, host=host)
+
+
+def open_link(
+    config: Config, launch: Launch, *, address: str | None, nonce: str, job: str, deadline_s: float
+) -> RankLink:
+    """Connect to this host's holder; start a store that is not back soon through Ray, beside, and wait for it (R3, R4).
+
+    A holder that was here has START_AFTER_S to come back before Ray is asked; where none was, Ray is asked at once and
+    the start has its end before the rank connects.
+    """
+    began_s = time.monotonic()
+    limit_s = max(LEAST_S, deadline_s - began_s)
+    is_new = not holder_hosts(store_root(config))
+    start: StoreStart | None = None
+    problem: MemstoreError | None = None
+    is_over = False
+    try:
+        while True:
+            if is_over or not is_new:
+                try:
+                    folder = holder_folder(config, start.node_labels if start is not None else None)
+                    link = RankLink(folder, nonce=nonce, job=job, rank=launch.rank)
+                    if is_new and launch.rank == 0:
+                        warn_of_new_store(config, job)
+                    return link
+                except (TransportError, ConfigError) as exc:
+                    problem = exc
+            waited_s = time.monotonic() - began_s
+            if waited_s > limit_s:
+                raise _not_there(config, problem, start)
+            may_create = launch.world_size == 1 and not isinstance(problem, ConfigError)
+            if start is None and (is_new or waited_s > min(START_AFTER_S, limit_s / 2)):
+                start = begin_start(config, address=address, may_create=may_create, limit_s=limit_s - waited_s)
+            elif start is not None and not is_over and start.poll():
+                is_over = True
+                _check_start(start, problem, is_new=is_new)
+            time.sleep(RETRY_S)
+    finally:
+        if start is not None:
+            start.give_up()
+
+
+def warn_of_new_store(config: Config, job: str) -> None:
+    """Say loudly that a store was begun, and which others are here: its name may be mistyped."""
+    others = others_here(config, job)
+    more = f"; {others}" if others else ""
+    log.warning("memstore: store %r was not on this machine and has been started%s", config.store, more)
+
+
+def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
+    """Raise what a start ended with, unless waiting may help: a holder that was here may still come back."""
+    if start.error is None:
+        return
+    if is_new or isinstance(start.error, ConfigError):
+        raise start.error
+    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not tell which is ours either
+        raise problem
+    log.warning("memstore: the holder is not back, and Ray cannot start one: %s", start.error)
+
+
+def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart | None) -> PeerUnreachable:
+    """Return the error of a rank that found no holder in its time: what it waited for, and how far Ray came."""
+    asked = ""
+    if start is not None:
+        asked = f" Ray, asked to start it: {start.error}." if start.error is not None else f" Ray: {start.doing}."
+    return PeerUnreachable(
+        f"no holder of store {config.store!r} on this machine within {config.connect_timeout_s:g} s "
+        f"(connect_timeout_s){f': {problem}' if problem is not None else ''}.{asked}"
+    )
+
+
+def connect(
+    job: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    attempt: str | None = None,
+    address: str | None = None,
+    config: Config | None = None,
+    fresh: bool = False,
+    takeover: bool = False,
+    shard: int | None = None,
+    shards: int | None = None,
+) -> Store:
+    """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
+
+    Args:
+        job: Name of the training run; the same after every restart.
+        rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
+        attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
+        address: Ray cluster to start the store in if it is absent.
+        config: Job fields that differ from the store's defaults, and store fields to find or start the store.
+        fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
+        takeover: Fence a launch of the job that is still alive.
+        shard, shards: Ranks that give one `shard` hold equal state, and only `replicas` of them copy it (R34): 0 of 1
+            for data parallelism, the FSDP rank and its group's size for HSDP. Either no rank gives them, or all do,
+            with the same `shards` and each number below it.
+
+    Raises:
+        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
+    """
+    config = config or Config()
+    check_name("job", job)
+    parse_put_every(config.put_every)  # before anybody has joined
+    parse_every(config.durable_every)
+    check_shard(shard, shards)
+    deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
+    launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
+    nonce = f"{os.getpid()}-{process_start_time(os.getpid()) or 0}-{job}-{launch.rank}"
+    link = open_link(config, launch, address=address, nonce=nonce, job=job, deadline_s=deadline_s)
+    try:
+        config = fitted_to_store(config, link.welcome)
+        limit_s = max(LEAST_S, deadline_s - time.monotonic())
+        joined = ask_with_all(
+            link, "join",
+            {
+                "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
+                "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
+                "fresh": fresh, "takeover": takeover, "shard": shard, "shards": shards, "limit_s": limit_s,
+            },
+            limit_s=limit_s,
+        )  # fmt: skip
+        if config.durable is None and launch.rank == 0:
+            log.warning("memstore %s: %s", job, DURABLE_OFF)
+        store = Store(link, launch, config, joined, job=job)
+        end_former(store)
+        WATCH.watch(link, config.persist_on_sigterm_s)
+        return store
+    except BaseException:
+        link.close()
+        raise
+
+
+def end_former(store: Store) -> None:
+    """Fence and close what this process opened for a former launch: holders speak to its newest link alone (D133)."""
+    link = store.puts.link
+    for known in list(_STORES.values()):  # in one step, as no walk through a WeakSet is
+        former = known()
+        if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
+            continue
+        if former.attempt < store.attempt:
+            former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+            former.close()
+    number = id(store)
+    _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
+
+
+def check_shard(shard: int | None, shards: int | None) -> None:
+    """Raise ConfigError unless `shard` is one of `shards`, or neither is given."""
+    if shard is None and shards is None:
+        return
+    if type(shard) is not int or type(shards) is not int or not 0 <= shard < shards:
+        raise ConfigError(
+            f"shard={shard!r} of shards={shards!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
+            "rank holds the same", field="shard", value=repr(shard)
+        )  # fmt: skip
+
+
+def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+    """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
+    check_store_fields(config, welcome["store"])
+    config = config.with_defaults(welcome["job_defaults"])
+    check_sigterm(config.persist_on_sigterm_s, config.durable)
+    return config
+
+
+def check_store_fields(config: Config, running: dict[str, Any]) -> None:
+    """Raise ConfigError if the caller set a store field to something else than the running store has (R5)."""
+    default, mine = Config().store_fields(), config.store_fields()
+    differing = [
+        f"{name}={mine[name]!r} (running: {running[name]!r})"
+        for name in mine
+        if mine[name] != default[name] and mine[name] != running.get(name) and name not in ("arena_bytes", "port")
+    ]
+    if differing:
+        raise ConfigError(
+            f"store {config.store!r} runs with other settings: {', '.join(differing)}. Use the running ones, another "
+            f"store name, or stop it first: {config.commands('`memstore down`')}"
+        )
+
+
+class Reader:
+    """Reads a job's steps without joining it: no barrier, no fence."""
+
+    def __init__(self, job: str, tool: Tool, config: Config) -> None:
+        self.job = job
+        self._tool, self._config = tool, config
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def steps(self) -> list[StepInfo]:
+        """Every step the store knows of the job, newest first."""
+        return step_infos(self._ask("steps", {"job": self.job}))
+
+    def latest_step(self) -> int | None:
+        """The newest committed step of the lineage."""
+        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
+
+    def get(
+        self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0,
+        attempt: int | None = None,
+    ) -> Checkpoint:  # fmt: skip
+        """Return one rank's shard (R27); `attempt` says whose, where several lineages have a step of that number.
+
+        Raises:
+            StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
+        """
+        body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
+        with naming_others(self._config, self.job):
+            return read_shard(self._tool.link, body, into, timeout_s)
+
+    def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
+        """Keep a committed step in RAM under a name; as `Store.pin`."""
+        self._ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
+
+    def pins(self) -> list[str]:
+        """The names of the job's pins."""
+        return sorted(self._ask("steps", {"job": self.job})["pins"])
+
+    def unpin(self, name: str) -> None:
+        """Take a pin's name back; as `Store.unpin`."""
+        self._ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+
+    def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
+        """Write a committed step to durable storage now; as `Store.persist`."""
+        body = {"job": self.job, "step": step, "within_s": timeout_s}
+        return persisted(self._ask("persist", body, timeout_s + ASK_S), timeout_s)
+
+    def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
+        """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
+        return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
+
+    def _ask(self, verb: str, body: dict[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
+        with naming_others(self._config, self.job):
+            return self._tool.ask(verb, body, timeout_s)
+
+    def close(self) -> None:
+        """End the reader's link."""
+        self._tool.close()
+
+
+def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
+    """Open a reader of a job, on this host's holder; starts nothing.
+
+    Args:
+        job: Name of the training run.
+        address: Ray cluster of the store, which is joined only where nothing else tells which host is this process's:
+            its node on this machine does then (R4).
+        config: Store fields to find the store.
+
+    Raises:
+        ConfigError: several holders are on this machine, and nothing tells which one is this process's.
+        PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
+    """
+    config = config or Config()
+    check_name("job", job)
+    with naming_others(config, job):
+        return Reader(job, _reading_tool(config, address), config)
+
+
+def _reading_tool(config: Config, address: str | None) -> Tool:
+    try:
+        return Tool(holder_folder(config))
+    except (ConfigError, PeerUnreachable):
+        if address is None:
+            raise
+        from memstore.admin.cluster import join_ray
+
+        join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
+        return Tool(holder_folder(config))

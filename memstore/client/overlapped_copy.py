@@ -1,0 +1,329 @@
+"""Puts whose copy overlaps the next step's forward and backward, and the fence that ends it (R11).
+
+put:    what may change before the fence is copied at once, moves of the rest are queued; a copy thread makes them
+fence:  in front of the optimizer's step: joins in with what is left, waits for the end; then the optimizer may write
+
+Device memory leaves through a side stream, ordered by the copy thread bit by bit, and by the fence all at once. There
+the fence makes the stream of the step wait, not the host; the put is handed over when the copies have arrived. What may
+change on a device is cloned there at once, for the host waits for nothing that training has queued.
+
+A put, get, agree, rewind or close waits for the end, on the host. At the end of the interpreter the copy is given up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memstore.client.ticket import TERMINAL
+from memstore.errors import ConfigError
+from memstore.shell.codec.encode import StatePlan, copy_all_but, slot_stream
+from memstore.shell.device.deferred_copy import LateCopy, WatchedSource, changed_message
+from memstore.shell.device.deferred_device_copy import LateFlights
+from memstore.shell.device.optimizer_memory import SteadyMemory, optimizer_tensors
+from memstore.shell.device.side_stream import DeviceWrite, has_streams
+from memstore.shell.tensors.memory import Source, dense_bytes, is_flat
+from memstore.shell.tensors.own_memory import is_permitted
+from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX, Move
+from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
+
+if TYPE_CHECKING:
+    from memstore.client.pending_put import OpenPut
+    from memstore.client.puts import Puts
+
+log = logging.getLogger("memstore")
+# Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
+NICENESS = 10
+EXIT_S = 5.0
+# Device memory that a put may take for clones of what may change there; what is beyond it is copied at once, waiting.
+CLONES_BYTES_MAX = 64 << 20
+
+
+class Hook(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook back."""
+
+
+class Overlap:
+    """The overlapped copies of one store; at most one is under way."""
+
+    def __init__(self, puts: Puts) -> None:
+        self._puts = puts
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Hook] = []
+        self._late: tuple[LateCopy, OpenPut] | None = None
+        self._checking = threading.RLock()  # a signal handler may put
+        self._queue: queue.SimpleQueue[LateCopy | None] = queue.SimpleQueue()
+        self._thread: SafeThread | None = None
+        _OVERLAPS.add(self)
+
+    def fence(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait in front of every step of this optimizer; its parameters and state are copied late from now on.
+
+        Raises:
+            ConfigError: It is no torch.optim.Optimizer.
+        """
+        # A wrapper of an optimizer may be of its type and never have become one: its own step knows no hooks.
+        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise ConfigError(
+                f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
+                "step: fence the optimizer that it wraps, or put with overlap=<the tensors that it alone changes>, and "
+                "call store.fence() before it steps",
+                field="optimizer",
+            )
+        if any(known is optimizer for known in self._optimizers):
+            return
+        this = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace what ends the copy
+        def before_step(*_: Any) -> None:
+            overlap = this()
+            if overlap is not None:
+                overlap.hold_step()
+
+        self._hooks.append(optimizer.register_step_pre_hook(before_step))
+        self._optimizers.append(optimizer)
+
+    def steady_memory(self, overlap: bool | Iterable[torch.Tensor]) -> SteadyMemory | None:
+        """Return the memory that is to be copied late, or None for a put that does not overlap.
+
+        Raises:
+            ConfigError: Nobody would wait for the copy.
+        """
+        if overlap is False:
+            return None
+        if overlap is not True:
+            return SteadyMemory(overlap)
+        if not self._optimizers:
+            raise ConfigError(
+                "put(overlap=True) needs an optimizer that waits for the copy: call store.fence(optimizer) once before",
+                field="overlap",
+            )
+        return SteadyMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))
+
+    # -- a copy ---------------------------------------------------------------------------------
+
+    def copy(self, room: OpenPut, plan: StatePlan, memory: SteadyMemory) -> None:
+        """Copy what may change and queue the rest; the put that took the room is handed over when that is done."""
+        late: dict[int, tuple[WatchedSource, list[Move]]] = {}
+        writes: list[DeviceWrite] = []
+        try:
+            stream = slot_stream(plan, room.views(), room.chunk_bytes)
+            clones = _Clones()
+            is_whole = self._puts.config.overlap_check == "whole"
+            for number, (offset, source) in enumerate(plan.placed):
+                owners = memory.owners_of(source)
+                if source.address is None:
+                    flat = source.owner if owners else clones.take(source)
+                    if flat is not None:
+                        writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
+                        late[number] = _watched(flat, owners), []
+                elif owners and is_permitted():
+                    late[number] = WatchedSource(owners, owners[-1].untyped_storage(), is_whole), []
+                    stream.plan_write(offset, source.address, source.nbytes, late[number][1])
+            flights = LateFlights(writes) if writes else None
+            with room.lock:
+                copy_all_but(plan, stream, late)
+                room.is_filled_late = not room.is_over
+            # Not the plan itself: it keeps alive what was copied at once.
+            bare = replace(plan, placed=())
+            offsets = [plan.placed[number][0] for number in late]
+            copy = LateCopy(
+                list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
+                on_end=lambda problem: self._end(room, bare, problem),
+                name_of=lambda number: bare.name_at(offsets[number]), flights=flights,
+            )  # fmt: skip
+        except BaseException as exc:
+            room.is_filled_late = False
+            room.abandon()
+            self._puts.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
+            raise
+        self._late = copy, room
+        try:
+            self._start(copy)
+        except BaseException as exc:
+            # Ends it once, whoever has it: its slots go back when nobody writes into them any more.
+            copy.stop(f"its copy could not be started: {exc!r}")
+            self._late = None
+            raise
+
+    def _start(self, copy: LateCopy) -> None:
+        if self._thread is None:
+            copies = self._queue
+            self._thread = SafeThread(lambda: _copy_all(copies))
+        try:
+            self._thread.start()  # again, if a signal's handler came between
+        except RuntimeError as exc:  # the limit of threads or of memory: this one copies
+            log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
+            copy.work()
+            copy.work_device()
+            return
+        self._queue.put(copy)
+
+    def _end(self, room: OpenPut, plan: StatePlan, problem: str) -> None:
+        """Hand the put over, or give its step up on all ranks (R12)."""
+        try:
+            if not problem:
+                self._puts.hand_over(room, plan)
+            elif not room.ticket.is_over:
+                self._puts.skip(room.ticket, problem, "failed")
+        except BaseException as exc:
+            if not problem:
+                self._puts.skip(room.ticket, f"it could not be handed over: {exc!r}", "failed")
+            raise
+        finally:
+            room.end_late()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the copy under way has ended; at once if there is none.
+
+        One that has not after `timeout_s` (the stall budget) fails its step, and training goes on. Any thread.
+        """
+        self._wait(timeout_s, is_for_device=True)
+
+    def hold_step(self, timeout_s: float | None = None) -> None:
+        """Return when the copy's sources may be written, on a device by this thread's current streams. As `wait`."""
+        self._wait(timeout_s, is_for_device=False)
+
+    def _wait(self, timeout_s: float | None, *, is_for_device: bool) -> None:
+        late = self._late
+        if late is None:
+            return
+        copy, room = late
+        began_s = time.monotonic()
+        if not copy.ended.is_set():
+            budget_s = self._puts.config.stall_budget_s if timeout_s is None else timeout_s
+            self._join_in(copy, began_s + budget_s)
+            is_ordered = copy.flights is None or copy.flights.order_rest(began_s + budget_s)
+            end = copy.moved if copy.flights is not None and not is_for_device else copy.ended
+            if not is_ordered or not end.wait(max(0.0, began_s + budget_s - time.monotonic())):
+                copy.stop(f"it was not copied within {budget_s:g} s at the fence")
+            if copy.flights is not None:
+                _guarded(copy, copy.flights.hold_current)
+        with self._checking:
+            if self._late is not late:
+                return  # another thread waited as well, has looked, and its optimizer may have written since
+            # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
+            name = copy.release()
+            if name and room.ticket.level not in TERMINAL:
+                self._puts.retire(room.ticket, changed_message(name))
+            room.ticket.stall_s += time.monotonic() - began_s
+            if copy.ended.is_set():
+                room.end_late()  # nothing, but where a signal's handler came between
+            if copy.flights is None or is_for_device or copy.ended.is_set():
+                self._late = None
+
+    def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
+        """Help the copy thread with the moves that are left, with as many threads as a put would take."""
+        count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
+            for _ in range(count - 2):  # this one and the copy thread are two
+                SafeThread(lambda: _help(copy, deadline_s)).start()
+        _help(copy, deadline_s)
+
+    def close(self) -> None:
+        """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""
+        try:
+            self.wait()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._optimizers = [], []
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(EXIT_S)
+
+    def give_up(self) -> None:
+        """At exit: no thread of ours reads memory that the interpreter frees."""
+        if self._late is not None:
+            self._late[0].stop("the process ended")
+        self._end_thread()
+
+    def forget(self) -> None:
+        """In a forked child: the copy is the parent's, and so is the thread."""
+        _OF_PARENTS.append(self._late)  # not freed here: its events are of the parent's device context
+        self._late = self._thread = None
+        self._queue = queue.SimpleQueue()
+
+
+def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    while True:
+        copy = copies.get()
+        if copy is None:
+            return
+        _help(copy)
+        _guarded(copy, copy.work_device)
+        del copy  # nothing of a state is kept alive until the next
+
+
+def _help(copy: LateCopy, deadline_s: float = float("inf")) -> None:
+    _guarded(copy, lambda: copy.work(deadline_s))
+
+
+def _guarded(copy: LateCopy, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as exc:
+        copy.stop(f"its copy failed: {exc!r}")  # nothing, if it has ended
+        if is_of_handler(exc):
+            raise
+        log.exception("an overlapped copy failed: its step is given up")
+
+
+class _Clones:
+    """Device memory of one put that may change before the fence, copied on its device first."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def take(self, source: Source) -> torch.Tensor | None:
+        """Return a copy of a source's bytes, made on the current stream, or None for what is not to be copied late."""
+        owner = source.owner
+        if not isinstance(owner, torch.Tensor) or owner.is_cpu or not has_streams(owner.device):
+            return None
+        self._nbytes += source.nbytes
+        if self._nbytes > CLONES_BYTES_MAX:
+            return None
+        return owner.clone() if is_flat(owner) else dense_bytes(owner)
+
+
+def _watched(flat: torch.Tensor, owners: tuple[torch.Tensor, ...]) -> WatchedSource:
+    return WatchedSource(owners, flat.untyped_storage(), is_whole=False)
+
+
+_OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()
+_OF_PARENTS: list[object] = []
+
+
+def _give_up_all() -> None:
+    for overlap in list(_OVERLAPS):
+        overlap.give_up()
+
+
+def _forget_all() -> None:
+    for overlap in list(_OVERLAPS):
+        overlap.forget()
+
+
+atexit.register(_give_up_all)
+os.register_at_fork(after_in_child=_forget_all)

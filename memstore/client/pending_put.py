@@ -1,0 +1,131 @@
+"""The room of one put between the moment it is taken and the hand-over (R8, R11).
+
+    taken --hand_over--> the holder's
+      |--lend--> lent: a child process may adopt it, and nothing is written here any more
+      '--abandon, or the holder says that some slots are no longer ours--> given back
+
+The stream that is handed over need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from memstore.client.ticket import LEVELS, Ticket
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.lease_pool import Tenant
+from memstore.shell.threads.answers import is_answered
+
+LEND_S = 30.0
+
+
+class OpenPut(Tenant):
+    """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
+
+    Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
+    """
+
+    def __init__(self, link: RankLink, ticket: Ticket, *, world_size: int) -> None:
+        """It has no slots until `extend` takes some."""
+        super().__init__()
+        self.mapping = link.mapping  # of the slots: they are never written through a later one's
+        self.link, self.ticket, self.chunk_bytes = link, ticket, int(link.welcome["chunk_bytes"])
+        self.slots: list[int] = []
+        self.step = ticket.step
+        self.attempt, self.world_size = link.attempt, world_size
+        self.is_lent = False
+        self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
+        self.lock = threading.RLock()
+
+    @property
+    def is_passed_on(self) -> bool:
+        """True if it goes on without who put: it is copied late, or on its way to the holder, or there."""
+        is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
+        return self.is_filled_late or is_handed_over
+
+    def views(self) -> list[memoryview]:
+        """Return the slots' bytes, in order."""
+        return [self.mapping.view(slot) for slot in self.slots]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Give back all slots but these; the stream is made of them, in this order."""
+        with self.lock:
+            if not self.is_over:  # else all went back, and may be another put's by now
+                self._keep(indices)
+
+    def _keep(self, indices: Sequence[int]) -> None:
+        kept = [self.slots[i] for i in indices]
+        self.link.put_back(set(self.slots).difference(kept), self)
+        self.slots = kept
+
+    def extend(self, count: int, budget_s: float) -> bool:
+        """Take `count` slots more at the end; False if there are none within `budget_s`, or the put is over."""
+        more = self.link.acquire(self, count, budget_s)
+        if more is None:
+            return False
+        with self.lock:
+            if not self.slots:
+                self.mapping = more.mapping
+            if self.is_over or more.mapping is not self.mapping:
+                self.link.put_back(more.slots, self)
+                return False
+            self.slots = self.slots + more.slots
+            return True
+
+    def hand_over(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
+        """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
+        with self.lock:
+            if self.is_over:
+                return False
+            try:
+                self._keep(range(-(-nbytes // self.chunk_bytes)))
+                body = {
+                    "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
+                    "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
+                    "shared_chunks": shared_chunks,
+                }  # fmt: skip
+                return self.link.hand_over(self, self.step, self.slots, self.mapping, body)
+            finally:
+                self.is_over = True
+
+    def stall_s(self) -> float:
+        """Return how long training was blocked: until now, unless the copy ended before."""
+        return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
+
+    def lend(self) -> None:
+        """Let a child of this process take the slots over (R20)."""
+        with self.lock:
+            if self.is_over:
+                return
+            self.is_lent = True
+            offered = self.link.lend(self, self.step, self.slots, self.mapping)
+        is_answered(offered, LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
+
+    def abandon(self) -> None:
+        """Give everything back; what was lent, as far as no child has it, and when the holder says so.
+
+        Waits for whoever writes into the slots. An overlapped copy is never waited for: it gives them back itself.
+        """
+        with self.lock:
+            if self.is_over or self.is_filled_late:
+                return
+            if self.is_lent:
+                self.link.take_back(self.step, self.slots, self.mapping)
+            self.is_over = True
+            self.link.put_back((), self)
+
+    def end_late(self) -> None:
+        """The overlapped copy has ended: what it did not hand over is free."""
+        self.is_over = True  # first: nobody writes any more, and what comes next may be interrupted
+        self.is_filled_late = False
+        self.link.put_back((), self)
+
+    def abandon_unwritten(self) -> None:
+        """Abandon it, unless somebody writes into the slots: he gives them back. For a thread that must not wait."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.abandon()
+            finally:
+                self.lock.release()

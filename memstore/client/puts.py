@@ -1,0 +1,400 @@
+"""The put side of one rank's store: tickets, room, skips (R10, R11, R12).
+
+begun --room--> copied --handed over--> the holder's; its levels come back as events
+  '--no room in time, or not copied--> skipped: the controller is told, and all ranks give the step up alike
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from memstore.client.overlapped_copy import Overlap
+from memstore.client.pending_put import OpenPut
+from memstore.client.prepare import Preparation
+from memstore.client.shared_shard import NaturalReplicas
+from memstore.client.ticket import LEVELS, TERMINAL, Ticket
+from memstore.config import Config
+from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
+from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
+from memstore.shell.codec.interpreter import copying, waiting
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.threads.answers import is_answered
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("memstore")
+TICKETS_KEPT = 64
+RESERVE_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+class Puts:
+    """All puts of one store. Used by one thread, but for the events of the link."""
+
+    def __init__(self, link: RankLink, config: Config, *, world_size: int) -> None:
+        self.link, self.config, self.world_size = link, config, world_size
+        self.chunk_bytes = int(link.welcome["chunk_bytes"])
+        self.tickets: dict[int, Ticket] = {}
+        self._lock = threading.RLock()  # of the tickets; a signal's handler may put
+        self._open: list[OpenPut] = []  # begun, not handed over yet
+        self._skipping: Future[Any] | None = None
+        self._reserved_slots = 0
+        self._has_room = False  # some put of this attempt had
+        self._preparation: Preparation | None = None
+        self._resume_step = 0
+        self._last_step = self._floor = -1
+        self.overlap = Overlap(self)
+        self.natural: NaturalReplicas | None = None
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self.link.job
+
+    @property
+    def rank(self) -> int:
+        """The rank in the present attempt."""
+        return self.link.rank
+
+    def begin_attempt(self, joined: dict[str, Any]) -> None:
+        """Take what a join or a rewind answered."""
+        self._resume_step = int(joined["resume_step"])
+        restored = joined.get("restored_step")
+        self._last_step = self._floor = int(restored) if restored is not None else -1
+        self._reserved_slots, self._has_room = 0, False
+        self.natural = NaturalReplicas.joined(joined)
+        self.close()
+
+    def go_on_from(self, step: int) -> None:
+        """A get restored this step."""
+        self._last_step = self._floor = step
+
+    def newest_first(self) -> list[Ticket]:
+        """Return the tickets kept."""
+        with self._lock:
+            return [ticket for _, ticket in sorted(self.tickets.items(), reverse=True)]
+
+    def wait_committed(self, step: int) -> None:
+        """Wait for the commit of a step, if its ticket is known; CommitError, TimeoutError."""
+        with self._lock:
+            ticket = self.tickets.get(step)
+        if ticket is not None:
+            ticket.wait("committed", RESERVE_SLACK_S)
+
+    def close(self) -> None:
+        """Give back the room of what was begun and not ended."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.cancel()
+        for room in self._open:
+            room.abandon()
+        self._open = []
+
+    # -- puts ---------------------------------------------------------------------------------
+
+    def put(
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False,
+        own: Any = None,
+    ) -> Ticket:  # fmt: skip
+        """Do what `Store.put` promises."""
+        with copying():  # until `_put` has let go of its plan
+            return self._put(step, state, timeout_s, overlap, own)
+
+    def _put(
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor], own: Any
+    ) -> Ticket:
+        began_s = time.monotonic()
+        ticket = self._same_step(step)
+        if ticket is not None:
+            self.overlap.wait()  # a fence, as every put
+            return ticket
+        memory = self.overlap.steady_memory(overlap)
+        plan = self.planned(state, own)
+        room = self._open_put(step, plan.nbytes, began_s)
+        try:
+            self._begin(room, 0, timeout_s, 0.0)
+            if not room.is_over and memory is not None:
+                self.overlap.copy(room, plan, memory)
+            elif not room.is_over:
+                self._copy(room, plan)
+        except BaseException:
+            if not room.is_passed_on:
+                self._forget(step)
+            raise
+        finally:
+            # Nothing can come before this: all slots that the put has taken by now, and not passed on, are free.
+            room.is_over = room.is_over or not room.is_filled_late
+            room.ticket.stall_s = time.monotonic() - began_s
+        return room.ticket
+
+    def planned(self, state: Any, own: Any) -> StatePlan:
+        """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
+        plan = plan_state(state) if self.natural is None else self.natural.plan(state, own, self.chunk_bytes)
+        device = cuda_device_of(plan)
+        if device is not None:
+            self.link.mapping.pin_for(device, self.link.outbox.put)
+        return plan
+
+    def begin(
+        self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None,
+        growth_s: float = 0.0,
+    ) -> tuple[Ticket, OpenPut | None]:  # fmt: skip
+        """Take room for a put whose bytes the caller copies and hands over itself.
+
+        Args:
+            began_s: When the put began to block training, monotonic.
+            extra_slots: Slots beyond `nbytes`, for what is known only later.
+            timeout_s: Longest wait for room instead of `stall_budget_s`.
+            growth_s: Longest wait for more room than the rank has claimed so far; without it such a step is skipped.
+
+        Returns:
+            The put's ticket, and its room, or None if the step was skipped (R12).
+
+        Raises:
+            What put() raises; nothing was copied then.
+        """
+        room = self._open_put(step, nbytes, began_s)
+        try:
+            self._begin(room, extra_slots, timeout_s, growth_s)
+        except BaseException:
+            room.is_over = True
+            self._forget(step)
+            raise
+        return room.ticket, None if room.is_over else room
+
+    def _open_put(self, step: int, nbytes: int, began_s: float) -> OpenPut:
+        if self.link.closed.is_set():
+            raise ClosedError(f"the store of job {self.job!r} is closed: connect again")
+        known = self._same_step(step)
+        if known is not None:
+            raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
+        return OpenPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
+
+    def _begin(self, room: OpenPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
+        """Take room for a put, or skip it: it is over then."""
+        self.overlap.wait()
+        self._know(room.ticket)
+        self._take_room(room, -(-room.ticket.nbytes // self.chunk_bytes) + extra_slots, timeout_s, growth_s)
+        self._open = [*(r for r in self._open if not r.is_over), room]
+
+    def _copy(self, room: OpenPut, plan: StatePlan) -> None:
+        try:
+            with room.lock:
+                copy_into(plan, room.views(), self.chunk_bytes)
+        except BaseException as exc:
+            room.abandon()
+            self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
+            raise
+        self.hand_over(room, plan)
+
+    def hand_over(self, room: OpenPut, plan: StatePlan) -> None:
+        """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
+        if not room.hand_over(plan.layout, plan.nbytes, plan.shared_chunks):
+            self.skip(room.ticket, "this host's holder restarted while the state was copied")
+
+    def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
+        """Give a step up; collective: the controller abandons it everywhere (R12)."""
+        ticket.rise(level, why)
+
+        def resume(future: Any) -> None:
+            if future.exception() is None:
+                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+
+        body = {
+            **self.body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
+            "is_failed": level == "failed",
+        }  # fmt: skip
+        self._skipping = self.link.call_soon("skip", body, resume)
+
+    def retire(self, ticket: Ticket, why: str) -> None:
+        """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
+        ticket.tear(why)
+        log.error(
+            "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
+        )
+        self.skip(ticket, why, "failed")
+        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why, "is_torn": True})
+
+    def give_up(self, step: int, why: str) -> None:
+        """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
+
+        Waits, at most `stall_budget_s`, until the controller knows: ranks that put the next step before would skip it.
+        """
+        with contextlib.suppress(StepConflict):  # an older step takes no room any more
+            ticket = self._same_step(step) or self._know(Ticket(step, 0, time.monotonic(), self.link.commands))
+            if not ticket.is_over:
+                self.skip(ticket, why, "failed")
+        if self._skipping is not None:
+            is_answered(self._skipping, self.config.stall_budget_s)
+
+    # -- tickets ------------------------------------------------------------------------------
+
+    def _same_step(self, step: int) -> Ticket | None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+            raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
+        with self._lock:
+            known = self.tickets.get(step)
+        if known is None and step <= self._last_step:
+            raise StepConflict(
+                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self._last_step}: "
+                "steps must strictly increase; to go back use store.rewind(step)",
+                step=step, last_step=self._last_step,
+            )  # fmt: skip
+        return known
+
+    def _know(self, ticket: Ticket) -> Ticket:
+        with self._lock:
+            self.tickets[ticket.step] = ticket
+            for old in sorted(self.tickets)[:-TICKETS_KEPT]:
+                del self.tickets[old]
+        self._last_step = ticket.step
+        return ticket
+
+    def _forget(self, step: int) -> None:
+        with self._lock:
+            self.tickets.pop(step, None)
+            self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
+
+    def on_level(self, body: dict[str, Any]) -> None:
+        """A ticket rises; older ones that never can are superseded."""
+        step, level = int(body["step"]), str(body["level"])
+        with self._lock:
+            ticket = self.tickets.get(step)
+            older = [t for s, t in self.tickets.items() if s < step]
+        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
+        if ticket is not None:
+            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+        for room in self._open:
+            # A child of this process has handed it over, or nobody will any more.
+            if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
+                room.abandon_unwritten()
+        if level in ("committed", "durable"):
+            for old in older:
+                if old.level not in ("committed", "durable"):
+                    old.rise("superseded", f"step {step} was committed")
+            for room in self._open:
+                if room.step < step:
+                    room.abandon_unwritten()
+
+    def fail_all(self, why: str, *, forget: bool = False) -> None:
+        """No put of before can reach anything any more."""
+        with self._lock:
+            tickets = list(self.tickets.values())
+            if forget:
+                self.tickets = {}
+        for ticket in tickets:
+            ticket.rise("failed", why)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def _take_room(self, room: OpenPut, count: int, timeout_s: float | None, growth_s: float) -> None:
+        """Take leased slots, or skip the step."""
+        ticket = room.ticket
+        if ticket.step < self._resume_step:
+            ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
+        elif count > self._reserved_slots or self._reserved_slots == 0:
+            self._reserve(ticket, count, growth_s)
+        if ticket.is_over:
+            room.is_over = True
+            return
+        budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
+        has_room = room.extend(count, 0.0)
+        if not has_room:
+            self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
+            has_room = room.extend(count, budget_s) or (self._abandon_open() and room.extend(count, budget_s))
+        if self.link.fenced_by:
+            raise self.link.fenced_error()
+        if not has_room:
+            room.is_over = True
+            self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
+        self._has_room = self._has_room or has_room
+
+    def _abandon_open(self) -> bool:
+        """Give up puts that an adapter began and never handed over, such as of a save that failed elsewhere."""
+        stale = [room for room in self._open if not room.is_over]
+        for room in stale:
+            room.abandon()
+            if not room.ticket.is_over:
+                self.skip(room.ticket, "it was begun, not ended, and its room was needed")
+        self._open = [room for room in stale if not room.is_over]
+        return bool(stale)
+
+    def prepare(self, nbytes: int) -> Preparation:
+        """Begin what a first put of `nbytes` would wait for, or return what is under way or done for as much (R10).
+
+        Waits for a smaller one that is under way to end: a rank has one question of room at a time.
+        """
+        count = max(1, -(-nbytes // self.chunk_bytes))
+        known = self._preparation
+        if known is not None and not known.has_failed:
+            if count <= known.slots_count:
+                return known
+            with contextlib.suppress(MemstoreError):  # then the larger one says why, alike
+                known.wait_claimed()
+        count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
+        config = self.config
+        self._preparation = Preparation(
+            self.link, self.body(slots=count), self.chunk_bytes,
+            versions=config.keep_steps + 1 + (config.durable is not None),
+            timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
+        )  # fmt: skip
+        return self._preparation.begin()
+
+    def _reserve(self, ticket: Ticket, count: int, growth_s: float) -> None:
+        """Claim room: a collective round at the first put, in the background later (R10, R11)."""
+        known = self._preparation
+        if known is not None and known.is_ready and count <= known.slots_count:
+            self._reserved_slots = known.slots_count
+            return
+        if not self._has_room:
+            try:
+                began_s = time.monotonic()
+                with waiting():
+                    preparation = self.prepare(count * self.chunk_bytes)
+                    preparation.wait_claimed()
+            except GrowthRefused as exc:  # other ranks have put, or will: an error here alone would end them all
+                self._reserved_slots, self._has_room = known.slots_count if known and known.is_ready else 0, True
+                self.skip(ticket, str(exc))
+                return
+            self._reserved_slots = preparation.slots_count
+            # The grant follows the answer; this first put may wait for it beyond the stall budget.
+            with waiting():
+                self.link.wait_free(count, self.config.connect_timeout_s)
+            preparation.say_waited(time.monotonic() - began_s)
+            return
+        body = self.body(slots=count)
+        grown = self.link.call_soon("reserve", body, lambda answer: self._grown(count, answer.exception()))
+        with waiting():
+            if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
+                return self._grown(count, None)
+        self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
+
+    def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
+        """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
+        return self.link.call_soon("cadence", {**self.body(step=step), **measured})
+
+    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+        """Training goes on from elsewhere: the question is void."""
+        self.link.forget_call(answer)
+
+    def on_room(self, body: dict[str, Any]) -> None:
+        """This host makes room."""
+        preparation = self._preparation
+        if preparation is not None:
+            preparation.on_room(body)
+
+    def _grown(self, count: int, error: BaseException | None) -> None:
+        if error is None:
+            self._reserved_slots = max(count, self._reserved_slots)
+        else:
+            log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
+
+    def body(self, **more: int) -> dict[str, Any]:
+        """Say to the controller who asks."""
+        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}

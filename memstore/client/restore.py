@@ -1,0 +1,93 @@
+"""A staged shard opened: states built from parts of its stream, every chunk verified after its copy (R7)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memstore.core.format.layout import decode_layout
+from memstore.core.format.manifest import Manifest
+from memstore.errors import MemstoreError, ProtocolError
+from memstore.shell.codec.decode import build_state, matched
+from memstore.shell.codec.verified_stream import CheckedStream, ChunkSource
+
+
+class OpenShard:
+    """The chunks of `source`, for as long as that has them.
+
+    Args:
+        beside: Another shard that the same get opens: what is written from either counts for both.
+    """
+
+    def __init__(self, source: ChunkSource, manifest: Manifest, beside: OpenShard | None = None) -> None:
+        self.manifest = manifest
+        self._stream = CheckedStream(manifest, source)
+        self._written: list[str] = [] if beside is None else beside._written  # which of the given states
+        self.not_filled: list[str] = [] if beside is None else beside.not_filled  # paths in them (R26)
+
+    def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "into=") -> Any:
+        """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.
+
+        A chunk that is bad here by then is brought again from another copy, and copied again.
+
+        Args:
+            name: What the caller of get() calls `into`.
+
+        Raises:
+            DigestMismatch: Some chunk has no good copy. `into` may have been written to: see `telling`.
+        """
+        layout, left = decode_layout(data), self.manifest.nbytes - offset
+        if layout.nbytes > max(left, 0):
+            raise ProtocolError(f"a layout in {self.manifest.shard} is of {layout.nbytes} bytes, it has {left}")
+        self._stream.has_written = False
+        match = matched(layout, into)
+        try:
+            state = build_state(layout, _Shifted(self._stream, offset), match)
+        finally:
+            if into is not None and self._stream.has_written:
+                self._written.append(name)
+        root = name.removesuffix("into=").strip("_") or "state"
+        self.not_filled += [] if match is None else [root + p.removeprefix("state") for p in match.plain.not_filled]
+        return state
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Whatever fails in here says which of the given states were written to, and are unusable."""
+        try:
+            yield
+        except MemstoreError as exc:
+            if self._written:
+                given = " and ".join(f"the state given as {name}" for name in self._written)
+                unusable = f"{given} {'is' if len(self._written) == 1 else 'are'} unusable: restart this process"
+                raise type(exc)(f"{exc}; {unusable}") from exc
+            raise
+
+    @property
+    def mended_count(self) -> int:
+        """Chunks that were bad here and came from another copy."""
+        return len(self._stream.mended)
+
+
+class _Shifted:
+    """A stream within a stream."""
+
+    def __init__(self, stream: CheckedStream, offset: int) -> None:
+        self._stream, self._offset = stream, offset
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        self._stream.read(self._offset + offset, address, nbytes)
+
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        return self._stream.read_to(self._offset + offset, target)
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        return self._stream.read_bytes(self._offset + offset, nbytes)
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return self._stream.alias(self._offset + offset, nbytes)
+
+    def settle(self) -> None:
+        self._stream.settle()

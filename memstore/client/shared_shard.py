@@ -1,0 +1,280 @@
+"""Natural replicas: ranks that name one shard hold equal state, so some of them copy it and all get it back (R34).
+
+put     a copier stores [shared | own], any other rank its own alone
+get     a rank's own from its own shard, the shared state from a copier's: the same step, verified by the same round
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memstore.client.restore import OpenShard
+from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
+from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
+from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
+from memstore.shell.codec.decode import check_into
+from memstore.shell.codec.encode import StatePlan, plan_state
+from memstore.shell.codec.interpreter import copying
+from memstore.shell.rank.collective import collective
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.range_read import OpenRanges, ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
+
+log = logging.getLogger("memstore")
+COMPARED_CHUNKS_MAX = 8  # of those that differ, whose tensors are named
+NAMES_MAX = 10
+NAMING_S = 30.0
+# Reads the shard of one of these ranks, of the same step: for all ranks of a host the same one. A context manager.
+Read = Callable[[Sequence[int]], ShardRead]
+
+
+@dataclass(frozen=True)
+class NaturalReplicas:
+    """What this rank shares with others, in the present attempt."""
+
+    shard: int
+    shards: int
+    copiers: tuple[int, ...]  # ranks that copy this shard's state
+    rank: int
+    roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
+
+    @classmethod
+    def joined(cls, answer: dict[str, Any]) -> NaturalReplicas | None:
+        """Return what a join or a rewind answered; None if the launch named no shards."""
+        if not answer.get("natural"):
+            return None
+        shard, shards, copiers, roster = answer["natural"]
+        by_shard = tuple(tuple(map(int, ranks)) for ranks in roster)
+        return cls(int(shard), int(shards), tuple(map(int, copiers)), int(answer["rank"]), by_shard)
+
+    @property
+    def is_copier(self) -> bool:
+        """Whether put() copies the shared state on this rank."""
+        return self.rank in self.copiers
+
+    def plan(self, state: Any, own: Any, chunk_bytes: int) -> StatePlan:
+        """Lay out what this rank stores, without copying it; what a rank does not copy is not even looked at.
+
+        The shared part fills its last chunk, so that twins' chunks are equal whatever their own is.
+
+        Raises:
+            UnsupportedState: As plan_state.
+        """
+        shared = plan_state(state) if self.is_copier else None
+        mine = plan_state(own)
+        count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
+        start = count * chunk_bytes
+        layout = NaturalLayout(
+            self.shard, self.shards, self.copiers, self.roster,
+            Part(shared.layout, 0, shared.nbytes) if shared is not None else None,
+            Part(mine.layout, count, mine.nbytes),
+        ).encode(start + mine.nbytes)  # fmt: skip
+        if len(layout) > LAYOUT_BYTES_MAX:
+            raise UnsupportedState(
+                f"the plain objects of the state and of own= take {len(layout)} bytes and the limit is "
+                f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+            )
+        placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
+        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("own", start, mine.layout))
+        return StatePlan(layout, start + mine.nbytes, placed, count, parts)
+
+    # -- another world size ---------------------------------------------------------------------
+
+    def get_resized(
+        self, link: RankLink, body: dict[str, Any], into: Any, timeout_s: float
+    ) -> tuple[OpenShard, dict[str, Any], Any] | None:
+        """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
+
+        Args:
+            body: Of the get() that could not give this rank a shard; all ranks call this then.
+
+        Returns:
+            The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
+        """
+        ranges = ShardRanges(link, link.job, timeout_s)
+        found = self._copier_elsewhere(link, ranges, body["step"])
+        adopted: dict[str, Any] = {}
+        if found is not None and body["step"] is None:
+            adopted = collective(link, "get", {**body, "is_agreement": True}, timeout_s)
+            agreed = (adopted["step"], adopted["attempt"])
+            if agreed != found[:2]:  # a late host brought a newer one, of other copiers
+                found = self._copier_elsewhere(link, ranges, *agreed)
+        if found is None:
+            return None
+        step, attempt, copier = found
+        wanted = {"job": link.job, "step": step, "of_attempt": attempt, "rank": copier}
+        with copying(), ShardRead(link, wanted, timeout_s) as read:
+            staged = OpenShard(read, read.manifest())
+            part = shared_part(staged, self.shard, self.shards)
+            _check(part, into)
+            with staged.telling():
+                state = _load(staged, part, into, "into=")
+                return staged, {**read.answer(), **adopted}, state
+
+    def _copier_elsewhere(
+        self, link: RankLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
+    ) -> tuple[int, int, int] | None:
+        """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
+        opened = ranges.open(ranges.ask(step, 0, attempt=attempt))
+        try:
+            natural = NaturalLayout.decode(opened.manifest)
+        finally:
+            opened.close()
+        if natural is None or natural.shards != self.shards or not natural.roster:
+            return None
+        return opened.step, opened.attempt, _chosen(link, natural.roster[self.shard])
+
+    # -- twins that differ ------------------------------------------------------------------------
+
+    def name_differing(self, link: RankLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+        """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
+
+        Args:
+            event: The holder's: the step, the other copier, chunks that differ; none if they are equal again.
+            wait: Returns when a step is committed, else raises: only then can it be read.
+        """
+        threading.Thread(
+            target=self._name_differing, args=(link, event, wait), name="memstore-twins", daemon=True
+        ).start()
+
+    def _name_differing(self, link: RankLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+        step, twin, names = int(event["step"]), int(event["twin"]), list[str]()
+        try:
+            if event["count"]:
+                with contextlib.suppress(MemstoreError, TimeoutError):  # told all the same, without names
+                    wait(step)
+                    names = self._differing_names(link, event, step, twin)
+                where = ", ".join(names) or f"{event['count']} chunks"
+                both = f"ranks {self.rank} and {twin}"
+                log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
+            body = {
+                "job": link.job, "attempt": int(event["attempt"]), "step": step, "ranks": [self.rank, twin],
+                "chunks": int(event["count"]), "names": names,
+            }  # fmt: skip
+            link.call("twins", body, NAMING_S)
+        except MemstoreError as error:
+            log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
+
+    def _differing_names(self, link: RankLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
+        ranges = ShardRanges(link, link.job, NAMING_S)
+        chunks = [int(chunk) for chunk in event["chunks"]][:COMPARED_CHUNKS_MAX]
+        with contextlib.ExitStack() as stack:
+            both = []
+            for rank in (self.rank, twin):
+                there = ranges.open(ranges.ask(step, rank, attempt=int(event["attempt"])))
+                there.close()
+                size, count = there.manifest.chunk_bytes, len(there.manifest.chunks)
+                wanted = [(chunk * size, 1) for chunk in chunks if chunk < count]
+                opened = ranges.open(ranges.ask(step, rank, wanted, size, attempt=int(event["attempt"])))
+                stack.callback(opened.close)
+                both.append(opened)
+            names = differing_names(both[0], both[1], chunks)
+            for opened in both:
+                opened.verify()
+        return names[:NAMES_MAX]
+
+
+def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> list[str]:
+    """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
+    own, other = NaturalLayout.decode(mine.manifest), NaturalLayout.decode(theirs.manifest)
+    if own is None or own.shared is None:
+        return []
+    size = mine.manifest.chunk_bytes
+    is_alike = other is not None and other.shared is not None and other.shared.layout == own.shared.layout
+    names: list[str] = []
+    for extent in extents_in(own.shared.layout, own.shared.first_chunk, chunks, size):
+        for chunk in chunks if is_alike else ():
+            start, end = max(extent.offset, chunk * size), min(extent.offset + extent.nbytes, (chunk + 1) * size)
+            if start < end and mine.read(start, end - start) != theirs.read(start, end - start):
+                break
+        else:
+            if is_alike:
+                continue
+        names += extent.names
+    return names
+
+
+# -- getting ------------------------------------------------------------------------------------------
+
+
+def check_shard(manifest: Manifest, into: Any, own_into: Any, now: NaturalReplicas | None = None) -> None:
+    """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
+
+    Args:
+        now: What the rank shares in the present attempt.
+
+    Raises:
+        ManifestMismatch, ProtocolError: As check_into; or the rank's number had another shard in that step.
+    """
+    natural = NaturalLayout.decode(manifest)
+    if natural is None:
+        if own_into is not None:
+            raise ManifestMismatch(f"step {manifest.shard.step} was put without shard=: there is nothing for own_into=")
+        if into is not None:
+            check_into(manifest.layout, into)
+        return
+    if now is not None and (natural.shard, natural.shards) != (now.shard, now.shards):
+        shard = manifest.shard
+        raise ManifestMismatch(
+            f"at step {shard.step} rank {shard.rank} held shard {natural.shard} of {natural.shards}, and now it names "
+            f"{now.shard} of {now.shards}: connect with the shards of then, or read other ranks' with get(step, rank=)"
+        )
+    if into is not None and natural.shared is not None:
+        check_into(natural.shared.layout, into)
+    if own_into is not None:
+        check_into(natural.own.layout, own_into)
+
+
+def reader_of(link: RankLink, manifest: Manifest, timeout_s: float) -> Read:
+    """Return what reads other ranks' shards of the step that a shard is of."""
+    shard = manifest.shard
+    body = {"job": shard.job, "step": shard.step, "of_attempt": shard.attempt}
+    return lambda ranks: ShardRead(link, {**body, "rank": _chosen(link, ranks)}, timeout_s)
+
+
+def _chosen(link: RankLink, ranks: Sequence[int]) -> int:
+    """Return the rank whose shard all of this host's ranks read, so that it comes here once; hosts differ."""
+    return ranks[zlib.crc32(link.folder.name.encode()) % len(ranks)]
+
+
+def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: Any, own_into: Any) -> tuple[Any, Any]:
+    """Return shared and own state of a rank's shard; both are checked before either is written (R26).
+
+    Raises:
+        RecoveryError: The copier's shard is not what this rank's says it is.
+    """
+    home, shared = staged, natural.shared
+    with contextlib.ExitStack() as stack:
+        if shared is None:
+            read = stack.enter_context(others(natural.copiers))
+            home = OpenShard(read, read.manifest(), staged)
+            shared = shared_part(home, natural.shard, natural.shards)
+        _check(shared, into)
+        _check(natural.own, own_into)
+        own = _load(staged, natural.own, own_into, "own_into=")
+        return _load(home, shared, into, "into="), own
+
+
+def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
+    """Return where the shared state of a copier's shard lies. RecoveryError if it has none of that shard."""
+    found = NaturalLayout.decode(staged.manifest)
+    if found is None or found.shared is None or (found.shard, found.shards) != (shard, shards):
+        named = f"a copy of the state of shard {shard} of {shards}"
+        raise RecoveryError(f"{staged.manifest.shard} is named as {named} and has none")
+    return found.shared
+
+
+def _check(part: Part, into: Any) -> None:
+    """Raise ManifestMismatch before anything is written."""
+    if into is not None:
+        check_into(part.layout, into)
+
+
+def _load(staged: OpenShard, part: Part, into: Any, name: str) -> Any:
+    return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes, name=name)

@@ -1,0 +1,400 @@
+"""Store: what a training loop calls. put copies into leased slots and returns; get restores one whole step.
+
+Read `shell/rank_link.py` for the other end of every line here, `core/catalog.py` for who decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
+from memstore.client.mark_verbs import MarkVerbs
+from memstore.client.pin_verbs import PinVerbs
+from memstore.client.prepare import Preparation
+from memstore.client.put_interval import Cadence
+from memstore.client.puts import Puts
+from memstore.client.shared_shard import NaturalReplicas, check_shard
+from memstore.client.ticket import Ticket
+from memstore.config import Config
+from memstore.core.format.manifest import decode_manifest
+from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
+from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
+from memstore.shell.rank.collective_marks import Marks
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.launch import Launch
+from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.sigterm import WATCH
+from memstore.shell.rank.trained import TrainedWord
+from memstore.shell.threads.reentrancy import UnderWay
+
+if TYPE_CHECKING:
+    import torch
+
+    from memstore.dcp.reader import DcpReader
+    from memstore.dcp.writer import DcpWriter
+
+log = logging.getLogger("memstore")
+
+
+class Store(PinVerbs, MarkVerbs):
+    """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
+
+    def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+        self.job, self.world_size = job, launch.world_size
+        self.config = config
+        self._link = link
+        self._launch = launch
+        self.puts = Puts(link, config, world_size=launch.world_size)
+        self._cadence = Cadence(self.puts, config.stall_budget_s)
+        self._trained = TrainedWord(link)
+        self.marks = Marks(link)
+        self._take_attempt(joined)
+        self._into: Any = None
+        self._own_into: Any = None
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._one_get = threading.Lock()
+        self._under_way = UnderWay(job)
+        link.on_event = self.on_event
+
+    def _take_attempt(self, joined: dict[str, Any]) -> None:
+        self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
+        self._link.attempt, self._link.rank = self.attempt, self.rank
+        self.puts.begin_attempt(joined)
+        self._cadence.begin_attempt(joined)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no word of a level comes
+            with contextlib.suppress(MemstoreError, TimeoutError):
+                self.flush(timeout_s=self.config.stall_budget_s)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
+
+    def mesh_order(self, *, together: int = 1) -> tuple[int, ...]:
+        """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
+
+        Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard. torch.distributed
+        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.renumber` start it again;
+        then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their ranks.)
+        Called again, or after a get or put, it returns the order that stands and changes nothing.
+
+        Args:
+            together: So many neighbouring ranks (one tensor-parallel group) are put on one host, moved bytes or not.
+
+        Returns:
+            By logical rank, the rank that the launcher gave the process that has it; equal on all ranks. The identity
+            where nothing is stored, or where no other order moves fewer bytes.
+
+        Raises:
+            GatherTimeout: Not every rank called within `connect_timeout_s`.
+            ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
+        """
+        self._check_open()
+        body = {
+            "job": self.job, "attempt": self.attempt, "rank": self._launch.rank, "nonce": self._link.nonce,
+            "together": together,
+        }  # fmt: skip
+        limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
+        joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
+        self.rank = self._link.rank = int(joined["rank"])
+        self.puts.natural = NaturalReplicas.joined(joined)  # a shard belongs to the rank's number (D83)
+        return tuple(joined["order"]) or tuple(range(self.world_size))
+
+    @property
+    def natural(self) -> NaturalReplicas | None:
+        """What this rank shares with others, `natural.is_copier` among it; None if connect() named no shard."""
+        return self.puts.natural
+
+    # -- put ----------------------------------------------------------------------------------
+
+    def put(
+        self, step: int, state: Any, *, own: Any = None, overlap: bool | Iterable[torch.Tensor] = False,
+        timeout_s: float | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
+
+        Args:
+            step: >= 0 and above every step put or restored before in this lineage; the same step again
+                returns its ticket.
+            state: Any nesting that the README lists. With `connect(shard=, shards=)`, what this shard's ranks share: it
+                is looked at on its copiers only (R34).
+            own: What is this rank's alone, such as its data loader's position; with shard= only.
+            overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
+                `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
+            timeout_s: Longest wait for room instead of `stall_budget_s`.
+
+        Returns:
+            A ticket; if there was no room in time its level is "skipped" and training goes on (R12).
+
+        Raises:
+            UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
+            ConfigError: `overlap=True` without a fenced optimizer; a put in the middle of another verb of this thread.
+            CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
+        """
+        self._check_open()
+        if own is not None and self.natural is None:
+            raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
+        with self._under_way.only(f"put({step})"):
+            try:
+                ticket = self.puts.put(step, state, timeout_s, overlap, own)
+                if ticket.level == "skipped":
+                    self._trained.say(step)
+                return ticket
+            finally:
+                self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
+
+    def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
+        """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
+
+        A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
+        In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
+        counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
+        stream waits. A fence that waits in vain, `stall_budget_s` or `timeout_s`, fails the step; training goes on.
+
+        Raises:
+            ConfigError: `optimizer` has no hook in front of its step.
+        """
+        if optimizer is None:
+            self.puts.overlap.hold_step(timeout_s)
+        else:
+            self._check_open()
+            self.puts.overlap.fence(optimizer)
+
+    def due(self, step: int) -> bool:
+        """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
+
+        Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
+        are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
+        ahead: due() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
+        """
+        self._check_open()
+        self._trained.say(step)
+        return self._cadence.due(step)
+
+    def prepare(self, state: Any, *, own: Any = None) -> Preparation:
+        """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
+
+        Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready
+        waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
+
+        Args:
+            state: What will be put: it is planned, not copied. An int is the number of its bytes.
+            own: As in put.
+
+        Returns:
+            At once; `wait()` on it raises what the first put would (CapacityError, CommitError, ...).
+
+        Raises:
+            UnsupportedState: put would refuse this state.
+            ConfigError: a negative number of bytes.
+            FencedError, ClosedError.
+        """
+        self._check_open()
+        if type(state) is int and state < 0:
+            raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
+        with self._under_way.only("prepare()"):
+            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
+
+    # -- events of the link (reader thread) -------------------------------------------------------
+
+    def on_event(self, body: dict[str, Any]) -> None:
+        """Levels for tickets, checks for a get under way, fences."""
+        if body["k"] == "level":
+            self.puts.on_level(body)
+        elif body["k"] == "check":
+            self._on_check(body)
+        elif body["k"] == "room":
+            self.puts.on_room(body)
+        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
+            self.natural.name_differing(self._link, body, self.puts.wait_committed)
+        elif body["k"] == "fenced":
+            self.puts.fail_all(f"attempt {body['attempt']} of the job was opened")
+
+    def _on_check(self, body: dict[str, Any]) -> None:
+        error: list[str] | None = None
+        try:
+            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
+        except MemstoreError as exc:
+            error = [type(exc).__name__, str(exc)]
+        except Exception as exc:
+            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
+        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
+        self._link.notify({"k": "checked", **told})
+
+    # -- get ----------------------------------------------------------------------------------
+
+    def get(
+        self, step: int | None = None, *, rank: int | None = None, into: Any = None, own_into: Any = None,
+        must_exist: bool = False, timeout_s: float = 600.0,
+    ) -> Checkpoint | None:  # fmt: skip
+        """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
+
+        Args:
+            step: Read this step instead; adopts nothing (R22).
+            rank: Read one rank's shard, without a barrier (R27).
+            into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
+                fail once it has begun, the error says that the state is unusable.
+            own_into: Filled with what this rank put as own=, before `into` and likewise.
+            must_exist: Raise RecoveryError instead of returning None.
+            timeout_s: Deadline; GatherTimeout names the ranks that did not call.
+
+        Returns:
+            None only for a job without history, and after `connect(fresh=True)`.
+
+        Raises:
+            RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
+        """
+        self._check_open()
+        with self._under_way.only("get()"):
+            self.puts.overlap.wait()  # into= may be what is being copied
+            body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
+            if rank is not None:
+                return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
+            with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
+                return self._get({**body, "timeout_s": left_s}, step, into, own_into, must_exist, left_s)
+
+    def _get(
+        self, body: dict[str, Any], step: int | None, into: Any, own_into: Any, must_exist: bool, timeout_s: float
+    ) -> Checkpoint | None:  # fmt: skip
+        self._into, self._own_into = into, own_into
+        try:
+            answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
+        except WorldSizeError:
+            body["step"] = step
+            found = self.natural.get_resized(self._link, body, into, timeout_s) if self.natural else None
+            if found is None:
+                raise
+            return self._restored(step, checkpoint(*found), found[1])
+        finally:
+            self._into = self._own_into = None
+        if answer["step"] is None:
+            if must_exist:
+                raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
+            return None
+        got = open_shard(self._link, answer, into, own_into=own_into, timeout_s=timeout_s)
+        return self._restored(step, got, answer)
+
+    def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
+        if step is None:
+            self._go_on_from(got.step)
+        if self.rank == 0:
+            log.info("%s", restore_line(self.job, self.attempt, got, answer))
+        return got
+
+    def agree(self, *, timeout_s: float = 600.0) -> int | None:
+        """Adopt the step that get() would return without loading its bytes; collective, the same on every rank (R27).
+
+        For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
+        """
+        self._check_open()
+        body: dict[str, Any] = {
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
+        }  # fmt: skip
+        with self._under_way.only("agree()"):
+            self.puts.overlap.wait()
+            with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s) as left_s:
+                answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
+        if answer["step"] is None:
+            return None
+        self._go_on_from(int(answer["step"]))
+        return int(answer["step"])
+
+    # -- torch.distributed.checkpoint ----------------------------------------------------------
+
+    def dcp_writer(self, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> DcpWriter:
+        """Return the StorageWriter, and AsyncStager, of one step: `dcp.save(state, storage_writer=...)`.
+
+        Raises:
+            ConfigError: connect() named a shard.
+        """
+        from memstore.dcp.writer import DcpWriter
+
+        return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)
+
+    def dcp_reader(self, step: int | None = None, *, timeout_s: float = 600.0) -> DcpReader:
+        """Return a StorageReader: `dcp.load(state, storage_reader=...)`, with any world size (R27).
+
+        Args:
+            step: Read this step and adopt nothing; None: the step that get() would return is adopted.
+        """
+        from memstore.dcp.reader import DcpReader
+
+        ranges = ShardRanges(self._link, self.job, timeout_s)
+        return DcpReader(ranges, step, lambda: self.agree(timeout_s=timeout_s), self.fence)
+
+    def _go_on_from(self, step: int) -> None:
+        self.puts.go_on_from(step)
+        self._cadence.restart(step)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def rewind(self, step: int, *, attempt: int | None = None) -> None:
+        """Go on from an older step: collective, opens a new attempt whose parent step is `step` (R22).
+
+        Args:
+            step: A committed step, in RAM or on durable storage; call `get()` for its bytes.
+            attempt: The attempt that put it, where several lineages have a step of that number (`memstore ls`).
+
+        Raises:
+            RecoveryError: There is no such step, it is not committed, not whole or retired; nothing changed.
+            WorldSizeError: It was put by another number of ranks.
+            FencedError: A newer attempt runs, or another rank rewinds elsewhere.
+        """
+        self._check_open()
+        body = {
+            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
+            "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
+        }  # fmt: skip
+        with self._under_way.only(f"rewind({step})"):
+            self.puts.overlap.wait()
+            self._take_attempt(ask_with_all(self._link, "rewind", body, limit_s=self.config.connect_timeout_s))
+            self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
+
+    def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
+        """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
+        self._under_way.refuse("flush()")  # while it waits a signal's handler may put
+        for ticket in self.puts.newest_first():
+            if ticket.level not in ("skipped", "superseded"):
+                ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)
+                return
+
+    def close(self) -> None:
+        """Leave the job; what was committed stays. Safe to call twice, and in a forked child, where it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() != self._pid:
+            return  # its threads are not here, and would let go of no lock that they had at the fork
+        try:
+            WATCH.unwatch(self._link)
+            self.puts.overlap.close()
+        finally:
+            self.puts.close()
+            if not self._link.fenced_by:
+                with contextlib.suppress(MemstoreError):
+                    self._link.call("close", self.puts.body(), CALL_SLACK_S)
+            self._link.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed and not self._link.fenced_by:
+            raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this Store of job {self.job!r} is that of process {self._pid}, of which this one ({os.getpid()}) was "
+                f"forked: use it there; here memstore.reader({self.job!r}) reads"
+            )
+        if self._link.fenced_by:
+            raise self._link.fenced_error()

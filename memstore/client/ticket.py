@@ -1,0 +1,86 @@
+"""What became of one put: its level now, and a wait for the level one needs (R15)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from memstore.errors import CommitError, ConfigError
+from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
+
+LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
+TERMINAL = ("skipped", "superseded", "failed")
+
+
+class Ticket:
+    """Returned by put; `level` rises by itself.
+
+    Attributes: step, nbytes, stall_s (seconds that put blocked, and a fence for its overlapped copy), level, degraded,
+    reason.
+    """
+
+    def __init__(self, step: int, nbytes: int = 0, began_s: float = 0.0, commands: Callable[[str], str] = str) -> None:
+        self.step, self.nbytes = step, nbytes
+        self.began_s = began_s  # when its put began, monotonic
+        self.stall_s = 0.0
+        self.committed_s = 0.0  # seconds from its put until it was committed; 0: not yet
+        self.level = "pending"
+        self.degraded = False
+        self.reason = ""
+        self._torn = ""
+        self._commands = commands  # names the store in what an error tells to run
+        self._changed = SafeCondition()
+
+    def __repr__(self) -> str:
+        note = f", degraded: {self.reason}" if self.degraded else f", {self.reason}" if self.reason else ""
+        return f"Ticket(step={self.step}, {self.level}, {self.nbytes} bytes, stall {self.stall_s * 1e3:.1f} ms{note})"
+
+    @property
+    def is_over(self) -> bool:
+        """True once the level cannot change any more."""
+        return self.level in TERMINAL or self.level == "durable"
+
+    def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
+        """Take a new level; levels never fall, and a terminal one is final. A commit always wins over a guess."""
+        with self._changed:
+            if self.level in TERMINAL or (level in TERMINAL and self.level in ("committed", "durable")):
+                return
+            if level in LEVELS and LEVELS.index(level) < LEVELS.index(self.level):
+                return
+            self.level, self.reason = level, self._torn or reason
+            if level == "committed" and not self.committed_s:
+                self.committed_s = time.monotonic() - self.began_s
+            self.degraded = degraded if level in ("committed", "durable") else self.degraded
+            self._changed.notify_all()
+
+    def tear(self, why: str) -> None:
+        """What was stored is of no one moment: from now on that is the reason, whatever the level."""
+        with self._changed:
+            self._torn = self.reason = why
+
+    def wait(self, level: str = "committed", timeout_s: float = 60.0) -> Ticket:
+        """Wait until the step has reached `level`; return this ticket.
+
+        Raises:
+            CommitError: the level cannot be reached any more; the message has the reason.
+            TimeoutError: it was not reached within `timeout_s`; the message has the level now.
+        """
+        if level not in LEVELS:
+            raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self.level in LEVELS and LEVELS.index(self.level) >= LEVELS.index(level):
+                    return self
+                if self.level in TERMINAL:
+                    raise CommitError(
+                        f"step {self.step} was {self.level} and will not be {level}: {self.reason}",
+                        step=self.step, level=self.level,
+                    )  # fmt: skip
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(
+                        f"step {self.step} is {self.level} after {timeout_s:g} s, not yet {level}: see "
+                        f"{self._commands('`memstore status`')}, or wait longer with timeout_s="
+                    )
+                self._changed.wait(min(left_s, LOOK_S))

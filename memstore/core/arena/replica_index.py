@@ -1,0 +1,397 @@
+"""What one host holds: shards on slots, drafts on their way in, pins and shares. Pure (R6, R7, R10, R13).
+
+    draft --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
+      '--aborted--> gone                            '--dropped while pinned--> doomed --unpinned--> gone
+
+A shard may miss chunks (a condemned slot, R30); it then counts and serves only what it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memstore.core.arena.share import Share
+from memstore.core.arena.slot_table import SlotTable
+from recovery.inventory import Copy, ShardId, ShardSpec
+
+GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
+OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for who sends, and no host is called so
+Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
+StagedKey = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
+
+
+@dataclass(slots=True)
+class Draft:
+    """A shard under construction: it holds a reference for every chunk that is there."""
+
+    shard: ShardId
+    digests: list[bytes]  # b"" where the sender has not named the chunk yet
+    slots: list[int | None]
+    attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
+    excerpt: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
+    deadline_s: float = math.inf  # of an excerpt of what was dropped
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """Chunk indices that are to come."""
+        return range(len(self.slots)) if self.excerpt is None else self.excerpt
+
+    @property
+    def missing(self) -> list[int]:
+        """Chunk indices that are not there yet."""
+        return [i for i in self.wanted if self.slots[i] is None]
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A stored replica."""
+
+    shard: ShardId
+    spec: ShardSpec
+    digests: tuple[bytes, ...]
+    slots: list[int | None]
+    pins: dict[int, float] = field(default_factory=dict)  # pin number -> deadline (R7)
+    readers: set[int] = field(default_factory=set)  # pins of processes that copy it out
+    is_doomed: bool = False
+    is_nameless: bool = False  # its manifest is damaged: nothing here says what the chunks are
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Chunk indices this host does not have; all of them if it does not know what they are."""
+        return frozenset(i for i, slot in enumerate(self.slots) if slot is None or self.is_nameless)
+
+
+class Shelf:
+    """Shards by (id, digest) on top of a SlotTable."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self.table = table
+        self.shards: dict[Key, Shelved] = {}
+        self.drafts: dict[Key | tuple[ShardId, str, str], Draft] = {}
+        self.shares: dict[str, Share] = {}
+        self.staged: dict[StagedKey, tuple[Shelved, int]] = {}  # what restores brought, each with its pin
+        self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
+        self.pins_count = 0
+
+    # -- drafts -------------------------------------------------------------------------------
+
+    def open_draft(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int,
+        excerpt: tuple[int, ...] | None = None,
+    ) -> Draft:  # fmt: skip
+        """Begin a shard; `name` tells drafts of one shard from several senders apart."""
+        draft = Draft(shard, list(digests), [None] * len(digests), attempt, excerpt)
+        self.abort_draft(name, shard)
+        self.drafts[shard, name, "draft"] = draft
+        return draft
+
+    def draft(self, name: str, shard: ShardId) -> Draft | None:
+        """Return an open draft."""
+        return self.drafts.get((shard, name, "draft"))
+
+    def expect(self, draft: Draft, index: int, digest: bytes) -> bool:
+        """Name a chunk of a draft by its digest; False if it was named otherwise before."""
+        draft.digests[index] = draft.digests[index] or digest
+        return draft.digests[index] == digest
+
+    def hold_known(self, draft: Draft, index: int, nbytes: int) -> int | None:
+        """Take a reference to content that is here already; its slot, or None (R13: a have is a reference)."""
+        number = self.table.lookup(draft.digests[index], nbytes)
+        if number is not None and draft.slots[index] is None:
+            self.table.hold(number)
+            draft.slots[index] = number
+        return number
+
+    def fill(self, draft: Draft, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
+        """Chunk `index` lies verified in receiving slot `number`."""
+        used = self.table.seal(number, digest, nbytes, now)
+        old = draft.slots[index]
+        draft.slots[index] = used
+        if old is not None:
+            self.table.unhold(old)
+
+    def abort_draft(self, name: str, shard: ShardId) -> None:
+        """Give back everything a draft holds."""
+        draft = self.drafts.pop((shard, name, "draft"), None)
+        for number in draft.slots if draft is not None else ():
+            if number is not None:
+                self.table.unhold(number)
+
+    def abort_older(self, job: str, attempt: int) -> list[ShardId]:
+        """A fence: half-received shards of older attempts go; this host's own ones were handed over whole (R21)."""
+        drafts = self.drafts.items()
+        half = [(k, d) for k, d in drafts if k[1] != OWN_DRAFT and d.excerpt is None]
+        old = [k for k, d in half if d.shard.job == job and d.attempt < attempt]
+        for key in old:
+            self.abort_draft(key[1], key[0])
+        return [key[0] for key in old]
+
+    def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> Shelved:
+        """Every chunk is there and the manifest is saved: the draft's references become the shard's."""
+        draft = self.drafts.pop((shard, name, "draft"))
+        if draft.missing:
+            self.drafts[shard, name, "draft"] = draft
+            raise ValueError(f"shard {shard} lacks {len(draft.missing)} chunks")
+        known = self.shards.get((shard, spec.digest))
+        if known is not None:
+            # The same bytes came twice, or mend a copy with bad chunks: keep one set of references.
+            for index, number in enumerate(draft.slots):
+                if known.slots[index] is None and number is not None:
+                    known.slots[index] = number
+                    self.users.setdefault(number, set()).add((shard, spec.digest))
+                elif number is not None:
+                    self.table.unhold(number)
+            known.is_doomed = known.is_nameless = False
+            return known
+        return self._shelve(Shelved(shard, spec, tuple(draft.digests), draft.slots))
+
+    def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> Shelved:
+        """Count a manifest found on adoption; chunks that are not here are missing (R6)."""
+        numbers = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
+        for number in numbers:
+            if number is not None:
+                self.table.hold(number)
+        return self._shelve(Shelved(shard, spec, tuple(digests), numbers))
+
+    def _shelve(self, shelved: Shelved) -> Shelved:
+        key = (shelved.shard, shelved.spec.digest)
+        self.shards[key] = shelved
+        for number in shelved.slots:
+            if number is not None:
+                self.users.setdefault(number, set()).add(key)
+        return shelved
+
+    # -- shards -------------------------------------------------------------------------------
+
+    def find(self, shard: ShardId, digest: str | None = None) -> Shelved | None:
+        """Return a stored replica, by digest or any of that id."""
+        if digest is not None:
+            return self.shards.get((shard, digest))
+        return next((s for (held, _), s in self.shards.items() if held == shard), None)
+
+    def drop(self, shard: ShardId, readers_until_s: float = math.inf) -> list[Shelved]:
+        """Remove every replica of a shard; those being read are doomed instead. Return what may go now, still whole.
+
+        Readers have until `readers_until_s`: their slots are those of the puts to come (R11). The caller unlinks the
+        manifests first and then calls `free` (R7: out is manifest, then slots).
+        """
+        gone = []
+        for staged in [key for key, (shelved, _) in self.staged.items() if shelved.shard == shard]:
+            shelved, pin = self.staged.pop(staged)
+            shelved.pins.pop(pin, None)
+        for key in [k for k in self.shards if k[0] == shard]:
+            if self.shards[key].pins:
+                self.shards[key].is_doomed = True
+            else:
+                gone.append(self.shards.pop(key))
+        self._hurry_readers(shard, readers_until_s)
+        return gone
+
+    def free(self, shelved: Shelved) -> None:
+        """Give back the slots of a replica that `drop` or `unpin` returned."""
+        key = (shelved.shard, shelved.spec.digest)
+        for number in shelved.slots:
+            if number is not None:
+                self.users.get(number, set()).discard(key)
+                if not self.users.get(number):
+                    self.users.pop(number, None)
+                self.table.unhold(number)
+
+    def condemn(self, number: int) -> list[Shelved]:
+        """A sealed slot went bad: every shard and draft on it now misses that chunk. Return those shards (R30)."""
+        self.table.condemn(number)
+        for draft in self.drafts.values():
+            for index, slot in enumerate(draft.slots):
+                if slot == number:
+                    draft.slots[index] = None
+                    self.table.unhold(number)
+        hurt = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
+        for shelved in hurt:
+            for index, slot in enumerate(shelved.slots):
+                if slot == number:
+                    shelved.slots[index] = None
+                    self.table.unhold(number)
+        return hurt
+
+    def pin(self, shelved: Shelved, deadline_s: float, *, is_reader: bool = False) -> int:
+        """Keep a replica while somebody uses it, until the deadline (R7); a reader's may come sooner: drop."""
+        self.pins_count += 1
+        shelved.pins[self.pins_count] = deadline_s
+        shelved.readers &= shelved.pins.keys()
+        if is_reader:
+            shelved.readers.add(self.pins_count)
+        return self.pins_count
+
+    def _hurry_readers(self, shard: ShardId, deadline_s: float) -> None:
+        for (held, _), shelved in self.shards.items():
+            if held == shard and shelved.is_doomed:
+                for pin in shelved.readers & shelved.pins.keys():
+                    shelved.pins[pin] = min(shelved.pins[pin], deadline_s)
+        for draft in self.drafts.values():
+            if draft.shard == shard and draft.excerpt is not None:
+                draft.deadline_s = min(draft.deadline_s, deadline_s)
+
+    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> list[Shelved]:
+        """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
+
+        A read takes the place of reads only. Return replicas that may go.
+        """
+        job, number, rank = key
+        old = [k for k in self.staged if (k[0], k[2]) == (job, rank) and (k[1] < 0) == (number < 0)]
+        freed = [self.staged.pop(k) for k in old]
+        if shelved.is_doomed:
+            freed.append((shelved, pin))
+        else:
+            self.staged[key] = (shelved, pin)
+        return [gone for each in freed if (gone := self.unpin(*each)) is not None]
+
+    def unpin(self, shelved: Shelved, pin: int) -> Shelved | None:
+        """Release a pin; return the replica if it was doomed and nothing pins it any more."""
+        shelved.pins.pop(pin, None)
+        return self._reap(shelved)
+
+    def expire_pins(self, now: float) -> list[Shelved]:
+        """Drop pins past their deadline: their readers failed. Return replicas that may go."""
+        gone = []
+        for shelved in list(self.shards.values()):
+            expired = [p for p, deadline in shelved.pins.items() if deadline < now]
+            for pin in expired:
+                del shelved.pins[pin]
+            doomed = self._reap(shelved) if expired else None
+            if doomed is not None:
+                gone.append(doomed)
+        return gone
+
+    def _reap(self, shelved: Shelved) -> Shelved | None:
+        if not shelved.is_doomed or shelved.pins:
+            return None
+        return self.shards.pop((shelved.shard, shelved.spec.digest), None)
+
+    def copies(self, host_id: str, job: str | None = None) -> list[Copy]:
+        """The inventory: what is here and not doomed, with missing chunks named (R21)."""
+        return [
+            Copy(s.shard, s.spec, host_id, s.missing)
+            for s in self.shards.values()
+            if not s.is_doomed and job in (None, s.shard.job)
+        ]
+
+    # -- shares (R10) -------------------------------------------------------------------------
+
+    def set_share(self, job: str, share: Share) -> None:
+        """Reserve room for a job in place of what it had; the caller has grown the arena to `slots_needed`."""
+        self.shares[job] = share
+
+    def drop_share(self, job: str, attempt: int) -> None:
+        """Give up the room of a removed job, unless an attempt opened since then has claimed it anew."""
+        share = self.shares.get(job)
+        if share is not None and share.attempt <= attempt:
+            del self.shares[job]
+
+    def slots_needed(self, job: str, share: Share) -> int:
+        """Slots the arena must have for this share beside all other jobs' shares and strays.
+
+        Another job may hold more than its share: what a restore brought here, until the job puts again (R26).
+        """
+        others = [(name, s) for name, s in self.shares.items() if name != job]
+        taken = sum(max(self._claim_of(name, s), self._held_count(name)) for name, s in others)
+        shared = {job, *self.shares}
+        unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
+        return taken + unshared + self._claim_of(job, share)
+
+    def _claim_of(self, job: str, share: Share) -> int:
+        """A share and its kept step of another world size: beyond one version's place that comes on top (R10)."""
+        foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
+        return share.total + max(0, foreign - share.total // (share.versions + 1))
+
+    def spare_count(self) -> int:
+        """Free slots that no present job's reservation needs beside what its replicas lie in (R9)."""
+        wanted = sum(self._unmet_count(name, share) for name, share in self.shares.items())
+        return max(0, len(self.table.free) - wanted)
+
+    def _unmet_count(self, job: str, share: Share) -> int:
+        """Slots of a share in which nothing lies.
+
+        What guests have beyond their part fills no rank's part, and a step of another world size fills none at all.
+        """
+        guests: set[int] = set()
+        by_rank: dict[int, set[int]] = {rank: set() for rank in share.ranks}
+        seen: set[int] = set()  # a slot that several replicas lie in fills one part
+        for shelved in self.shards.values():
+            if shelved.shard.job == job and not _is_foreign(shelved, share):
+                part = by_rank.get(shelved.shard.rank, guests)
+                part.update(slot for slot in shelved.slots if slot is not None and slot not in seen)
+                seen |= part
+        unmet = sum(max(0, slots - len(by_rank[rank])) for rank, slots in share.ranks.items())
+        return unmet + max(0, share.guest_slots - len(guests))
+
+    def _held_count(self, job: str) -> int:
+        """Slots that a job's replicas lie in; those that several of them share count once."""
+        held = (shelved.slots for shelved in self.shards.values() if shelved.shard.job == job)
+        return len({slot for slots in held for slot in slots if slot is not None})
+
+    def used_by_rank(self, job: str, rank: int) -> int:
+        """Slots that a local rank's stored and drafted shards count for."""
+        return self._count(job, [rank])
+
+    def used_by_guests(self, job: str) -> int:
+        """Slots that other hosts' shards of the job count for."""
+        share = self.shares.get(job)
+        local = set(share.ranks) if share is not None else set()
+        held = (s.shard for s in self.shards.values() if s.shard.job == job)
+        drafted = (d.shard for d in self.drafts.values() if d.shard.job == job)
+        return self._count(job, {s.rank for s in (*held, *drafted)} - local)
+
+    def _count(self, job: str, ranks: Iterable[int]) -> int:
+        wanted, share = set(ranks), self.shares.get(job)
+        mine = (s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
+        stored = sum(len(s.slots) for s in mine if share is None or not _is_foreign(s, share))
+        drafts = (d for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
+        return stored + sum(self._slots_for(draft) for draft in drafts)
+
+    def _slots_for(self, draft: Draft) -> int:
+        """Slots that a draft takes in the end; what is lent to a reader out of a stored replica takes none."""
+        if draft.excerpt is None:
+            return len(draft.slots)
+        return sum(draft.slots[i] not in self.users for i in draft.excerpt)
+
+    def leasable(self, job: str, rank: int, leased_count: int) -> int:
+        """Free slots a rank may still lease: its share less what its shards and leases use."""
+        share = self.shares.get(job)
+        if share is None:
+            return 0
+        return max(0, share.ranks.get(rank, 0) - self.used_by_rank(job, rank) - leased_count)
+
+    def guest_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
+        """Say why an incoming copy does not fit the guest share, or None."""
+        share = self.shares.get(shard.job)
+        expected = [len(draft.wanted) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
+        if len(expected) >= GUEST_DRAFTS_MAX:
+            return f"{len(expected)} shards of other hosts are unfinished here, the limit is {GUEST_DRAFTS_MAX}"
+        if sum(expected) + chunks_count > self.table.claimed_count:
+            return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
+        if share is None:
+            # Drafts of jobs without a share hold no slot yet for what has not arrived.
+            awaited = sum(len(d.missing) for d in self.drafts.values() if d.shard.job not in self.shares)
+            free = max(0, len(self.table.free) - self._promised() - awaited)
+            if chunks_count <= free:
+                return None
+            return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"
+        if shard.rank in share.ranks:
+            return None  # its own rank's shard comes back: that is the in-flight share
+        used = self.used_by_guests(shard.job)
+        if used + chunks_count <= share.guest_slots:
+            return None
+        return f"guest share full: {used} of {share.guest_slots} slots used, {chunks_count} needed"
+
+    def _promised(self) -> int:
+        """Free slots that shares still have a claim on."""
+        claimed = sum(s.total for s in self.shares.values())
+        used = sum(len(s.slots) for s in self.shards.values() if s.shard.job in self.shares)
+        leased = sum(len(numbers) for numbers in self.table.leases.values())
+        return max(0, claimed - used - leased)
+
+
+def _is_foreign(shelved: Shelved, share: Share) -> bool:
+    return share.world_size not in (0, shelved.spec.world_size)

@@ -1,0 +1,27 @@
+"""The joins of one launch, until all of its ranks are there. Plain data; read `attempts.py` next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memstore.core.cluster.job import Call
+from recovery.inventory import StepId
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Joins of one launch that wait for the rest of their ranks."""
+
+    key: str | None
+    world_size: int
+    joins: dict[int, Call] = field(default_factory=dict)
+    rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
+    rewind_to: StepId | None = None  # that step, once it is found
+    order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
+    markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
+    listing_since_s: float = 0.0
+
+
+def limit_s(call: Call) -> float:
+    """Return for how long a rank waits from its question on: what is left of its connect(), or that of its attempt."""
+    return float(call.body.get("limit_s", call.body["config"]["connect_timeout_s"]))

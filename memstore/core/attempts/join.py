@@ -1,0 +1,388 @@
+"""Connect is collective: joins gather, an attempt opens as one fact, opening fences the older ones. Pure (R20, R21).
+
+join --all ranks there--> [markers listed] --> AttemptOpened recorded --spread--> fencing
+fencing --every live host answered--> open --all ranks closed--> closed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.attempts.attempt_numbers import Ordinals
+from memstore.core.attempts.gathering import Gathering, limit_s
+from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
+from memstore.core.cluster.job import Attempt, Call, Job, Seat, seat_of
+from memstore.core.cluster.text import who_is_missing
+from memstore.core.durable.paths import place_of
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
+MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
+WORLD_SIZE_MAX = 1 << 20  # what is missing of a launch is listed rank by rank
+FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
+
+
+class Attempts:
+    """Gatherings and attempts of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.gatherings: dict[str, Gathering] = {}
+        self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
+        self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
+        self.ordinals = Ordinals(catalog)
+        self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
+
+    # -- join ---------------------------------------------------------------------------------
+
+    def join(self, now: float, call: Call) -> None:
+        """A rank wants in; answer at once if it is in already, else gather (R20)."""
+        body, name = call.body, str(call.body["job"])
+        job = self.catalog.jobs.get(name)
+        newest = job.newest if job is not None else None
+        if self.is_repeated(name, call):
+            return
+        if newest is not None and self._is_member(newest, body):
+            if newest.phase == "fencing":
+                self.opening.setdefault(name, []).append(call)
+            else:
+                self.answer_member(name, newest, call)
+            return
+        refusal = self._refusal(now, job, newest, body)
+        if refusal is not None:
+            self.catalog.refuse(call, *refusal)
+            return
+        if newest is not None and self._replaces_seat(newest, body):
+            contradiction = self._contradiction(name, newest, body)
+            if contradiction:
+                self.catalog.refuse(call, "ConfigError", contradiction)
+            else:
+                self._replace_seat(name, newest, call)
+            return
+        self._gather(now, name, call)
+
+    def is_repeated(self, name: str, call: Call) -> bool:
+        """True if the same question waits for its attempt to open already: this call is answered in its place."""
+        waiting = self.opening.get(name, [])
+        for number, other in enumerate(waiting):
+            if all(other.body.get(field) == call.body.get(field) for field in ("nonce", "key", "together")):
+                waiting[number] = call
+                return True
+        return False
+
+    def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
+        is_launch = body.get("key") in (None, attempt.key)  # else its process begins another one
+        seat = attempt.seats.get(attempt.rank_of(int(body["rank"]))) if is_launch else None
+        is_leaving = seat is not None and seat.rank in self.closes.get(body["job"], ())  # it said close: a new life
+        return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
+
+    def _replaces_seat(self, attempt: Attempt, body: dict[str, Any]) -> bool:
+        """Until a rank completed a get or put, a newer join of one rank replaces it inside the attempt."""
+        is_same_launch = body["key"] is not None and body["key"] == attempt.key
+        is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
+        is_same_world = int(body["world_size"]) == attempt.world_size
+        return is_same_launch and is_untouched and is_same_world
+
+    def _contradiction(self, name: str, attempt: Attempt, body: dict[str, Any]) -> str:
+        """The process that takes a rank's place holds what that rank held (R34)."""
+        rank = int(body["rank"])  # as its launcher calls it: shards are named so
+        before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
+        said = (body.get("shard"), body.get("shards"))
+        if said == before:
+            return ""
+        return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
+
+    def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
+        """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
+        undone = [x for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
+        undone = [x for x in undone if x.attempt == attempt.ordinal]  # its ranks may have been renumbered just now
+        fact = undone[-1] if undone else attempt.written_again(name, self.catalog.wall_s)
+        seat = attempt.seats[attempt.rank_of(int(call.body["rank"]))]
+        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
+        nonces[rank], hosts[rank] = str(call.body["nonce"]), call.host_id
+        seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], call.host_id, 0, False
+        self.opening.setdefault(name, []).append(call)
+        self.catalog.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
+
+    def _refusal(
+        self, now: float, job: Job | None, newest: Attempt | None, body: dict[str, Any]
+    ) -> tuple[str, str] | None:
+        name, rank, world_size = body["job"], int(body["rank"]), int(body["world_size"])
+        if not 0 <= rank < world_size:
+            return "ConfigError", f"rank {rank} is outside the world of {world_size} ranks: use 0 to {world_size - 1}"
+        if world_size > WORLD_SIZE_MAX:
+            return "ConfigError", f"world_size={world_size} is over the limit of {WORLD_SIZE_MAX:,} ranks"
+        if job is not None:
+            spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == body["key"]]
+            # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.
+            if newest is not None and spent and (max(spent) != newest.ordinal or newest.phase == "closed"):
+                why = f"the launch key {body['key']!r} belongs to attempt {max(spent)}, which is closed"
+                return "FencedError", f"job {name!r}: {why}: every launch needs a new key"
+        if newest is not None and newest.phase != "closed" and not body.get("takeover"):
+            busy = self._busy_seat(now, newest, body)
+            if busy is not None:
+                return "JobBusyError", (
+                    f"job {name!r} is being trained: rank {busy.rank} of attempt {newest.ordinal} is alive on host "
+                    f"{busy.host_id} (pid {busy.pid}, step {busy.step}). Stop that launch, use another job name, or "
+                    "connect(..., takeover=True) to fence it"
+                )
+        gathering = self.gatherings.get(name)
+        if gathering is not None and gathering.key == body["key"] and gathering.world_size != world_size:
+            return "ConfigError", (
+                f"job {name!r}: rank {rank} says world_size={world_size}, the ranks waiting say "
+                f"{gathering.world_size}: all ranks of one launch must agree"
+            )
+        return None
+
+    def _busy_seat(self, now: float, attempt: Attempt, body: dict[str, Any]) -> Seat | None:
+        if body["launcher"] in attempt.launcher.split(" ") or (body["key"] is not None and body["key"] == attempt.key):
+            return None
+        for seat in attempt.seats.values():
+            is_active = now - seat.last_active_s <= ACTIVE_WINDOW_S
+            if not seat.is_gone and is_active and self.catalog.hosts.is_live(seat.host_id):
+                return seat
+        return None
+
+    def _gather(self, now: float, name: str, call: Call) -> None:
+        body = call.body
+        key, world_size, rank = body["key"], int(body["world_size"]), int(body["rank"])
+        gathering = self.gatherings.get(name)
+        if gathering is None or gathering.key != key or gathering.world_size != world_size:
+            self.dismiss(name, "FencedError", f"job {name!r}: a newer launch began to connect")
+            gathering = self.gatherings[name] = Gathering(key, world_size)
+        replaced = gathering.joins.get(rank)
+        if replaced is not None and replaced.body["nonce"] != body["nonce"]:
+            self.catalog.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
+        gathering.joins[rank] = call
+        if len(gathering.joins) == world_size:
+            refusal = self.catalog.view.twins.refusal(name, [gathering.joins[r] for r in range(world_size)])
+            if refusal is not None:
+                self.dismiss(name, "ConfigError", refusal)
+            else:
+                self._complete(now, name, gathering)
+
+    def dismiss(self, name: str, error: str, message: str) -> None:
+        """Send everybody away who gathers for the job, or rewinds it."""
+        gathering = self.gatherings.pop(name, None)
+        for call in gathering.joins.values() if gathering is not None else ():
+            self.catalog.refuse(call, error, message)
+
+    def _complete(self, now: float, name: str, gathering: Gathering) -> None:
+        """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
+        durable = place_of(gathering.joins[0].body["config"])
+        if not durable:
+            self.open(name, gathering)
+            return
+        gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), now
+        body = {"job": name, "durable": durable, "call": gathering.markers_call}
+        self.catalog.tell(gathering.joins[0].host_id, "markers", body)
+
+    def markers_listed(self, name: str, call: int, why: str) -> None:
+        """Durable storage answered; if it could not be read nobody may start from nothing (R23)."""
+        gathering, job = self.gatherings.get(name), self.catalog.jobs.get(name)
+        if gathering is None or gathering.markers_call != call or len(gathering.joins) < gathering.world_size:
+            return
+        if gathering.rewind is not None:
+            self.catalog.rewinds.markers_listed(name, gathering, why)
+        elif why and (job is None or not job.attempts):
+            self.dismiss(name, "RecoveryError", _unreadable(name, why))
+        else:
+            self.open(name, gathering)
+
+    def open(self, name: str, gathering: Gathering) -> None:
+        """All is known: the next ordinal begins as a fact."""
+        del self.gatherings[name]
+        joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
+        first, job = joins[0].body, self.catalog.jobs.get(name)
+        hosts = tuple(call.host_id for call in joins)
+        before = job.newest.level_asked if job is not None and job.newest is not None else None
+        level = self.catalog.view.asked_level(hosts, int(first["config"]["replicas"]), before)
+        parent = job.parent_for_next() if job is not None and not first.get("fresh") else None
+        ordinal = self.ordinals.next(name)
+        self.opening.setdefault(name, []).extend(joins)
+        opened = self.catalog.view.twins.chosen(
+            AttemptOpened(
+                job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
+                is_fresh=bool(first.get("fresh")), level_asked=level, config=first["config"],
+                nonces=tuple(str(call.body["nonce"]) for call in joins), hosts=hosts,
+                launcher=" ".join(sorted({str(call.body["launcher"]) for call in joins})),
+                wall_s=self.catalog.wall_s, order=gathering.order,
+                shard_of=tuple(int(c.body["shard"]) for c in joins) if first.get("shards") is not None else (),
+            )
+        )  # fmt: skip
+        self.catalog.record(opened)
+        if gathering.rewind_to is not None:
+            to = gathering.rewind_to
+            self.catalog.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.catalog.wall_s))
+
+    # -- facts applied ------------------------------------------------------------------------
+
+    def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
+        """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
+        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        joined = {call.body["nonce"]: call.body for call in self.opening.get(fact.job, ())}
+        seats = {
+            rank: seat_of(rank, host, nonce, joined.get(nonce, {}), now)
+            for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
+        }
+        old = job.attempts.get(fact.attempt)
+        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+            kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
+            old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
+            old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
+            for rank, seat in old.seats.items():
+                seat.rank = rank
+            job.placement = None
+            if not is_replay:
+                self.fence_all(now, fact.job)
+            return
+        attempt = Attempt(
+            fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
+            dict(fact.config), seats, order=fact.order, shard_of=fact.shard_of, copiers=fact.copiers,
+            opened_s=fact.wall_s,
+        )  # fmt: skip
+        job.attempts[fact.attempt] = attempt
+        job.placement, job.refusals = None, {}
+        self.closes.pop(fact.job, None)
+        if is_replay:
+            attempt.phase = "open"
+            return
+        self.catalog.rounds.abort(fact.job, "FencedError", f"attempt {fact.attempt} of job {fact.job!r} was opened")
+        self.fence_all(now, fact.job)
+
+    def fence_all(self, now: float, name: str) -> None:
+        """Fencing is a round: every live host refuses older processes and answers with its inventory (R21)."""
+        attempt = self.catalog.jobs[name].newest
+        if attempt is None:
+            return
+        attempt.phase = "fencing"
+        live = set(self.catalog.hosts.live_ids())
+        self.fence_waits[name] = (live, now + FENCE_DEADLINE_S)
+        self.send_fences(sorted(live), name, attempt)
+        self.progress_fence(now, name)
+
+    def send_fences(self, hosts: Iterable[str], name: str, attempt: Attempt) -> None:
+        """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
+        members = attempt.nonces_by_host()
+        for host in hosts:
+            body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
+            self.catalog.tell(host, "fence", body)
+
+    def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
+        """A host refuses older processes now and has sent its inventory."""
+        newest = self.catalog.jobs[job].newest if job in self.catalog.jobs else None
+        if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
+            waits, _ = self.fence_waits[job]
+            waits.discard(host_id)
+            if not waits:  # who died meanwhile is looked for on ticks
+                self.progress_fence(now, job)
+
+    def progress_fence(self, now: float, name: str) -> None:
+        """Open the attempt once every live host answered, or its deadline passed."""
+        waits, deadline = self.fence_waits[name]
+        waits &= set(self.catalog.hosts.live_ids())
+        attempt = self.catalog.jobs[name].newest
+        if attempt is None or (waits and now < deadline):
+            return
+        del self.fence_waits[name]
+        attempt.phase = "open"
+        self.catalog.view.send_targets(self.catalog.jobs[name])
+        later = {x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
+        waiting = self.opening.pop(name, [])
+        for call in waiting:
+            if later and not self._is_member(attempt, call.body):
+                self.opening.setdefault(name, []).append(call)  # its own attempt is about to open
+            else:
+                self.answer_member(name, attempt, call)
+        self.catalog.rounds.attempt_open(now, name)
+
+    def answer_member(self, name: str, attempt: Attempt, call: Call) -> None:
+        """Tell a process of the attempt its place in it; FencedError for one whose place another has taken."""
+        if not self._is_member(attempt, call.body):
+            self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+            return
+        rank = attempt.rank_of(int(call.body["rank"]))
+        body = {
+            **self.catalog.view.twins.joined(attempt, rank),
+            "attempt": attempt.ordinal, "world_size": attempt.world_size,
+            "restored_step": attempt.parent_step if attempt.has_restored else None,
+            "resume_step": attempt.resume_step,
+            "rank": rank,
+            "order": list(attempt.order),
+            "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
+        }  # fmt: skip
+        self.catalog.answer(call, body)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def rank_gone(self, now: float, nonce: str) -> None:
+        """A rank's process is dead: its seat is free and a half-gathered join of it is void."""
+        for name, gathering in list(self.gatherings.items()):
+            for rank in [rank for rank, call in gathering.joins.items() if call.body["nonce"] == nonce]:
+                del gathering.joins[rank]
+                gathering.markers_call = 0  # asked again when its place is taken
+            if not gathering.joins:
+                del self.gatherings[name]
+        for call in (c for calls in self.opening.values() for c in calls if c.body["nonce"] == nonce):
+            call.body["is_gone"] = True  # its seat comes when the attempt's fact has spread
+        for job in self.catalog.jobs.values():
+            for seat in job.newest.seats.values() if job.newest is not None else ():
+                if seat.nonce == nonce:
+                    self.catalog.observer.rank_died(job, seat)
+                    seat.is_gone = True
+                    self.catalog.rounds.rank_gone(job, seat.rank)
+                    self.catalog.mesh_orders.rank_gone(job, seat.rank)
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nobody waits for it any more."""
+        self.dismiss(name, "FencedError", f"job {name!r} was removed")
+        for call in self.opening.pop(name, ()):
+            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+        self.fence_waits.pop(name, None)
+        self.closes.pop(name, None)
+
+    def close(self, call: Call) -> None:
+        """A rank closed its store; when all have, the attempt is closed and its key spent."""
+        job = self.catalog.jobs.get(str(call.body["job"]))
+        attempt = job.newest if job is not None else None
+        self.catalog.answer(call, {})
+        if job is None or attempt is None or attempt.ordinal != call.body["attempt"]:
+            return
+        ranks = self.closes.setdefault(job.name, set())
+        ranks.add(int(call.body["rank"]))
+        attempt.seats[int(call.body["rank"])].is_gone = True
+        if len(ranks) == attempt.world_size and attempt.phase != "closed":
+            self.catalog.record(AttemptClosed(job.name, attempt.ordinal))
+
+    def tick(self, now: float) -> None:
+        """Deadlines: a fence that a host never answered, a gathering that misses ranks."""
+        for name in list(self.fence_waits):
+            self.progress_fence(now, name)
+        for name, gathering in list(self.gatherings.items()):
+            if gathering.markers_call:
+                if now - gathering.listing_since_s > MARKERS_DEADLINE_S:
+                    why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
+                    self.markers_listed(name, gathering.markers_call, why)
+                continue
+            late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
+            if late is not None:  # one deadline for all, so that each of them is told the same ranks
+                named_s = float(late.body["config"]["connect_timeout_s"])
+                missing = [r for r in range(gathering.world_size) if r not in gathering.joins]
+                what = "connected" if gathering.rewind is None else "called rewind()"
+                self.dismiss(
+                    name, "GatherTimeout",
+                    f"connect to job {name!r}: after {named_s:g} s "
+                    f"{who_is_missing(missing, gathering.world_size, what)}. Every rank must call "
+                    "it; raise connect_timeout_s if they are merely slow",
+                )  # fmt: skip
+
+
+def _unreadable(name: str, why: str) -> str:
+    return (
+        f"job {name!r}: no host knows it and its durable storage cannot be read: {why}. Make it readable, or connect "
+        "with durable=None if it holds nothing of this job"
+    )

@@ -1,0 +1,127 @@
+"""mesh_order() is collective: all ranks of an untouched attempt are renumbered once, by one fact. Pure (R20, R27).
+
+asked --all ranks--> [hosts awaited, R24] --> AttemptOpened with `order` recorded --spread--> fencing --> answered
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.text import who_is_missing
+from recovery.mesh_order import MeshOrder, mesh_order
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+@dataclass(slots=True)
+class Asked:
+    """Ranks that called mesh_order() in one attempt."""
+
+    attempt: int
+    together: int
+    since_s: float
+    complete_s: float | None = None
+    calls: dict[int, Call] = field(default_factory=dict)
+
+
+class MeshOrders:
+    """The orders of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.asked: dict[str, Asked] = {}
+
+    def ask(self, now: float, call: Call) -> None:
+        """A rank wants the order. Once the attempt has one, or has got, put or prepared, it keeps what it has."""
+        body = call.body
+        job = self.catalog.jobs[str(body["job"])]
+        attempt = job.newest
+        if attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            return
+        if self.catalog.attempts.is_repeated(job.name, call):
+            return
+        if attempt.order or attempt.has_restored or attempt.has_put or attempt.needs:
+            self.catalog.attempts.answer_member(job.name, attempt, call)
+            return
+        asked = self.asked.get(job.name)
+        if asked is None or asked.attempt != attempt.ordinal:
+            asked = self.asked[job.name] = Asked(attempt.ordinal, int(body["together"]), now)
+        if asked.together != int(body["together"]):
+            self.catalog.refuse(
+                call, "ConfigError",
+                f"job {job.name!r}: this rank asks for together={body['together']}, the ranks waiting for "
+                f"together={asked.together}: all ranks must pass the same to mesh_order()",
+            )  # fmt: skip
+            return
+        asked.calls[int(body["rank"])] = call
+        if len(asked.calls) == attempt.world_size:
+            asked.complete_s = now
+            self._decide(now, job, attempt, asked)
+
+    def _decide(self, now: float, job: Job, attempt: Attempt, asked: Asked) -> None:
+        """From the inventories of the fence only (R21); a host that the newest commit names is waited for (R24)."""
+        if attempt.phase != "open" or asked.complete_s is None:
+            return
+        is_grace_over = now - asked.complete_s >= self.catalog.rules.recovery_grace_s
+        found = self._order(job, attempt, asked, is_grace_over=is_grace_over)
+        if found is None or (found.wait_for and not is_grace_over):
+            return
+        del self.asked[job.name]
+        self.catalog.note(
+            f"job {job.name!r}: mesh_order() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
+        )
+        self.catalog.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
+        renumbered = attempt.written_again(job.name, self.catalog.wall_s, found.order)
+        self.catalog.record(self.catalog.view.twins.chosen(renumbered))
+
+    def _order(self, job: Job, attempt: Attempt, asked: Asked, *, is_grace_over: bool) -> MeshOrder | None:
+        try:
+            return mesh_order(
+                job.inventory(
+                    live=self.catalog.hosts.live_ids(),
+                    silent=() if is_grace_over else self.catalog.view.silent_hosts(job),
+                ),
+                job.spans(attempt.ordinal),
+                process_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+                together=asked.together,
+            )
+        except ValueError as exc:
+            self._dismiss(job.name, "ConfigError", f"job {job.name!r}: {exc}")
+            return None
+
+    def rank_gone(self, job: Job, rank: int) -> None:
+        """A rank died: the others wait for the process that takes its place."""
+        asked = self.asked.get(job.name)
+        if asked is not None and asked.calls.pop(rank, None) is not None:
+            asked.complete_s = None
+
+    def forget(self, name: str) -> None:
+        """The job was removed."""
+        self._dismiss(name, "FencedError", f"job {name!r} was removed")
+
+    def tick(self, now: float) -> None:
+        """Deadlines: ranks that never asked, attempts that are over, hosts that were awaited."""
+        for name, asked in list(self.asked.items()):
+            job = self.catalog.jobs[name]
+            attempt = job.newest
+            if attempt is None or attempt.ordinal != asked.attempt:
+                self._dismiss(name, "FencedError", f"job {name!r}: a newer attempt was opened")
+            elif asked.complete_s is not None:
+                self._decide(now, job, attempt, asked)
+            elif now - asked.since_s > float(attempt.config["connect_timeout_s"]):
+                missing = [rank for rank in range(attempt.world_size) if rank not in asked.calls]
+                self._dismiss(
+                    name, "GatherTimeout",
+                    f"mesh_order() of job {name!r}: after {now - asked.since_s:.0f} s "
+                    f"{who_is_missing(missing, attempt.world_size, 'called it')}. Every rank must call it, before "
+                    "get() and put()",
+                )  # fmt: skip
+
+    def _dismiss(self, name: str, error: str, message: str) -> None:
+        asked = self.asked.pop(name, None)
+        for call in asked.calls.values() if asked is not None else ():
+            self.catalog.refuse(call, error, message)

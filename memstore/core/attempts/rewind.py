@@ -1,0 +1,112 @@
+"""A rewind is collective: all ranks of an attempt go back to one step, which opens the next attempt. Pure (R20, R22).
+
+asked --all ranks--> [markers listed, if RAM does not have the step] --> AttemptOpened and RestoreDecided recorded
+
+The step is looked for in the lineage first. One of another lineage is taken if only one attempt has it, or if the
+caller names the attempt: it was named by a person, nothing chose it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memstore.core.attempts.gathering import Gathering
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.step_lookup import Refusal, named_step
+from memstore.core.cluster.text import plural
+from memstore.core.durable.paths import place_of
+from recovery.inventory import StepId
+from recovery.lineage import Span
+from recovery.planner import NONE, plan
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+class Rewinds:
+    """Rewinds of all jobs, for the catalog; who waits is in `Attempts.gatherings`."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    def ask(self, call: Call) -> None:
+        """A rank asks to go back; what can never be is refused at once."""
+        body, attempts = call.body, self.catalog.attempts
+        job = self.catalog.jobs[str(body["job"])]
+        attempt = job.newest
+        if attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            return
+        wanted = (int(body["step"]), None if body.get("of_attempt") is None else int(body["of_attempt"]))
+        to, refusal = self._find(job, attempt, *wanted)
+        if refusal is not None and attempt.config.get("durable") is None:
+            self.catalog.refuse(call, *refusal)
+            return
+        gathering = attempts.gatherings.get(job.name)
+        if gathering is None or gathering.rewind != wanted:
+            attempts.dismiss(
+                job.name, "FencedError", f"job {job.name!r}: another rank rewinds to step {wanted[0]} meanwhile"
+            )
+            gathering = Gathering(attempt.key, attempt.world_size, rewind=wanted, rewind_to=to, order=attempt.order)
+            attempts.gatherings[job.name] = gathering
+        body.setdefault("config", dict(attempt.config))
+        body.setdefault("launcher", attempt.launcher)
+        rank = int(body["rank"])
+        if attempt.shard_of:
+            body.update(shard=attempt.shard_of[rank], shards=max(attempt.shard_of) + 1)
+        body.setdefault("pid", attempt.seats[rank].pid)
+        body["rank"] = attempt.launched(rank)  # what a join says
+        gathering.joins[rank] = call
+        if len(gathering.joins) < attempt.world_size or gathering.markers_call:
+            return
+        if gathering.rewind_to is not None:
+            attempts.open(job.name, gathering)
+            return
+        gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), self.catalog.now
+        order = {"job": job.name, "durable": place_of(attempt.config), "call": gathering.markers_call}
+        self.catalog.tell(gathering.joins[0].host_id, "markers", order)
+
+    def markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
+        """Durable storage said what it has, or `why` it cannot: now the step is known, or is refused on all ranks."""
+        job, attempts = self.catalog.jobs[name], self.catalog.attempts
+        attempt = job.newest
+        if attempt is None or gathering.rewind is None:
+            return
+        gathering.rewind_to, refusal = self._find(job, attempt, *gathering.rewind)
+        if refusal is not None:
+            error, message = refusal
+            attempts.dismiss(name, error, f"{message}. Durable storage could not be read: {why}" if why else message)
+        else:
+            attempts.open(name, gathering)
+
+    def _find(
+        self, job: Job, attempt: Attempt, number: int, of_attempt: int | None
+    ) -> tuple[StepId | None, Refusal | None]:
+        """Return the step to go back to, or why there is none."""
+        option = f"store.rewind({number}, attempt=...)"
+        step, refusal = named_step(job, number, of_attempt, among={*job.commits, *job.markers}, option=option)
+        if step is not None:
+            refusal = self._refusal(job, attempt, step)
+        return (step, None) if refusal is None else (None, refusal)
+
+    def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
+        name = f"step {step.step} (attempt {step.attempt}) of job {job.name!r}"
+        if step in job.retired:
+            way = "" if step in job.torn else f". `memstore verify {job.name}` lifts it"
+            return "RecoveryError", f"{name} is retired: {job.retired[step]}{way}"
+        commit = job.commits.get(step)
+        size = commit.world_size if commit is not None else job.markers[step].world_size
+        if size != attempt.world_size:
+            return "WorldSizeError", (
+                f"{name} was put by {plural(size, 'rank')}, this attempt has {attempt.world_size}: start "
+                f"{plural(size, 'rank')} to go on from it, read single shards with get(step, rank=r), or, where ranks "
+                "hold equal state (DDP), put with connect(shard=0, shards=1), whose steps any number of ranks gets"
+            )
+        result = plan(
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),
+            (Span(step.attempt, step.step),), world_size=size,
+            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()}, only_step=step,
+        )  # fmt: skip
+        if result.verdict == NONE:
+            return "RecoveryError", f"{name} is not whole any more, so nothing can go on from it: {result.why}"
+        return None

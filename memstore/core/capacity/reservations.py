@@ -1,0 +1,365 @@
+"""Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
+
+Pins and forks claim room as well, with an order that carries a call's number, so that its answers are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.facts import RoomClaimed
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.text import who_is_missing
+from memstore.core.history.pins import listed_pins
+from memstore.core.targets.targets import GuestLookup
+from memstore.core.wire.messages import Body
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+RETRY_S = 5.0  # between two tries of a host that had no room when it joined
+GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Calls that wait until every host named has claimed the room."""
+
+    attempt: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    late: dict[int, Call] = field(default_factory=dict)  # want more than was ordered: a reservation of their own, next
+    before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
+    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
+    waits: set[str] = field(default_factory=set)
+    refusals: dict[str, str] = field(default_factory=dict)
+    is_ordered: bool = False
+    is_claimed: bool = False  # every host has the room; the fact is spreading
+
+
+@dataclass(slots=True)
+class Claim:
+    """Room for a pin or a fork: `done(host, why)` hears of the first refusal, or of none ("", "")."""
+
+    job: str
+    waits: set[str]
+    done: Callable[[str, str], None]
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unroomed:
+    """A host had no room for an attempt when it joined."""
+
+    attempt: int
+    why: str
+    due_s: float  # when to ask again
+
+
+class Room:
+    """Reservations of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.claims: dict[int, Claim] = {}  # by call
+        self.calls_count = 0
+        self.active: dict[str, Reservation] = {}
+        self.unroomed: dict[tuple[str, str], Unroomed] = {}  # by job and late host
+
+    def reserve(self, call: Call) -> None:
+        """A rank's preparation or first put, or a put that has outgrown its share."""
+        body = call.body
+        job = self.catalog.jobs[str(body["job"])]
+        attempt = job.newest
+        if attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            return
+        # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
+        is_rewound = attempt.has_restored and attempt.rounds_count == 0
+        may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
+        has_history = job.has_history or job.name in self.catalog.orphans.stories
+        if has_history and not may_put:
+            self.catalog.refuse(
+                call, "CommitError",
+                f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "
+                "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
+            )  # fmt: skip
+            return
+        active = self.active.get(job.name)
+        if active is None or active.attempt != attempt.ordinal:
+            self._dismiss(active, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            active = self.active[job.name] = Reservation(attempt.ordinal)
+        rank, slots = int(body["rank"]), int(body["slots"])
+        known = attempt.needs.get(rank)
+        attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
+        if rank in active.late or (active.is_ordered and slots > (known or 0)):
+            active.late[rank] = call
+        else:
+            active.calls[rank] = call
+        active.before.setdefault(rank, known)
+        self._order_if_all(job, attempt, active)
+
+    def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
+        if not attempt.has_put and len(attempt.needs) < attempt.world_size:
+            return  # most ranks of a first put hear no more than this: nobody looks at all ranks for each of them
+        if active.is_ordered or self.silent_ranks(job, attempt) or not self._is_gathered(attempt, active):
+            return
+        active.is_ordered = True
+        active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
+        if not attempt.has_put:
+            self.catalog.retention.shed(job)
+        active.waits = self.order(job, attempt)
+        self._finish(job, active)
+
+    def _is_gathered(self, attempt: Attempt, active: Reservation) -> bool:
+        """True if nobody else is to be refused together with who asks.
+
+        Ranks whose first put is larger than prepared ask one by one, and the last of them might not fit alone.
+        """
+        if attempt.has_put or len(active.calls) == attempt.world_size:
+            return True
+        if len(attempt.needs) < attempt.world_size or not active.calls:
+            return False
+        is_more = any(attempt.needs[rank] > (active.before[rank] or 0) for rank in active.calls)
+        newest_s = max(call.since_s for call in active.calls.values())
+        return not is_more or self.catalog.now - newest_s >= GATHER_S
+
+    def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
+        """Nobody waits for this room any more."""
+        for call in {**active.calls, **active.late}.values() if active is not None else ():
+            self.catalog.refuse(call, error, why)
+
+    def _take_back(self, attempt: Attempt, active: Reservation) -> None:
+        """The room was refused: who asked needs what it needed before."""
+        for rank, slots in active.before.items():
+            if slots is None:
+                attempt.needs.pop(rank, None)
+            else:
+                attempt.needs[rank] = slots
+
+    def silent_ranks(self, job: Job, attempt: Attempt) -> list[int]:
+        """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
+        silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
+        return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
+
+    def claim(self, job: Job, attempt: Attempt, done: Callable[[str, str], None]) -> set[str]:
+        """Ask every live host of the job for the room it needs now; `done` hears the end. Return the hosts asked."""
+        self.calls_count += 1
+        number = self.calls_count
+        hosts = self.order(job, attempt, call=number)
+        self.claims[number] = Claim(job.name, set(hosts), done)
+        self._finish_claims()
+        return hosts
+
+    def grow(self, job: Job, attempt: Attempt) -> None:
+        """After a restore every host of the job gets memory and connections ready for puts of that size.
+
+        Nothing is claimed and nothing refused: who restored may only want to read (D107). Where ranks share a state
+        (R34), who copies may have changed, and the size with it.
+        """
+        if not attempt.needs and not attempt.shard_of:
+            self.order(job, attempt, kind="grow")
+
+    def order(
+        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve",
+        is_news_only: bool = False,
+    ) -> set[str]:  # fmt: skip
+        """Tell every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
+        if self.catalog.view.placement(job) is None:
+            return set()
+        keep = self.versions(job, attempt)
+        local: dict[str, dict[int, int]] = {}
+        guests: dict[str, int] = {}
+        beside, lookup = self._pinned_slots(job), GuestLookup(self.catalog.view, job, attempt)
+        for rank, slots in self._outgrown_slots(job, attempt).items():
+            beside[rank] = beside.get(rank, 0) + slots
+        for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
+            slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
+            if rank in attempt.seats:
+                local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
+            for target in lookup.guests(rank):
+                guests[target] = guests.get(target, 0) + slots
+        told = self.catalog.told
+        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and (only is None or h in only)}
+        for host in sorted(hosts):
+            ranks = local.get(host, {})
+            repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
+            body = {
+                "job": job.name,
+                "attempt": attempt.ordinal,
+                "call": call,
+                "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
+                "guest_slots": guests.get(host, 0) + repair,
+                "world_size": attempt.world_size,
+                "versions": keep,
+            }
+            if is_news_only and told.is_known(host, kind, {**body, "call": 0}):
+                hosts.discard(host)
+                continue
+            told.note(host, kind, {**body, "call": 0})
+            self.catalog.tell(host, kind, body)
+        return hosts
+
+    def in_turn(self) -> list[Job]:
+        """All jobs, in the order in which they claim the room of a host: those that train first, closed ones after."""
+        return sorted(self.catalog.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
+
+    def versions(self, job: Job, attempt: Attempt) -> int:
+        """How many versions of every shard have room, pins apart.
+
+        A closed attempt writes no version more, nor does the one that stands for what was before a fork (R32): room is
+        for what the job keeps, and for steps that were not whole yet when it closed.
+        """
+        if attempt.phase == "closed":
+            kept = self.catalog.retention.kept(job, attempt) - job.pinned_steps()
+            begun = [step for step, phase in attempt.steps.items() if phase in ("open", "committing")]
+            return len(kept) + len(begun)
+        return int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+
+    def _pinned_slots(self, job: Job) -> dict[int, int]:
+        """Slots by rank of all pinned steps: room of their own (R10)."""
+        total: dict[int, int] = {}
+        for pin in self.catalog.pins.facts(job):
+            for rank, slots in enumerate(pin.needs):
+                total[rank] = total.get(rank, 0) + slots
+        return total
+
+    def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
+        """Slots by rank that kept steps of older attempts take beyond a version of now (R10).
+
+        A state that has shrunk would otherwise find its share full of the step that was restored, and skip for ever:
+        only the first commit lets that step go. Steps of another world size are in nobody's part of a share (D75).
+        """
+        total: dict[int, int] = {}
+        for step in self.catalog.retention.kept(job, attempt) - job.pinned_steps():
+            if step.attempt == attempt.ordinal or job.commits[step].world_size != attempt.world_size:
+                continue
+            for rank, copies in job.copies.get(step, {}).items():
+                excess = max(copy.spec.chunks_count for copy in copies.values()) - self.need(job, attempt, rank)
+                total[rank] = total.get(rank, 0) + max(0, excess)
+        return total
+
+    def need(self, job: Job, attempt: Attempt, rank: int) -> int:
+        """Slots of one version of a rank's shard: as it said, else as its newest copy shows."""
+        if rank in attempt.needs:
+            return attempt.needs[rank]
+        for step in sorted(job.copies, reverse=True):
+            for copy in job.copies[step].get(rank, {}).values():
+                return copy.spec.chunks_count
+        return 0
+
+    def reserved(self, host_id: str, body: Body) -> None:
+        """A host claimed the room, or says with numbers why it cannot."""
+        if not body["ok"]:
+            self.catalog.told.refused(host_id, "reserve", str(body["job"]))
+        claim = self.claims.get(int(body.get("call", 0)))
+        if claim is not None:
+            claim.waits.discard(host_id)
+            if not body["ok"]:
+                claim.refusals[host_id] = str(body["why"])
+            self._finish_claims()
+            return
+        active = self.active.get(str(body["job"]))
+        if active is None or active.attempt != body["attempt"] or not active.is_ordered or active.is_claimed:
+            self._reserved_late(host_id, str(body["job"]), int(body["attempt"]), "" if body["ok"] else str(body["why"]))
+            return
+        active.waits.discard(host_id)
+        if not body["ok"]:
+            active.refusals[host_id] = str(body["why"])
+        if not active.waits:
+            self._finish(self.catalog.jobs[str(body["job"])], active)
+
+    def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
+        """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
+        known = self.unroomed.pop((name, host_id), None)
+        if why:
+            self.unroomed[name, host_id] = Unroomed(attempt, why, self.catalog.now + RETRY_S)
+        if why and (known is None or known.why != why):
+            self.catalog.note(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
+
+    def _finish_claims(self) -> None:
+        for number, claim in list(self.claims.items()):
+            claim.waits = {h for h in claim.waits if self.catalog.hosts.is_live(h)}
+            if not claim.waits:
+                del self.claims[number]
+                claim.done(*min(claim.refusals.items(), default=("", "")))
+
+    def _ask_again(self, now: float) -> None:
+        for (name, host), refused in list(self.unroomed.items()):
+            job = self.catalog.jobs.get(name)
+            attempt = job.newest if job is not None else None
+            is_live = self.catalog.hosts.is_live(host)
+            if job is None or attempt is None or attempt.ordinal != refused.attempt or not is_live:
+                del self.unroomed[name, host]
+            elif refused.due_s <= now:
+                self.unroomed[name, host] = replace(refused, due_s=now + RETRY_S)
+                if not self.order(job, attempt, only=(host,)):
+                    del self.unroomed[name, host]  # placement has left it
+
+    def _finish(self, job: Job, active: Reservation) -> None:
+        active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}
+        if active.waits or not active.is_ordered or active.is_claimed:
+            return
+        attempt = job.attempts[active.attempt]
+        if not active.refusals:
+            active.is_claimed = True
+            self.catalog.record(RoomClaimed(job.name, attempt.ordinal, tuple(active.ordered)))
+            return
+        del self.active[job.name]
+        host, why = sorted(active.refusals.items())[0]
+        if job.pins:
+            why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
+        self._take_back(attempt, active)
+        # The hosts that had room give it back; a numbered order, for its answers are none to what is asked next.
+        self.claim(job, attempt, lambda host, why: None)
+        is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
+        error = "CapacityError" if is_alike else "GrowthRefused"
+        self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
+
+    def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
+        """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
+        job = self.catalog.jobs.get(fact.job)
+        attempt = job.attempts.get(fact.attempt) if job is not None else None
+        if job is None or attempt is None:
+            return
+        attempt.has_shed = True
+        attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
+        active = self.active.get(fact.job)
+        if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
+            del self.active[fact.job]
+            for call in active.calls.values():
+                self.catalog.answer(call, {})
+            if active.late:
+                again = self.active[fact.job] = Reservation(fact.attempt, active.late)
+                again.before = {rank: fact.needs[rank] for rank in active.late}
+                self._order_if_all(job, attempt, again)
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nobody waits for room any more."""
+        self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
+        self._dismiss(self.active.pop(name, None), "FencedError", f"job {name!r} was removed")
+
+    def tick(self, now: float) -> None:
+        """Ranks that never made their first put; hosts that died while claiming."""
+        self._ask_again(now)
+        self._finish_claims()
+        for name, active in list(self.active.items()):
+            job = self.catalog.jobs[name]
+            attempt = job.attempts[active.attempt]
+            if attempt is job.newest:
+                self._order_if_all(job, attempt, active)
+            self._finish(job, active)
+            limit_s = float(attempt.config["connect_timeout_s"])
+            if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
+                missing = who_is_missing(self.silent_ranks(job, attempt), attempt.world_size, "put or prepared")
+                why = (
+                    f"first put of job {name!r}: after {limit_s:g} s {missing}. "
+                    "Every rank must put every step; raise connect_timeout_s if they are merely slow"
+                )
+                self._dismiss(active, "GatherTimeout", why)
+                self._take_back(attempt, active)
+                active.calls.clear()
+            if not active.calls and not active.is_claimed:
+                self.active.pop(name, None)

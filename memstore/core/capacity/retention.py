@@ -1,0 +1,118 @@
+"""Which steps stay in RAM, and what is dropped when: only after a newer commit, never pinned. Pure (R10, R19, R22)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.facts import RestoreDecided
+from memstore.core.cluster.job import Attempt, Job
+from recovery.inventory import ShardId, StepId
+from recovery.lineage import in_lineage
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+STEPS_REMEMBERED = 1000  # phases of older steps say nothing that the newest commit does not say
+
+
+def kept_steps(committed: Iterable[StepId], *, keep: int) -> frozenset[StepId]:
+    """Return the newest `keep` committed steps of the lineage.
+
+    The caller passes only committed steps of the newest attempt's lineage, so an older step can
+    leave this set only because a newer one was committed by a fact.
+
+    >>> sorted(s.step for s in kept_steps([StepId(1, 4), StepId(1, 5), StepId(2, 6)], keep=2))
+    [5, 6]
+    """
+    return frozenset(sorted(committed, reverse=True)[:keep])
+
+
+class Retention:
+    """Keeps and drops the steps of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    def retain(self, job: Job) -> None:
+        """Drop copies of steps that are no longer kept: only after a newer commit, never a restorable need (R19)."""
+        attempt = job.newest
+        if attempt is None:
+            return
+        has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
+        kept = self.kept(job, attempt)
+        busy = self.busy(job, attempt) | self.catalog.pins.steps(job)
+        for step in list(job.copies):
+            if step in kept or step in busy:
+                continue
+            is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
+            if is_open or not has_commit or not kept or (step.attempt == attempt.ordinal and step > max(kept)):
+                continue
+            self._drop_step(job, step)
+        # A commit is forgotten only beside a newer one: the last one is history even when its bytes are lost (R23).
+        for step in [s for s in job.commits if kept and s < max(kept) and s not in {*job.copies, *kept, *busy}]:
+            del job.commits[step]
+        newest = job.newest_commit(attempt.ordinal)
+        for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
+            del attempt.steps[number]
+        attempt.holes = [h for h in attempt.holes if h[1] > newest]  # older ones are below the newest commit anyway
+        self.catalog.compact()
+
+    def shed(self, job: Job) -> None:
+        """At an attempt's first put, older steps that no lineage can restore any more make room for it (R10, R22).
+
+        An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
+        otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
+        beyond the restored one stay until then, the newest of them for which there is room: a rewind may be taken back.
+        """
+        attempt = job.newest
+        if attempt is None:
+            return
+        attempt.has_shed = True
+        spans, busy = job.spans(attempt.ordinal), self.busy(job, attempt) | self.catalog.pins.steps(job)
+        kept = self.kept(job, attempt)
+        # What is kept and what lies beyond it share all versions but the one that the put needs.
+        spare = self.catalog.room.versions(job, attempt) - 1 - len(kept & job.copies.keys())
+        for step in sorted((s for s in job.copies if s.attempt < attempt.ordinal and s not in busy), reverse=True):
+            commit = job.commits.get(step)
+            is_whole = commit is not None and len(job.copies[step]) == commit.world_size
+            is_beyond = not in_lineage(spans, step)
+            is_old = not is_beyond and step not in kept  # a restore adopted a newer one by a fact
+            if commit is None or is_old or (is_beyond and (not is_whole or spare <= 0)):
+                self._drop_step(job, step)
+                if is_old:
+                    job.commits.pop(step, None)  # so that a copy that comes late goes too
+            elif is_beyond:
+                spare -= 1
+
+    def busy(self, job: Job, attempt: Attempt) -> set[StepId]:
+        """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""
+        busy = self.catalog.steps_in_use(job)
+        gathering = self.catalog.attempts.gatherings.get(job.name)
+        if gathering is not None and gathering.rewind_to is not None:
+            busy.add(gathering.rewind_to)
+        decided = [p for p in self.catalog.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
+        busy |= {StepId(p.from_attempt, p.step) for p in decided if p.from_attempt and p.step is not None}
+        if attempt.has_restored and not attempt.has_put and attempt.parent and attempt.parent_step is not None:
+            busy.add(StepId(attempt.parent, attempt.parent_step))
+        return busy
+
+    def kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
+        """The committed steps of the lineage that retention keeps."""
+        spans = job.spans(attempt.ordinal)
+        committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
+        return kept_steps(committed, keep=int(attempt.config["keep_steps"]))
+
+    def held(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
+        """The committed steps that keep all their copies: kept ones, and pinned ones of whatever lineage (R29)."""
+        return self.kept(job, attempt) | (job.pinned_steps() & job.commits.keys())
+
+    def _drop_step(self, job: Job, step: StepId) -> None:
+        """Free every copy of a step in RAM."""
+        by_host: dict[str, list[ShardId]] = {}
+        for rank, hosts in job.copies[step].items():
+            for host in hosts:
+                by_host.setdefault(host, []).append(ShardId(job.name, step.attempt, step.step, rank))
+        for host, shards in sorted(by_host.items()):
+            self.catalog.drops.order(host, shards)
+        job.drop_step(step)

@@ -1,0 +1,1 @@
+"""The controller's state: facts, hosts, jobs, steps. Pure."""

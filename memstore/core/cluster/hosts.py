@@ -1,0 +1,206 @@
+"""Which hosts are live, suspect or dead, decided from what was heard and when (R28). Pure.
+
+    (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > repair_after_s--> dead
+                           ^  <---------- heard --------------'                                      |
+                           '------------------------------- HostUp ----------------------------------'
+    any --HostLost (reset connection, Ray's word)--> dead
+
+Suspicion only redirects new work and is free to undo; only death starts repair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from memstore.core.wire.messages import Heard, HostInfo
+from placement.topology import Host, Topology, domains_of_hosts
+
+LISTENED_S_MIN = 0.2  # of the time between two ticks: two of the controller's, however short silence may be
+
+Status = Literal["live", "suspect", "dead"]
+
+
+@dataclass(slots=True)
+class HostState:
+    """One host as the controller sees it."""
+
+    info: HostInfo
+    last_heard_s: float  # when its last beat arrived
+    was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
+    began_s: float = 0.0  # when its holder started
+    idle_s: float = 0.0  # for how long none had run there before, unless it was used since (R5)
+    heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
+    status: Status = "live"
+    why: str = ""
+    since_s: float = 0.0  # when `status` was last entered
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    is_gone: bool = False  # dead for certain: its connection ended within our lease; silence may be a partition (R17)
+    deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One host changed its status."""
+
+    host_id: str
+    status: Status
+    why: str
+    is_move: bool = True  # it came, came back, or went: who is only suspected, or heard of again, is where it was
+
+
+class HostTable:
+    """Hosts by id. Every method that can change a status returns the changes."""
+
+    def __init__(self, *, suspect_after_s: float, repair_after_s: float, failure_domains: Iterable[str]) -> None:
+        self.suspect_after_s = suspect_after_s
+        self.repair_after_s = repair_after_s
+        self.failure_domains = tuple(failure_domains)
+        self.listened_s = 0.0  # how long anybody could have been heard, up to the last tick: see `tick`
+        self._ticked_s: float | None = None
+        self.states: dict[str, HostState] = {}
+        self._places: dict[str, Host] = {}
+        self.changes_count = 0  # of hosts and their status
+        self._live_domains: dict[str, dict[str, str]] = {}  # by level; made again when a host comes or goes
+        self.joined: dict[str, Mapping[str, str]] = {}  # every host ever seen, with its labels (facts)
+
+    def later_life(self, info: HostInfo) -> HostInfo | None:
+        """Return the later life of the host that is known; None if this one may come (R3)."""
+        state = self.states.get(info.host_id)
+        return state.info if state is not None and info.incarnation < state.info.incarnation else None
+
+    def up(
+        self, now: float, info: HostInfo, asked_s: float = -math.inf, up_s: float = 0.0, idle_s: float = 0.0
+    ) -> list[Change]:
+        """A session began, asked for at `asked_s`, with a holder that had been up for `up_s`, no older life (R3).
+
+        Args:
+            idle_s: For how long no holder had run there before this one.
+        """
+        state = self.states.get(info.host_id)
+        self._changed()
+        self._places[info.host_id] = Host(info.host_id, dict(info.labels), info.machine, info.is_explicit)
+        if state is None:
+            self.states[info.host_id] = HostState(
+                info, now, asked_s, now - up_s, idle_s, self._listened_at(now), since_s=now
+            )
+            return [Change(info.host_id, "live", "joined")]
+        state.info, state.last_heard_s, state.began_s, state.is_gone = info, now, now - up_s, False
+        state.was_with_us_s, state.idle_s = max(state.was_with_us_s, asked_s), idle_s
+        state.heard_at_s = self._listened_at(now)
+        return self._enter(now, state, "live", "joined again", is_new=True)
+
+    def heard(self, now: float, beat: Heard) -> list[Change]:
+        """A heartbeat arrived; it clears suspicion but never revives the dead (they need a session)."""
+        state = self.states.get(beat.host_id)
+        if state is None or state.status == "dead":
+            return []
+        state.last_heard_s, state.heard_at_s, state.stats = now, self._listened_at(now), beat.stats
+        if state.was_with_us_s < beat.clock_s <= now:
+            state.was_with_us_s = beat.clock_s
+        return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
+
+    def lost(self, now: float, host_id: str, why: str, *, is_certain: bool = True) -> list[Change]:
+        """The holder's connection ended: it is dead.
+
+        Args:
+            is_certain: This controller has its lease. One that has not may have slept, and read the end of a connection
+                that the host gave up for a newer controller.
+        """
+        state = self.states.get(host_id)
+        if state is None or state.status == "dead":
+            return []
+        state.is_gone = is_certain
+        return self._enter(now, state, "dead", why)
+
+    def tick(self, now: float) -> list[Change]:
+        """Silence turns live into suspect and suspect into dead.
+
+        It counts while this side listened: of the time between two ticks no more than a third of `suspect_after_s`, or
+        LISTENED_S_MIN where that is more.
+        Ticks come late when there is much else to do, or the process stopped, and then beats lie unread.
+        """
+        self.listened_s, self._ticked_s = self._listened_at(now), now
+        changes: list[Change] = []
+        for state in self.states.values():
+            silent_s = self.listened_s - state.heard_at_s
+            if state.status == "live" and silent_s > self.suspect_after_s:
+                changes += self._enter(now, state, "suspect", f"no heartbeat for {silent_s:.1f} s")
+            elif state.status == "suspect" and silent_s > self.repair_after_s:
+                changes += self._enter(now, state, "dead", f"no heartbeat for {silent_s:.1f} s")
+        return changes
+
+    def _listened_at(self, moment_s: float) -> float:
+        """Return the clock of silence at a moment since the last tick."""
+        since_s = moment_s - self._ticked_s if self._ticked_s is not None else 0.0
+        return self.listened_s + min(max(0.0, since_s), max(self.suspect_after_s / 3, LISTENED_S_MIN))
+
+    def dead_since(self, moment_s: float) -> set[str]:
+        """Hosts that died after that moment and are not back."""
+        return {host for host, state in self.states.items() if state.status == "dead" and state.since_s > moment_s}
+
+    def _enter(self, now: float, state: HostState, status: Status, why: str, *, is_new: bool = False) -> list[Change]:
+        if status == "dead":
+            state.deaths_s = [*state.deaths_s[-9:], now]
+        self._changed()
+        is_flap = status == "suspect" or (status == "live" and state.status == "suspect" and not is_new)
+        state.status, state.why, state.since_s = status, why, now
+        return [Change(state.info.host_id, status, why, is_move=not is_flap)]
+
+    def _changed(self) -> None:
+        self.changes_count += 1
+        self._live_domains.clear()
+
+    def is_live(self, host_id: str) -> bool:
+        """True unless the host is unknown or dead; a suspect host is still counted live."""
+        state = self.states.get(host_id)
+        return state is not None and state.status != "dead"
+
+    def is_answering(self, host_id: str) -> bool:
+        """True if the host is live and not suspect: new work may go there."""
+        state = self.states.get(host_id)
+        return state is not None and state.status == "live"
+
+    def may_bring_back(self, now: float, host_id: str) -> bool:
+        """True if the host may yet come with memory: it was never here, or died within `repair_after_s` (R3, R24)."""
+        state = self.states.get(host_id)
+        return state is None or (state.status == "dead" and now - state.since_s <= self.repair_after_s)
+
+    def was_with_all(self, since_s: float) -> bool:
+        """True if every host was with us since then; silent ones included, those that are gone for certain excepted."""
+        found = [s.was_with_us_s >= since_s for s in self.states.values() if not s.is_gone]
+        return bool(found) and all(found)
+
+    def live_ids(self) -> list[str]:
+        """Every host that is not dead, sorted."""
+        return sorted(h for h, s in self.states.items() if s.status != "dead")
+
+    def is_on_probation(self, now: float, host_id: str, *, window_s: float = 600.0, deaths_max: int = 3) -> bool:
+        """A host that died `deaths_max` times within the window holds no only second copy (R29)."""
+        state = self.states.get(host_id)
+        return state is not None and sum(now - t <= window_s for t in state.deaths_s) >= deaths_max
+
+    def topology(self, host_ids: Iterable[str]) -> Topology:
+        """Return the placement topology of the given known hosts."""
+        return Topology.of((self._places[h] for h in host_ids if h in self._places), self.failure_domains)
+
+    def live_domains(self, level: str) -> dict[str, str]:
+        """Return the failure domain at a level of every host that is not dead (R1); not to be changed."""
+        if level not in self._live_domains:
+            self._live_domains[level] = domains_of_hosts((self._places[h] for h in self.live_ids()), level)
+        return self._live_domains[level]
+
+    def domains(self, host_ids: Iterable[str]) -> set[str]:
+        """Return the distinct host-level failure domains of the given known hosts (R1)."""
+        return {self._places[h].domain("host") for h in host_ids if h in self._places}
+
+    def live_domains_count(self, enough: int) -> int:
+        """Return how many distinct domains the live hosts are in, counting no further than `enough`."""
+        found: set[str] = set()
+        for domain in self.live_domains("host").values():
+            if len(found) >= enough:
+                break
+            found.add(domain)
+        return len(found)

@@ -1,0 +1,342 @@
+"""What the catalog knows of one job: attempts, seats, steps, copies. Pure data, no decisions.
+
+State of a step in an attempt:
+
+    open --every shard on enough domains--> committing --fact spread--> committed
+      |--some rank skipped--> abandoned     (R12)
+      '--a newer step committed--> superseded
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
+from memstore.core.cluster.step_phases import StepPhases
+from memstore.core.schedule.step_pace import Pace
+from placement.groups import Placement
+from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
+from recovery.lineage import AttemptFact, Span, in_lineage, lineage
+
+
+@dataclass(slots=True)
+class Seat:
+    """A rank's place in an attempt."""
+
+    rank: int
+    host_id: str
+    nonce: str
+    pid: int = 0
+    is_gone: bool = False
+    last_active_s: float = 0.0
+    step: int = -1  # newest step it was heard of
+
+    @property
+    def is_alive(self) -> bool:
+        """Neither gone nor missed by its own host when that, or the controller, was new (`Takeover`)."""
+        return not self.is_gone and self.last_active_s > -math.inf
+
+
+def seat_of(rank: int, host: str, nonce: str, join: Mapping[str, Any], now: float) -> Seat:
+    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
+    return Seat(rank, host, nonce, int(join.get("pid", 0)), bool(join.get("is_gone")), last_active_s=now)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One launch of the job's worker group; `ordinal` fences the older ones (R20, R21)."""
+
+    ordinal: int
+    world_size: int
+    key: str | None
+    launcher: str
+    is_fresh: bool
+    parent: int | None
+    level_asked: str
+    config: Mapping[str, Any]
+    seats: dict[int, Seat]
+    parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
+    phase: Literal["fencing", "open", "closed"] = "fencing"
+    has_restored: bool = False  # its get decided, or it is a rewind
+    is_released: bool = False  # and every rank may have what was decided
+    has_put: bool = False
+    has_shed: bool = False  # its first put came: older steps that nobody can restore any more are freed (R10)
+    rounds_count: int = 0
+    steps: StepPhases = field(default_factory=StepPhases)
+    damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
+    needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
+    cadence: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
+    resume_step: int = 0  # ranks skip steps below it (R12)
+    resume_gap: int = 1
+    pace: Pace = field(default_factory=Pace)
+    holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
+    given_up: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
+    skip_why: str = ""  # who gave the newest skipped step up and why; "" if another controller was told
+    is_skip_for_room: bool = False
+    order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
+    shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
+    copiers: tuple[int, ...] = ()
+    opened_s: float | None = None  # wall clock
+    told_step: int = -1  # newest that a host said is trained, put or not
+
+    @property
+    def trained_step(self) -> int:
+        """The newest step that is known to be trained: ranks may have come further."""
+        return max((self.told_step, *(seat.step for seat in self.seats.values())))
+
+    @property
+    def replicas(self) -> int:
+        """Copies asked for, the owner's own included."""
+        return int(self.config["replicas"])
+
+    def nonces_by_host(self) -> dict[str, list[str]]:
+        """What the processes of the attempt call themselves, by host."""
+        found: dict[str, list[str]] = {}
+        for seat in self.seats.values():
+            found.setdefault(seat.host_id, []).append(seat.nonce)
+        return found
+
+    def rank_of(self, launched: int) -> int:
+        """The rank of the process that its launcher calls `launched`."""
+        return self.order.index(launched) if 0 <= launched < len(self.order) else launched
+
+    def launched(self, rank: int) -> int:
+        """What its launcher calls the process that has this rank."""
+        return self.order[rank] if self.order else rank
+
+    def written_again(self, job: str, wall_s: float, order: tuple[int, ...] | None = None) -> AttemptOpened:
+        """The fact of this attempt with its present seats, renumbered by `order` if one is given."""
+        launched = order or self.order
+        seats = [self.seats[self.rank_of(process)] for process in launched or range(self.world_size)]
+        return AttemptOpened(
+            job, self.ordinal, self.world_size, self.parent, self.key, self.is_fresh, self.level_asked, self.config,
+            tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher,
+            wall_s if self.opened_s is None else self.opened_s, launched, self.shard_of, self.copiers,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """A RankCall that waits for its answer."""
+
+    host_id: str
+    call_id: int
+    body: dict[str, Any]
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """An attempt adopted a step, at this wall time (R25)."""
+
+    step: StepId
+    attempt: int
+    wall_s: float
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything the catalog knows of one job."""
+
+    name: str
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
+    on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
+    commits: dict[StepId, StepCommitted] = field(default_factory=dict)
+    retired: dict[StepId, str] = field(default_factory=dict)
+    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, and of no one moment
+    markers: dict[StepId, DurableMarker] = field(default_factory=dict)
+    restores: list[Restore] = field(default_factory=list)  # newest last (R25)
+    past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
+    past_opened_s: dict[int, float] = field(default_factory=dict)  # by their number: wall clocks, to tell them apart
+    pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
+    origin: JobForked | None = None  # it began as a fork of another job (R32)
+    placement: Placement | None = None
+    home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
+    heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
+    refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
+    changes: dict[StepId, int] = field(default_factory=dict)  # `changes_count` when the copies of a step last changed
+    changes_count: int = 0  # of copies, over all steps
+    settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
+    hurt: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
+    short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt opened, or None."""
+        return self.attempts[max(self.attempts)] if self.attempts else None
+
+    @property
+    def newest_committed(self) -> StepId | None:
+        """The newest committed step of the lineage, or None."""
+        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        return max((step for step in self.commits if in_lineage(spans, step)), default=None)
+
+    @property
+    def newest_durable(self) -> StepId | None:
+        """The newest step of the lineage that has a marker, or None."""
+        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        return max((step for step in self.markers if in_lineage(spans, step)), default=None)
+
+    @property
+    def has_history(self) -> bool:
+        """True if something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
+
+        An attempt that committed nothing leaves no history: whoever comes after it starts where it started.
+        """
+        strangers = any(step.attempt not in self.attempts for step, ranks in self.copies.items() if ranks)
+        return bool(self.commits or self.markers or strangers)
+
+    def holders_for(self, host_id: str) -> set[str]:
+        """Hosts with a copy of the newest shard of some rank of that host."""
+        attempt = self.newest
+        if attempt is None or not self.copies:
+            return set()
+        ranks = self.copies[max(self.copies)]
+        return {h for rank, seat in attempt.seats.items() if seat.host_id == host_id for h in ranks.get(rank, ())}
+
+    def pinned_steps(self) -> set[StepId]:
+        """Steps that some name keeps."""
+        return {StepId(pin.attempt, pin.step) for pin in self.pins.values()}
+
+    @property
+    def newest_ordinal(self) -> int:
+        """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""
+        return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
+
+    def opened_moments(self, ordinal: int) -> list[list[float]]:
+        """When each attempt up to this one was opened, as far as it is known: it tells runs of one name apart (R31)."""
+        own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
+        return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
+
+    def is_abandoned(self, step: StepId) -> bool:
+        """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
+        attempt = self.attempts.get(step.attempt)
+        return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
+
+    def retire(self, fact: StepRetired) -> None:
+        """The step is offered no more, or again; what is known to be torn stays so, whatever else is said (R25)."""
+        step = StepId(fact.attempt, fact.step)
+        if fact.is_torn:
+            self.torn.add(step)
+            self.retired[step] = fact.reason
+        elif step in self.torn:
+            return
+        elif fact.reason:
+            self.retired[step] = fact.reason
+        else:
+            self.retired.pop(step, None)
+            self.restores = [r for r in self.restores if r.step != step]  # or the crash loop would retire it at once
+
+    def newest_commit(self, ordinal: int) -> int:
+        """The newest step that this attempt committed, or -1."""
+        return max((s.step for s in self.commits if s.attempt == ordinal), default=-1)
+
+    def spans(self, ordinal: int) -> tuple[Span, ...]:
+        """Return the lineage seen from attempt `ordinal`, newest first (R22)."""
+        own = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
+        return lineage({**self.past, **own}, ordinal)
+
+    def spans_to_read(self, ordinal: int, only: StepId | None) -> tuple[Span, ...]:
+        """The lineage, and the one step that a reader names, of whatever lineage: reading adopts nothing (R22)."""
+        spans = self.spans(ordinal)
+        return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
+
+    def parent_for_next(self) -> int | None:
+        """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22).
+
+        One that only durable storage remembers is newer where the hosts that knew it are gone and an older one is back.
+        """
+        for ordinal in sorted({*self.attempts, *self.past}, reverse=True):
+            attempt = self.attempts.get(ordinal)
+            has_commit = any(step.attempt == ordinal for step in (*self.commits, *self.markers))
+            if has_commit or (attempt is not None and not attempt.is_fresh):
+                return ordinal
+        return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
+
+    def add_copy(self, copy: Copy) -> None:
+        """Record a verified copy, replacing what was known of that shard on that host."""
+        step = StepId(copy.shard.attempt, copy.shard.step)
+        self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+        self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
+        self._changed(step)
+        if copy.missing:
+            self.hurt.add(step)
+
+    def _changed(self, step: StepId) -> None:
+        self.changes_count += 1
+        self.changes[step] = self.changes_count
+
+    def drop_copy(self, shard: ShardId, host_id: str) -> None:
+        """Forget one copy."""
+        step = StepId(shard.attempt, shard.step)
+        self._changed(step)
+        hosts = self.copies.get(step, {}).get(shard.rank, {})
+        if hosts.pop(host_id, None) is not None:
+            ranks = self.on_host[host_id][step]
+            ranks.discard(shard.rank)
+            if not ranks:
+                del self.on_host[host_id][step]
+        if not hosts:
+            self.copies.get(step, {}).pop(shard.rank, None)
+        if not self.copies.get(step, True):
+            del self.copies[step]
+
+    def drop_step(self, step: StepId) -> None:
+        """Forget every copy of a step."""
+        for host in {host for hosts in self.copies.pop(step, {}).values() for host in hosts}:
+            del self.on_host[host][step]
+
+    def drop_host(self, host_id: str) -> None:
+        """Forget every copy on a host."""
+        for step, ranks in list(self.on_host.get(host_id, {}).items()):
+            for rank in list(ranks):
+                self.drop_copy(ShardId(self.name, step.attempt, step.step, rank), host_id)
+        self.on_host.pop(host_id, None)
+        self.refusals = {key: why for key, why in self.refusals.items() if key[1] != host_id}
+
+    def spec(self, shard: ShardId) -> ShardSpec | None:
+        """Return the spec of a shard: the committed digest's if there is one, else any copy's."""
+        step = StepId(shard.attempt, shard.step)
+        commit = self.commits.get(step)
+        for copy in self.copies.get(step, {}).get(shard.rank, {}).values():
+            if commit is None or copy.spec.digest == commit.digests[shard.rank]:
+                return copy.spec
+        return None
+
+    def inventory(
+        self, *, live: Iterable[str], silent: Iterable[str], gone: frozenset[StepId] = frozenset()
+    ) -> Inventory:
+        """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
+        answering = set(live)
+        copies = tuple(
+            c
+            for ranks in self.copies.values()
+            for hosts in ranks.values()
+            for c in hosts.values()
+            if c.host in answering
+        )
+        commits = tuple(commit_fact(fact) for fact in self.commits.values())
+        return Inventory(
+            job=self.name,
+            copies=copies,
+            commits=commits,
+            markers=tuple(self.markers.values()),
+            retired=dict(self.retired),
+            gone=gone,
+            silent_hosts=frozenset(silent),
+        )
+
+
+def commit_fact(fact: StepCommitted) -> CommitFact:
+    """Return the planner's view of a commit fact."""
+    return CommitFact(
+        StepId(fact.attempt, fact.step),
+        fact.world_size,
+        dict(enumerate(fact.digests)),
+        dict(enumerate(fact.hosts)),
+        fact.is_degraded,
+    )

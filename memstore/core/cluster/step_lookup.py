@@ -1,0 +1,76 @@
+"""The committed step that a person names, and whether RAM has all of it: for rewinds, pins and forks. Pure (R22)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Job
+from memstore.core.cluster.text import listed
+from recovery.inventory import StepId
+from recovery.lineage import in_lineage
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+Refusal = tuple[str, str]  # error class and message
+
+
+def named_step(
+    job: Job, number: int | None, of_attempt: int | None, *, among: Iterable[StepId], option: str
+) -> tuple[StepId | None, Refusal | None]:
+    """Return the step of that number: the lineage's; else the only one that another lineage has.
+
+    Args:
+        number: None: the newest of the lineage that a get would return, while commits go on.
+        of_attempt: Only this attempt's step; None: any.
+        among: The steps that may be named.
+        option: How the caller is to name the attempt, where several lineages have the number.
+
+    Returns:
+        The step and None, or None and what to refuse with.
+    """
+    if number is None:
+        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+        known = (s for s in among if in_lineage(spans, s) and s not in job.retired and of_attempt in (None, s.attempt))
+        newest = max(known, default=None)
+        return newest, None if newest else ("RecoveryError", f"job {job.name!r} has no committed step in its lineage")
+    found = sorted(s for s in among if s.step == number and of_attempt in (None, s.attempt))
+    of = f" of attempt {of_attempt}" if of_attempt is not None else ""
+    if not found:
+        is_put = any(s.step == number and of_attempt in (None, s.attempt) for s in job.copies)
+        have = listed(sorted({s.step for s in among}, reverse=True)) or "none"
+        what = "it was put and is not committed" if is_put else f"its committed steps are {have}"
+        return None, ("RecoveryError", f"job {job.name!r} has no committed step {number}{of}: {what}")
+    mine = [s for s in found if job.newest is not None and in_lineage(job.spans(job.newest.ordinal), s)]
+    if not mine and len(found) > 1:
+        return None, (
+            "RecoveryError",
+            f"step {number} of job {job.name!r} is not in the present lineage, and attempts "
+            f"{listed([s.attempt for s in found])} each have one: name the attempt with {option}",
+        )
+    return (mine or found)[-1], None
+
+
+def why_not_whole(catalog: Catalog, job: Job, step: StepId) -> str:
+    """Return "" if hosts that answer hold every chunk of a committed step, else what is missing."""
+    commit, copies = job.commits.get(step), job.copies.get(step, {})
+    if commit is None or not copies:
+        return "it is on durable storage only: get() or rewind() brings it back to RAM" if step in job.markers else (
+            "no copy of it is left in RAM"
+        )  # fmt: skip
+    for rank, digest in enumerate(commit.digests):
+        good = whole_or_partly(catalog, job, step, rank, digest)
+        if not good or frozenset.intersection(*good.values()):
+            missing = "no host that answers has a copy" if not good else "no copy has some of its chunks"
+            return f"rank {rank} is not whole in RAM: {missing}"
+    return ""
+
+
+def whole_or_partly(catalog: Catalog, job: Job, step: StepId, rank: int, digest: str) -> dict[str, frozenset[int]]:
+    """Return the answering hosts with a copy of these bytes, and the chunks that each lacks."""
+    return {
+        host: copy.missing
+        for host, copy in job.copies.get(step, {}).get(rank, {}).items()
+        if copy.spec.digest == digest and catalog.hosts.is_answering(host)
+    }

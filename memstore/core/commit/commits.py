@@ -1,0 +1,341 @@
+"""Seals, the commit rule and skips; `retention.py` has what a commit does to older steps. Pure (R12, R15, R18)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.facts import StepAbandoned, StepCommitted
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.commit.commit_rule import CommitRule, Held
+from memstore.core.wire.messages import Body, shard_to_wire
+from placement.domains import is_finer
+from recovery.inventory import Copy, ShardId, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+SKIPPED = "another rank gave it up"
+WHY_CHARS_MAX = 400
+RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
+RESUME_SPAN_S = 60.0  # nor does the gap have more steps than it takes to last so long: that time is unprotected
+RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
+
+
+class Steps:
+    """Decides when steps of the current attempts are committed, abandoned or superseded."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    # -- events -------------------------------------------------------------------------------
+
+    def take_copy(self, copy: Copy) -> bool:
+        """Count a copy, from wherever it was heard of; False if it is to be freed, as of a step given up (R12)."""
+        shard, catalog = copy.shard, self.catalog
+        if catalog.drops.is_ordered(copy.host, shard):
+            return False
+        removed = catalog.removed.get(shard.job, 0)
+        step = StepId(shard.attempt, shard.step)
+        if shard.attempt <= removed and not catalog.expiry.is_back(shard.job, step):
+            # A host that was out of reach when the job was removed has its room still reserved.
+            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
+            return False
+        job = catalog.jobs.setdefault(shard.job, Job(shard.job))
+        owner = job.commits.get(step) or job.attempts.get(shard.attempt)
+        if owner is not None and shard.rank >= owner.world_size:
+            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
+            return False
+        is_over = step not in job.commits and self._is_given_up(job, step)
+        # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
+        if is_over and step not in catalog.steps_in_use(job):
+            level = "skipped" if job.is_abandoned(step) else "superseded"
+            catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
+            return False
+        job.add_copy(copy)
+        return True
+
+    def _is_given_up(self, job: Job, step: StepId) -> bool:
+        """Skipped, superseded, older than a commit of its attempt, or left behind by a newer one: never committed."""
+        newest = job.newest
+        if newest is not None and newest.has_shed and step.attempt < newest.ordinal:
+            return True  # a copy that comes after the shedding: from a late host, or a push that was under way
+        attempt = job.attempts.get(step.attempt)
+        if attempt is None:
+            return False
+        is_over = attempt.steps.get(step.step) in ("abandoned", "superseded")
+        return is_over or job.is_abandoned(step) or step.step < job.newest_commit(step.attempt)
+
+    def sealed(self, now: float, copy: Copy) -> None:
+        """A host holds a verified copy of a shard, whole or with chunks missing."""
+        if not self.take_copy(copy):
+            return
+        shard = copy.shard
+        job = self.catalog.jobs[shard.job]
+        attempt = job.attempts.get(shard.attempt)
+        if attempt is None or copy.missing:
+            return  # what lacks a chunk is mended by repair, or given up
+        job.refusals.pop((shard, copy.host), None)
+        if attempt is job.newest:
+            attempt.has_put = True
+            seat = attempt.seats.get(shard.rank)
+            if seat is not None:
+                seat.last_active_s, seat.step = now, max(seat.step, shard.step)
+                if copy.host == seat.host_id:
+                    attempt.pace.reached(shard.step, now)
+                    self._give_up_passed(job, attempt, shard)
+            attempt.steps.begin(shard.step)
+        step = StepId(shard.attempt, shard.step)
+        if job.short.get(step, shard.rank) == shard.rank:  # else the rank that kept it from being committed still does
+            self.evaluate(job, step)
+
+    def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
+        """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
+
+        Nobody skipped it (the rank's copy failed, or it never put), and it would hold the other ranks' room for ever.
+        """
+        for number in sorted(n for n in attempt.steps.open if n < shard.step):
+            step = StepId(attempt.ordinal, number)
+            if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
+                self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
+
+    def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
+        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
+
+        Only after `repair_after_s`: the word of another copy may be under way, a host that has one may come back.
+        """
+        ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
+        if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
+            attempt.damaged_s.pop(number, None)
+        elif now - attempt.damaged_s.setdefault(number, now) >= self.catalog.rules.repair_after_s:
+            self._give_up(job, attempt, number, "no copy has all chunks of some rank's shard")
+
+    def _give_up(self, job: Job, attempt: Attempt, number: int, why: str) -> None:
+        attempt.given_up[number] = attempt.skip_why = f"step {number} was given up: {why}"
+        attempt.is_skip_for_room = False
+        attempt.steps[number] = "abandoned"
+        attempt.holes.append((number, number + 1))
+        self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
+
+    def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
+        """A host answered a fence with everything it has of a job (R21)."""
+        job = self.catalog.jobs.get(name)
+        if job is not None:
+            job.drop_host(host)
+        for copy in copies:
+            self.take_copy(copy)
+        if job is not None:
+            self.adopt(job, host)
+            self.evaluate_all(job)
+
+    def adopt(self, job: Job, host: str | None = None) -> None:
+        """What inventories (all, or a host's) hold of the newest attempt and no fact has ended is open again."""
+        attempt = job.newest
+        if attempt is None:
+            return
+        for step, ranks in (job.copies if host is None else job.on_host.get(host, {})).items():
+            if step.attempt != attempt.ordinal:
+                continue
+            attempt.has_put = True
+            attempt.steps.begin(step.step)
+            for rank in ranks:
+                if rank in attempt.seats:
+                    attempt.seats[rank].step = max(attempt.seats[rank].step, step.step)
+
+    def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
+        """A host says which step its ranks of a job train, put or not."""
+        for name, (ordinal, step) in told.items():
+            job = self.catalog.jobs.get(name)
+            attempt = job.attempts.get(ordinal) if job is not None else None
+            if attempt is not None:
+                attempt.told_step = max(attempt.told_step, step)
+
+    def greet(self, job: Job, host: str) -> None:
+        """Tell a host's ranks of the newest commit and skip: the word may have died with a controller or a holder."""
+        attempt = job.newest
+        if attempt is None:
+            return
+        fact = job.commits.get(StepId(attempt.ordinal, job.newest_commit(attempt.ordinal)))
+        if fact is not None:
+            body = {"job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed"}
+            self.catalog.tell(host, "level", {**body, "degraded": fact.is_degraded, "reason": fact.reason})
+        if attempt.holes:
+            body = self._abandon_body(job, StepId(attempt.ordinal, attempt.holes[-1][0]), "skipped", SKIPPED)
+            self.catalog.tell(host, "abandon", body)
+
+    def evaluate_all(self, job: Job) -> None:
+        """Look again at every step that is not finished, oldest first, and at degraded commits."""
+        attempt = job.newest
+        if attempt is not None:
+            for number in sorted(attempt.steps.open):
+                self.evaluate(job, StepId(attempt.ordinal, number))
+        for step, commit in list(job.commits.items()):
+            if commit.is_degraded:
+                self.evaluate(job, step)
+
+    def evaluate(self, job: Job, step: StepId) -> None:
+        """Commit the step if the rule holds now; mend a degraded commit that has become whole."""
+        commit = job.commits.get(step)
+        if commit is not None:
+            fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
+            if fact is not None and not fact.is_degraded and not self._is_recording(fact):
+                self.catalog.record(fact)
+            return
+        attempt = job.attempts.get(step.attempt)
+        if attempt is None or attempt is not job.newest:
+            return
+        if attempt.steps.get(step.step) != "open":
+            return
+        if step.step < attempt.steps.newest_decided:
+            return  # commits only go forward: the newer one supersedes this one
+        fact = self.commit_rule(job, attempt.world_size, step)
+        if fact is not None:
+            attempt.steps[step.step] = "committing"
+            self.catalog.record(fact)
+
+    def _is_recording(self, fact: StepCommitted) -> bool:
+        """True while a commit fact of the same step has not spread yet."""
+        key = (fact.job, fact.attempt, fact.step)
+        undone = self.catalog.log.undone()
+        return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in undone)
+
+    # -- the rule -----------------------------------------------------------------------------
+
+    def commit_rule(self, job: Job, world_size: int, step: StepId) -> StepCommitted | None:
+        """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
+
+        Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
+        each of its ranks. To mend a degraded commit only a whole one will do.
+        """
+        if self.catalog.placing.is_stale:
+            return None  # asked again when it is known who is to have copies: with the next tick
+        newest, commit, placement = job.newest, job.commits.get(step), self.catalog.view.placement(job)
+        if newest is None or placement is None:
+            return None
+        reasons: list[str] = []
+        if is_finer(placement.level, newest.level_asked, self.catalog.hosts.failure_domains):
+            reasons.append(f"copies are spread over {placement.level}s, not {newest.level_asked}s")
+        if commit is not None and reasons:
+            return None  # no copy more brings it a level further
+        rule = CommitRule(self.catalog, job, newest, step, placement.level)
+        held: dict[int, Held] = {}
+        first = min(job.short.get(step, 0), world_size)
+        for rank in chain(range(first, world_size), range(first)):
+            found = rule.held(rank)
+            if found is None or (commit is not None and found.reasons):
+                job.short[step] = rank
+                return None
+            held[rank] = found
+        job.short.pop(step, None)
+        shards = [held[rank] for rank in range(world_size)]
+        reasons += [why for shard in shards for why in shard.reasons]
+        return StepCommitted(
+            job.name, step.attempt, step.step, world_size, tuple(x.digest for x in shards),
+            tuple(x.hosts for x in shards), placement.level, bool(reasons), "; ".join(reasons[:3]), self.catalog.wall_s,
+        )  # fmt: skip
+
+    # -- facts applied ------------------------------------------------------------------------
+
+    def apply_committed(self, now: float, fact: StepCommitted, *, is_replay: bool) -> None:
+        """The commit has spread: tell the ranks, supersede what is older, let retention drop."""
+        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        step = StepId(fact.attempt, fact.step)
+        job.commits[step] = fact
+        # Progress ends a crash loop; the commit of the restored step itself, or its mending, is none (R25).
+        job.restores = [r for r in job.restores if r.step >= step]
+        attempt = job.attempts.get(fact.attempt)
+        if attempt is not None:
+            attempt.steps[fact.step] = "committed"
+            attempt.has_put, attempt.resume_gap = True, 1
+        if is_replay:
+            return
+        if attempt is not None and attempt is job.newest:
+            body = {"degraded": fact.is_degraded, "reason": fact.reason}
+            self._tell_level(job, attempt, fact.step, "committed", body)
+            for number in [n for n in attempt.steps.open if n < fact.step]:
+                attempt.steps[number] = "superseded"
+                self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
+        self.catalog.retention.retain(job)
+        self.catalog.durable.consider(now, job)
+
+    def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
+        """No rank's copy of the step counts any more, nor of those up to where all put again."""
+        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        attempt = job.attempts.get(fact.attempt)
+        if attempt is None:
+            return
+        end = max(fact.resume, fact.step + 1)
+        if (fact.step, end) not in attempt.holes:
+            attempt.holes.append((fact.step, end))
+        attempt.resume_step = max(attempt.resume_step, end)
+        why = attempt.given_up.pop(fact.step, SKIPPED)
+        numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
+        for number in sorted(n for n in numbers if fact.step <= n < end):
+            if attempt.steps.get(number) not in ("committing", "committed"):
+                attempt.steps[number] = "abandoned"
+                # A late host's fact may name a step whose copies are counted already: elsewhere they go now.
+                if not is_replay or StepId(fact.attempt, number) in job.copies:
+                    self._forget(job, StepId(fact.attempt, number), "skipped", why)
+
+    def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
+        body = {"job": job.name, "attempt": attempt.ordinal, "step": step, "level": level, **extra}
+        for host in sorted({seat.host_id for seat in attempt.seats.values()}):
+            self.catalog.tell(host, "level", body)
+
+    def tell_durable(self, job: Job, step: StepId) -> None:
+        """The step is on durable storage; tickets rise to that level."""
+        attempt = job.attempts.get(step.attempt)
+        if attempt is not None and attempt is job.newest:
+            self._tell_level(job, attempt, step.step, "durable", {"degraded": False, "reason": ""})
+
+    def _abandon_body(self, job: Job, step: StepId, level: str, reason: str) -> Body:
+        attempt = job.attempts.get(step.attempt)
+        return {
+            "job": job.name, "attempt": step.attempt, "step": step.step, "level": level, "reason": reason,
+            "resume": attempt.resume_step if attempt is not None else 0,
+        }  # fmt: skip
+
+    def _forget(self, job: Job, step: StepId, level: str, reason: str) -> None:
+        body = self._abandon_body(job, step, level, reason)
+        for host in self.catalog.hosts.live_ids():
+            self.catalog.tell(host, "abandon", body)
+        job.drop_step(step)
+
+    # -- skip ---------------------------------------------------------------------------------
+
+    def skip(self, call: Call) -> None:
+        """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
+        body = call.body
+        job = self.catalog.jobs.get(str(body["job"]))
+        attempt = job.newest if job is not None else None
+        if job is None or attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
+            return
+        step = StepId(attempt.ordinal, int(body["step"]))
+        if attempt.steps.newest_decided > step.step:
+            if step.step not in attempt.steps:
+                attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
+        elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
+            attempt.pace.reached(step.step, call.since_s)
+            newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
+            # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
+            gap = 1 if body.get("is_failed") is True else min(attempt.resume_gap, _gap_limit(attempt))
+            attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
+            if body.get("is_failed") is not True:
+                attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
+            # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
+            attempt.holes.append((step.step, attempt.resume_step))
+            for number in [n for n in attempt.steps.open if n >= step.step]:
+                attempt.steps[number] = "abandoned"
+            why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
+            attempt.given_up[step.step] = attempt.skip_why = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
+            attempt.is_skip_for_room = body.get("is_failed") is not True
+            self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
+        self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
+        self.catalog.answer(call, {"resume": attempt.resume_step})
+
+
+def _gap_limit(attempt: Attempt) -> int:
+    """Return how many steps ranks may be kept from putting: seconds to hear of it, not minutes of training."""
+    return attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED

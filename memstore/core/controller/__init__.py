@@ -1,0 +1,1 @@
+"""The controller's state machine, and the queries it answers. Pure."""

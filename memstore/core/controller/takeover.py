@@ -1,0 +1,262 @@
+"""How a catalog comes to know the past: from all journals at its start, from late hosts afterwards. Pure (R16, R17).
+
+    settling --every expected host up, or settle_s over--> serving
+
+A successor's catalog is the union of the surviving journals and inventories. What a late host adds may fill gaps of the
+past, but it changes no decision that was taken since: a commit of a step that was abandoned meanwhile is not taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster import facts as f
+from memstore.core.cluster.job import Job, Seat
+from memstore.core.journal.records import Entry
+from memstore.core.wire.messages import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
+from recovery.inventory import Copy, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+class Takeover:
+    """Settling and late hosts, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.is_settled = False
+        self.alone_since_s = math.inf if catalog.log.term > 1 else catalog.now  # no predecessor has a host any more
+        self.journals: dict[str, list[Entry]] = {}
+        self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
+        self.copies: dict[str, tuple[Copy, ...]] = {}
+        self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
+        self.missed: dict[str, Seat] = {}  # nonce -> the seat of a process that its host did not know when it came
+        self.dropped: dict[str, Mapping[str, str]] = {}  # host -> what it remembers of jobs that are gone
+        self.early: list[Event] = []  # calls that came while settling
+
+    def settle(self, event: Event) -> list[Event]:
+        """Before serving: gather journals and inventories. When there are enough, return what waited meanwhile."""
+        catalog, hosts = self.catalog, self.catalog.hosts
+        if isinstance(event, HostUp):
+            host = event.info.host_id
+            if self._is_outdated(event):
+                return []
+            hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
+            self.dropped[host] = event.dropped
+            self.alone_since_s = min(self.alone_since_s, catalog.now)
+            self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
+            self.copies[host] = event.copies
+            if event.ranks is not None:
+                self.ranks[host] = event.ranks
+        elif isinstance(event, Heard):
+            hosts.heard(catalog.now, event)
+        elif isinstance(event, Tick):
+            for beat in event.heard:
+                hosts.heard(catalog.now, beat)
+        elif isinstance(event, HostLost):
+            hosts.lost(catalog.now, event.host_id, event.why, is_certain=catalog.lease.may_record())
+            self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
+        elif isinstance(event, LeaseRenewed):
+            catalog.lease.renew(event.until_s)
+        else:
+            self.early.append(event)
+        is_all_up = catalog.expected_hosts <= set(hosts.live_ids())
+        is_late = catalog.now - catalog.started_s >= catalog.rules.settle_s
+        # The first host may have kept up a predecessor's lease until it came here (R17).
+        has_outlasted = catalog.now - self.alone_since_s >= catalog.rules.outlast_s
+        if not hosts.live_ids() or not has_outlasted or not (is_all_up or is_late):
+            return []
+        self.is_settled = True
+        self._rebuild()
+        catalog.observer.settled()
+        early, self.early = self.early, []
+        return early
+
+    def _rebuild(self) -> None:
+        """Apply every fact, then count the copies, then go on where the predecessor stopped."""
+        catalog = self.catalog
+        for fact in catalog.log.adopt(self.journals.values()):
+            catalog.apply(fact, is_replay=True)
+        hosts = catalog.hosts.live_ids()
+        for host in hosts:
+            catalog.journals.send(host, have=self.journals.get(host, ()))
+        for copies in self.copies.values():
+            for copy in copies:
+                catalog.steps.take_copy(copy)
+        for host in hosts:
+            catalog.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
+        for job in catalog.jobs.values():
+            catalog.steps.adopt(job)
+        self._look_for_ranks(self.ranks)
+        for host, stories in self.dropped.items():
+            catalog.orphans.told(host, stories)
+        self.journals, self.copies, self.dropped = {}, {}, {}
+        self.newcomers.update(hosts)
+        self._record_newcomers()
+        catalog.view.settled(hosts)
+        self.greet(hosts)
+        for job in catalog.jobs.values():
+            if job.newest is not None and job.newest.phase != "closed":
+                # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
+                catalog.attempts.fence_all(catalog.now, job.name)
+
+    def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
+        """Whose process its host does not know may be about to come back, or has died unseen (R20).
+
+        So it is not gone, but nobody is kept out in its name and it does not count as alive until it is heard of.
+        """
+        self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
+        for job in self.catalog.jobs.values():
+            for seat in job.newest.seats.values() if job.newest is not None else ():
+                if seat.host_id in ranks and seat.nonce not in ranks[seat.host_id] and not seat.is_gone:
+                    seat.last_active_s = -math.inf
+                    self.missed[seat.nonce] = seat
+
+    def rank_here(self, nonce: str) -> None:
+        """A process has connected to its host: is it the one of a rank that was missed?"""
+        seat = self.missed.pop(nonce, None)
+        if seat is not None:
+            seat.last_active_s = max(seat.last_active_s, self.catalog.now)
+
+    def tick(self) -> None:
+        """Hosts that joined since the last one are facts now, and all hear of them."""
+        self._record_newcomers()
+        self.catalog.view.send_news()
+
+    def _record_newcomers(self) -> None:
+        hosts = self.catalog.hosts
+        labels = {h: dict(hosts.states[h].info.labels) for h in sorted(self.newcomers.difference(hosts.joined))}
+        self.newcomers.clear()
+        if labels:
+            self.catalog.record(f.HostsJoined(labels))
+
+    def greet(self, hosts: Sequence[str]) -> None:
+        """Whatever hosts must know before they serve: their peers, who is fenced, what was committed."""
+        self.catalog.view.greet(hosts)
+        for host in hosts:
+            self.catalog.orphans.greet(host)
+        for name, attempt in self.catalog.removed.items():  # some were out of reach then: they free its room now
+            for host in hosts:
+                self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
+        for job in self.catalog.room.in_turn():
+            if job.newest is not None:
+                self.catalog.attempts.send_fences(hosts, job.name, job.newest)
+                if not self.catalog.placing.is_stale:  # else the next tick tells them
+                    self.catalog.view.send_targets(job, only=set(hosts))
+                    if job.newest.needs or job.copies:
+                        self.catalog.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
+                for host in hosts:
+                    self.catalog.steps.greet(job, host)
+
+    def host_up(self, event: HostUp) -> None:
+        """A holder's session began while serving: a newcomer, a late host or one that came back."""
+        catalog, host = self.catalog, event.info.host_id
+        if self._is_outdated(event):
+            return
+        known = catalog.hosts.states.get(host)
+        if known is not None and known.info.incarnation < event.info.incarnation:
+            # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
+            catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
+        catalog.journals.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
+        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
+        catalog.log.forget(host)
+        catalog.told.forget_host(host)
+        journal = catalog.log.read(event.journal)
+        is_news = self._merge(journal)
+        for job in catalog.jobs.values():
+            job.drop_host(host)
+        catalog.drops.forget_host(host)
+        if event.ranks is not None:
+            self._look_for_ranks({host: event.ranks})
+        catalog.orphans.told(host, event.dropped)
+        self.newcomers.add(host)
+        if not is_news:  # else all have the whole of it already
+            catalog.journals.send(host, have=journal)
+        self.greet([host])
+        for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
+            catalog.steps.sealed(catalog.now, copy)
+        catalog.placing.changed(changes)
+
+    def _is_outdated(self, event: HostUp) -> bool:
+        """Refuse a holder whose number is below one that was here: it lost its folder, and takes the next (R3)."""
+        catalog, info = self.catalog, event.info
+        later = catalog.hosts.later_life(info)
+        if later is None:
+            return False
+        catalog.note(
+            f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
+            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is told to take a higher one",
+            "warning",
+        )
+        catalog.tell(info.host_id, "outdated", {"above": later.incarnation})
+        return True
+
+    def _merge(self, journal: list[Entry]) -> bool:
+        """Take facts that only this host had kept, and give them to all (R16); True if there were some."""
+        catalog = self.catalog
+        late = catalog.log.merge(journal, self._is_welcome)
+        before = {name: job.newest for name, job in catalog.jobs.items()}
+        for fact in late:
+            catalog.apply(fact, is_replay=True)
+        if late:
+            catalog.journals.send(*catalog.hosts.live_ids())
+        for name, job in catalog.jobs.items():
+            if job.newest is not None and job.newest is not before.get(name):
+                catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
+                if job.newest.phase == "closed":
+                    catalog.attempts.send_fences(catalog.hosts.live_ids(), name, job.newest)
+                else:
+                    catalog.attempts.fence_all(catalog.now, name)
+        return bool(late)
+
+    def _is_welcome(self, fact: f.Fact) -> bool:
+        """A late fact may fill a gap; it may not contradict what was decided without it."""
+        job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
+        if isinstance(fact, f.HostsJoined):
+            return not fact.labels.keys() <= self.catalog.hosts.joined.keys()
+        if isinstance(fact, f.StepUnpinned):
+            return False  # of a pin that only that host knew nothing is left; any other one's end is known
+        if isinstance(fact, f.HostDraining):
+            return False  # who gave notice gave it to a controller; a late host's word may be long past
+        if isinstance(fact, f.JobRemoved) or self.catalog.expiry.passes_over(fact):
+            return False
+        if isinstance(fact, f.JobForked):
+            return fact.job not in self.catalog.jobs
+        if isinstance(fact, f.StepRetired):
+            # No decision: it is true of these bytes whoever is the controller (R25).
+            return fact.is_torn or self._is_last_word(fact)
+        if isinstance(fact, f.AttemptOpened):
+            return fact.attempt not in job.attempts
+        if isinstance(fact, f.StepCommitted):
+            return not job.is_abandoned(StepId(fact.attempt, fact.step))
+        if isinstance(fact, f.StepPinned):
+            return fact.name not in job.pins and self._is_pin_there(job, fact)
+        if isinstance(fact, f.StepAbandoned):
+            return StepId(fact.attempt, fact.step) not in job.commits
+        # The rest speaks of the course of an attempt: ours is decided here; of any other one it is the past.
+        return job.newest is None or fact.attempt != job.newest.ordinal
+
+    def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:
+        """True if the step is committed and the late host knows of no end of the pin.
+
+        Its commit may come with the pin if it is beyond all that are known: of others the pin's end may be forgotten.
+        """
+        facts = [entry.fact for entry in self.catalog.log.entries]
+        at = next(number for number, other in enumerate(facts) if other is fact)
+        if any(isinstance(x, f.StepUnpinned) and (x.job, x.name) == (fact.job, fact.name) for x in facts[at:]):
+            return False
+        step, newest = StepId(fact.attempt, fact.step), job.newest
+        if step in job.commits or job.is_abandoned(step):
+            return step in job.commits
+        committed = (x for x in facts[:at] if isinstance(x, f.StepCommitted | f.JobForked))
+        is_committed = any((x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step) for x in committed)
+        return is_committed and (newest is None or step > StepId(newest.ordinal, job.newest_commit(newest.ordinal)))
+
+    def _is_last_word(self, fact: f.StepRetired) -> bool:
+        """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""
+        facts = [entry.fact for entry in self.catalog.log.entries if isinstance(entry.fact, f.StepRetired)]
+        about = [x for x in facts if (x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step)]
+        return about[-1] == fact

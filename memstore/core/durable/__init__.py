@@ -1,0 +1,1 @@
+"""Who writes which committed step to durable storage, under which names and keys. Pure."""

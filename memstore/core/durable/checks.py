@@ -1,0 +1,171 @@
+"""Questions whether durable storage has all of a step now: what was so once says nothing. Pure (R19, R31).
+
+asked --a host opens the step's marker and all its slices--> answered: all there, or what it lacks
+  |--the host cannot read it, has another key, or died--> another host is asked --none is left--> answered: unreadable
+  '--no word for PATIENCE_S: another one as well--CHECK_DEADLINE_S--> answered: unreadable
+
+The host whose last look found nothing wrong is asked first: one bad mount is no word about the storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Job
+from memstore.core.durable.paths import place_of
+from memstore.core.wire.messages import Body
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then the storage counts as unreadable
+PATIENCE_S = 30.0  # a host that hangs is not waited for alone
+HOSTS_MAX = 4  # asked for one answer
+
+#: Takes why the storage could not be read, and what it lacks of the step; both "" if all is there.
+Then = Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class Check:
+    """A question, and which hosts were asked."""
+
+    job: str
+    step: StepId | None  # None: the markers are listed
+    since_s: float
+    then: Then
+    asked_s: float = 0.0  # when the last of them was asked
+    waits: dict[int, str] = field(default_factory=dict)  # call -> host that has not answered
+    failed: dict[str, str] = field(default_factory=dict)  # host -> why it cannot say
+    needs_key: bool = False  # one of them found all of it, under a key that it has not
+
+
+class DurableChecks:
+    """Asks and remembers who wants to know, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.checks: list[Check] = []
+        self.faults: dict[str, tuple[float, str]] = {}  # host -> when its last look found something wrong, and what
+
+    def ask(self, job: Job, step: StepId | None, then: Then) -> bool:
+        """Have a host look at a step, or list the markers; False, and `then` is never called, if none can be asked."""
+        check = Check(job.name, step, self.catalog.now, then)
+        if self._ask_next(job, check):
+            self.checks.append(check)
+        return bool(check.waits)
+
+    def _ask_next(self, job: Job, check: Check) -> bool:
+        """Ask one more host; False if there is none."""
+        place = place_of(job.newest.config) if job.newest is not None else None
+        asked = {*check.failed, *check.waits.values()}
+        hosts = self.catalog.hosts
+        able = [host for host in hosts.live_ids() if hosts.is_answering(host) and host not in asked]
+        if place is None or not able or len(asked) >= HOSTS_MAX:
+            return False
+        marker = job.markers.get(check.step) if check.step is not None else None
+        keys = self.catalog.durable.keys.state(job.name).names if marker is not None and marker.key else {}
+        wrong = {host for host, key in keys.items() if marker is not None and key != marker.key}
+        host = min(able, key=lambda h: (h in wrong, self.faults.get(h, (-math.inf,))[0], h))
+        call, check.asked_s = self.catalog.durable.next_call(), self.catalog.now
+        check.waits[call] = host
+        body = {"job": job.name, "durable": place, "call": call}
+        body["check"] = [check.step.attempt, check.step.step] if check.step is not None else None
+        self.catalog.tell(host, "markers", body)
+        return True
+
+    def answered(self, host: str, body: Body, why: str) -> None:
+        """A host has looked, and what it listed is known: `why` says what it could not read."""
+        call = int(body["call"])
+        check, job = self._waiting(call), self.catalog.jobs.get(str(body["job"]))
+        if check is None or job is None:
+            return
+        lacks = ""
+        if not why and check.step is not None:
+            marker, lacks = job.markers.get(check.step), str(body["lacks"])
+            if marker is None:
+                lacks = lacks or "durable storage does not have its marker any more"
+            elif not lacks and marker.key not in ("", body["key"]):
+                check.needs_key = True
+                why = f"it needs key {marker.key}, the durable_key_file has {body['key'] or 'none'}"
+        if why:
+            self._failed(check, call, why)
+            return
+        del check.waits[call]
+        self.faults.pop(host, None)
+        if lacks:
+            self._suspect(host, check.job, lacks)
+        self._end(check, "", lacks)
+
+    def looking(self, job: Job, step: StepId) -> set[str]:
+        """Return the hosts that were asked to look at a step and have not answered."""
+        checks = [check for check in self.checks if (check.job, check.step) == (job.name, step)]
+        return {host for check in checks for host in check.waits.values()}
+
+    def _waiting(self, call: int) -> Check | None:
+        return next((check for check in self.checks if call in check.waits), None)
+
+    def _failed(self, check: Check, call: int, why: str) -> None:
+        """A host cannot say: another one is asked, if there is one."""
+        host = check.waits.pop(call)
+        check.failed[host] = why
+        self._suspect(host, check.job, why)
+        if not self._ask_next(self.catalog.jobs[check.job], check) and not check.waits:
+            self._end(check, said(check.failed), "")
+
+    def _suspect(self, host: str, name: str, why: str) -> None:
+        """Ask others first from now on, and say why."""
+        if self.faults.get(host, (0.0, ""))[1] != why:
+            self.catalog.note(f"job {name!r}: durable storage as host {host} sees it: {why}", "warning")
+        self.faults[host] = self.catalog.now, why
+
+    def _end(self, check: Check, unread: str, lacks: str) -> None:
+        """The step is seen now, or is written again from RAM if storage lost it or nobody has its key."""
+        self.checks.remove(check)
+        for host in check.waits.values():
+            self._suspect(host, check.job, f"no answer for {self.catalog.now - check.since_s:.0f} s")
+        job, step, state = self.catalog.jobs[check.job], check.step, self.catalog.durable.state(check.job)
+        if step is None:
+            state.unread = unread or state.unread
+        elif unread or lacks:
+            why = f"step {step.step}: {unread or lacks}"
+            self.catalog.durable.not_there(job, step, why, is_read=not unread, needs_key=check.needs_key)
+        else:
+            state.seen_s[step], state.lacks = self.catalog.now, ""
+        check.then(unread, lacks)
+
+    def host_died(self, host: str) -> None:
+        """Its looks died with it, though its next life may have begun."""
+        for check in list(self.checks):
+            for call in [call for call, asked in check.waits.items() if asked == host]:
+                self._failed(check, call, "it died while it looked")
+        self.faults.pop(host, None)
+
+    def tick(self, now: float) -> None:
+        """Deadlines."""
+        for check in list(self.checks):
+            if now - check.since_s > CHECK_DEADLINE_S:
+                late = dict.fromkeys(check.waits.values(), f"no answer within {CHECK_DEADLINE_S:g} s")
+                self._end(check, said({**check.failed, **late}), "")
+            elif now - check.asked_s > PATIENCE_S:
+                self._ask_next(self.catalog.jobs[check.job], check)
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nothing of it is checked any more."""
+        self.checks = [check for check in self.checks if check.job != name]
+
+
+def said(failed: Mapping[str, str]) -> str:
+    """Return why hosts could not look, each reason once.
+
+    >>> said({"h2": "not mounted", "h0": "not mounted", "h1": "it died while it looked"})
+    'not mounted (h0, h2); it died while it looked (h1)'
+    """
+    hosts: dict[str, list[str]] = {}
+    for host, why in sorted(failed.items()):
+        hosts.setdefault(why, []).append(host)
+    return "; ".join(f"{why} ({', '.join(names)})" for why, names in hosts.items())

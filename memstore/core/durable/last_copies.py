@@ -1,0 +1,100 @@
+"""What would be lost for good with the copies in RAM: durable storage is looked at before anybody is told. Pure (R19).
+
+asked --a host looks for every step that makes up for the copies--> answered: of each job what nothing else has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Call, Job
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+Look = tuple[str, StepId]  # a job's name, and a step that is looked for
+
+
+@dataclass(slots=True)
+class Question:
+    """Somebody wants to know before he frees the RAM of some jobs."""
+
+    call: Call
+    jobs: list[str]
+    waits: set[Look] = field(default_factory=set)
+    unread: dict[Look, str] = field(default_factory=dict)  # why the storage could not be looked at
+    lacks: dict[Look, str] = field(default_factory=dict)  # what it has not of a step
+
+
+class LastCopies:
+    """Questions of people, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.questions: list[Question] = []
+
+    def ask(self, call: Call, jobs: Iterable[Job]) -> None:
+        """Answer {lost: job -> what it would lose, in words}; jobs that would lose nothing are left out."""
+        question = Question(call, [job.name for job in jobs])
+        self.questions.append(question)
+        looks = [(job, step) for job in map(self.catalog.jobs.__getitem__, question.jobs) for step in _instead(job)]
+        question.waits = {(job.name, step) for job, step in looks}
+        for job, step in looks:
+            self._look(question, job, step)
+        self._finish(question)
+
+    def _look(self, question: Question, job: Job, step: StepId) -> None:
+        look = (job.name, step)
+
+        def looked(unread: str, lacks: str) -> None:
+            question.waits.discard(look)
+            (question.unread if unread else question.lacks)[look] = unread or lacks
+            self._finish(question)
+
+        if not self.catalog.durable_checks.ask(job, step, looked):
+            question.waits.discard(look)
+            question.unread[look] = "no host that could look answers"
+
+    def _finish(self, question: Question) -> None:
+        if question.waits or question not in self.questions:
+            return
+        self.questions.remove(question)
+        jobs = [self.catalog.jobs[name] for name in question.jobs if name in self.catalog.jobs]
+        lost = {job.name: self._lost(question, job) for job in jobs}
+        self.catalog.answer(question.call, {"lost": {name: words for name, words in lost.items() if words}})
+
+    def _lost(self, question: Question, job: Job) -> list[str]:
+        """Return what a job would lose, in words: its newest committed step, and what is pinned."""
+        newest, durable, lost = job.newest_committed, job.newest_durable, []
+        why = [words for (name, _), words in question.lacks.items() if name == job.name and words]
+        since = f": {'; '.join(why)}" if why else ""
+        unread = {step: words for (name, step), words in question.unread.items() if name == job.name}
+        if newest is not None and newest not in unread and (durable is None or durable.step < newest.step):
+            known = "nothing of it is durable" if durable is None else f"durable is step {durable.step}"
+            lost.append(f"step {newest.step} lives only in RAM ({known}){since}")
+            since = ""
+        named = [
+            f"{name} (step {p.step})"
+            for name, p in sorted(job.pins.items())
+            if StepId(p.attempt, p.step) not in {*job.markers, *unread}
+        ]
+        if named:
+            lost.append(f"what is pinned as {', '.join(named)} lives only in RAM{since}")
+        return lost + [f"step {s.step} cannot be read on durable storage: {unread[s]}" for s in sorted(unread)]
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nothing of it is waited for."""
+        for question in list(self.questions):
+            question.waits = {look for look in question.waits if look[0] != name}
+            self._finish(question)
+
+
+def _instead(job: Job) -> set[StepId]:
+    """Return the steps that durable storage is said to have in place of what RAM keeps."""
+    newest, durable = job.newest_committed, job.newest_durable
+    pinned = {StepId(pin.attempt, pin.step) for pin in job.pins.values()}
+    found = pinned & job.markers.keys()
+    return found | {durable} if newest is not None and durable is not None and durable.step >= newest.step else found

@@ -1,0 +1,231 @@
+"""Steps that are written to durable storage out of turn: somebody asks for it, or their hosts are to go. Pure (R31).
+
+asked --has a marker--> looked for on the storage, now --all there--> answered
+  |                         '--something is missing--> written
+  '--> written ahead of the schedule, again after a failure --marker--> answered
+                 '--not within its time--> answered all the same, with what went wrong
+
+All who ask for one step wait for one write; who asked for the newest is content with a newer one. A write that the
+schedule began makes way for it; it makes way for none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.step_lookup import Refusal, named_step, why_not_whole
+from memstore.core.schedule.durable_interval import retire
+from recovery.inventory import StepId
+from recovery.lineage import in_lineage
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+AGAIN_S = 2.0  # between a write that failed and the next one
+WANTED_S = 2.0  # how long a step is wanted without anybody who waits for the answer, unless it is said again
+WITHIN_MAX_S = 86_400.0
+HOSTS_SHOWN_MAX = 3
+
+
+@dataclass(slots=True)
+class Wish:
+    """A step that somebody wants to be durable."""
+
+    calls: list[Call] = field(default_factory=list)
+    is_looked_for: bool = False  # on the storage, for it has a marker
+    tried_s: float = -math.inf
+    until_s: float = -math.inf  # wanted until then although nobody waits for the answer
+
+    def take_newest(self) -> list[Call]:
+        """Take out who asked for the newest step, and so is content with a newer one."""
+        taken = [call for call in self.calls if call.body.get("step") is None]
+        self.calls = [call for call in self.calls if call not in taken]
+        return taken
+
+
+class Persists:
+    """Requests of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.wishes: dict[str, dict[StepId, Wish]] = {}
+
+    def ask(self, job: Job, call: Call) -> None:
+        """Make a step durable now: body {step or None for the newest committed, within_s}; answered when it is."""
+        number, within_s, attempt = call.body.get("step"), call.body.get("within_s"), job.newest
+        if attempt is None or not attempt.config.get("durable"):
+            why = f'job {job.name!r} has no durable storage: connect with Config(durable="/a/shared/directory")'
+            self.catalog.refuse(call, "ConfigError", why)
+            return
+        if not isinstance(within_s, int | float) or not 0 < within_s <= WITHIN_MAX_S:
+            why = f"within {str(within_s)[:40]} s: the write must have some time, at most {WITHIN_MAX_S:g} s"
+            self.catalog.refuse(call, "ConfigError", why)
+            return
+        step, refusal = self._named(job, None if number is None else int(number))
+        refusal = refusal if step is None else self._refusal(job, attempt, step)
+        if step is None or refusal is not None:
+            self.catalog.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
+            return
+        wish = self.wishes.setdefault(job.name, {}).setdefault(step, Wish())
+        wish.calls.append(call)
+        if step in job.markers and not wish.is_looked_for:
+            wish.is_looked_for = self._look(job, step)
+        self.catalog.durable.consider(self.catalog.now, job)
+
+    def _named(self, job: Job, number: int | None) -> tuple[StepId | None, Refusal | None]:
+        return named_step(
+            job, number, None, among={*job.commits, *job.markers},
+            option="`memstore export JOB STEP FOLDER --format dcp --attempt N`",
+        )  # fmt: skip
+
+    def want(self, job: Job, step: StepId) -> None:
+        """Have a committed step written although nobody waits for the answer; to be said again within WANTED_S."""
+        if job.newest is not None and self._refusal(job, job.newest, step) is None:
+            self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.catalog.now + WANTED_S
+
+    def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
+        what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be made durable"
+        if step in job.retired:
+            return "RecoveryError", f"{what}: it is retired: {job.retired[step]}"
+        spans = job.spans(attempt.ordinal)
+        if not in_lineage(spans, step):
+            return "RecoveryError", f"{what}: the job went on without it; `memstore export` keeps it in a file"
+        if step in job.markers:
+            return None
+        lacking = why_not_whole(self.catalog, job, step)
+        if not lacking and not self.catalog.durable.is_whole(job, step):
+            lacking = "no host has all of some rank's shard yet: ask again when repair has ended (`memstore status`)"
+        if lacking:
+            return "RecoveryError", f"{what}: {lacking}"
+        key, keep = self.catalog.durable.state(job.name).key or "", int(attempt.config["durable_keep"])
+        keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
+        if step in retire({**keys, step: key}, keep, key):
+            return "ConfigError", (
+                f"{what}: durable_keep={keep} keeps {keep} newer steps and would remove it at once; "
+                "`memstore export` keeps it in a file"
+            )
+        return None
+
+    def _look(self, job: Job, step: StepId) -> bool:
+        return self.catalog.durable_checks.ask(
+            job, step, lambda unread, lacks: self._looked(job, step, unread, lacks)
+        )  # fmt: skip
+
+    def _looked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
+        """The storage was looked at: the step is there, or is to be written."""
+        wish = self.wishes.get(job.name, {}).get(step)
+        if wish is None:
+            return
+        wish.is_looked_for = False
+        if unread:
+            wish.tried_s = self.catalog.now
+        elif not lacks:
+            self.written(job, step)
+
+    def wanted(self, job: Job) -> StepId | None:
+        """Return the step to write before all others, the newest that is asked for; None if there is none."""
+        found = (
+            step
+            for step, wish in self.wishes.get(job.name, {}).items()
+            if not wish.is_looked_for and step not in job.markers and self.catalog.durable.is_whole(job, step)
+        )
+        return max(found, default=None)
+
+    def is_due(self, job: Job, step: StepId) -> bool:
+        """True unless a write of it has failed just now."""
+        return self.catalog.now - self.wishes[job.name][step].tried_s >= AGAIN_S
+
+    def is_wanted(self, job: Job, step: StepId) -> bool:
+        """True while somebody waits for a step's write."""
+        return step in self.wishes.get(job.name, {})
+
+    def tried(self, job: Job, step: StepId) -> None:
+        """A write of the step failed, or is given up."""
+        if self.is_wanted(job, step):
+            self.wishes[job.name][step].tried_s = self.catalog.now
+
+    def refuse(self, job: Job, step: StepId, refusal: Refusal) -> None:
+        """A step cannot become durable while things are as they are."""
+        wish = self.wishes.get(job.name, {}).pop(step, Wish())
+        for call in wish.calls:
+            self.catalog.refuse(call, *refusal)
+
+    def written(self, job: Job, step: StepId) -> None:
+        """The step is on durable storage; older ones that are asked for may not stay there any more."""
+        wishes = self.wishes.get(job.name, {})
+        calls = wishes.pop(step, Wish()).calls
+        for older in [wish for s, wish in wishes.items() if s < step]:
+            calls += older.take_newest()
+        for call in calls:
+            self._answer(job, step, call, "")
+        for other in [s for s in wishes if s < step]:
+            refusal = self._refusal(job, job.newest, other) if job.newest is not None else None
+            if refusal is not None and refusal[0] == "ConfigError":
+                self.refuse(job, other, refusal)
+
+    def _answer(self, job: Job, step: StepId, call: Call, problem: str) -> None:
+        body = {"job": job.name, "attempt": step.attempt, "step": step.step, "is_durable": not problem}
+        self.catalog.answer(call, {**body, "problem": problem})
+
+    def tick(self, now: float) -> None:
+        """Deadlines, steps that were retired, and markers of which no host was asked."""
+        for name, wishes in list(self.wishes.items()):
+            job = self.catalog.jobs[name]
+            for step, wish in list(wishes.items()):
+                if step in job.retired and job.newest is not None:
+                    self.refuse(job, step, self._refusal(job, job.newest, step) or ("RecoveryError", "it is retired"))
+                    continue
+                if step in job.markers and not wish.is_looked_for and self.is_due(job, step):
+                    wish.is_looked_for = self._look(job, step)
+                self._go_on(job, step, wish)
+                late = [call for call in wish.calls if now - call.since_s >= float(call.body["within_s"])]
+                wish.calls = [call for call in wish.calls if call not in late]
+                for call in late:
+                    self._answer(job, step, call, self.problem(job, step))
+                if not wish.calls and now > wish.until_s:
+                    del wishes[step]
+
+    def _go_on(self, job: Job, step: StepId, wish: Wish) -> None:
+        """Who asked for the newest step goes on to a newer one, once training has left theirs behind."""
+        newest = self._named(job, None)[0]
+        if (
+            newest is not None
+            and newest > step
+            and step not in job.markers
+            and not self.catalog.durable.is_whole(job, step)
+        ):
+            calls = wish.take_newest()
+            self.wishes[job.name].setdefault(newest, Wish()).calls += calls
+
+    def problem(self, job: Job, step: StepId) -> str:
+        """Say what a step's write waits for, or why it failed."""
+        state = self.catalog.durable.state(job.name)
+        active = state.active
+        if active is not None and active.step == step and active.phase == "asking":
+            return f"waiting for the name of the key of {_named(self.catalog.durable.keys.state(job.name).waits)}"
+        if active is not None and active.step == step:
+            hosts = set(active.waits.values())
+            return f"{_named(hosts)} still write{'s' if len(hosts) == 1 else ''}"
+        if active is not None and self.is_wanted(job, active.step):
+            return f"step {active.step.step} is written first"
+        seen = state.problem or state.lacks or state.unread
+        looking = self.catalog.durable_checks.looking(job, step)
+        if seen or looking:
+            return seen or f"waiting for {_named(looking)}, asked whether durable storage has all of it"
+        lacking = why_not_whole(self.catalog, job, step)
+        return lacking or f"no host has all of some rank's shard of step {step.step}, or it is not its turn yet"
+
+    def forget(self, name: str) -> None:
+        """The job was removed."""
+        for wish in self.wishes.pop(name, {}).values():
+            for call in wish.calls:
+                self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+
+
+def _named(hosts: Collection[str]) -> str:
+    shown, more = sorted(hosts)[:HOSTS_SHOWN_MAX], len(hosts) - HOSTS_SHOWN_MAX
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,1 @@
+"""The layout of a stored state: manifest, object tree, element types. Pure."""

@@ -1,0 +1,228 @@
+"""How a state maps onto its stream of bytes: the tree of objects and the tables it points into.
+
+Pure. The stream holds the bytes of tensors, arrays and long strings; the layout holds everything
+else. It is one msgpack array, without pickle:
+
+    [format, nbytes, extents, tensors, blobs, tree]
+    extents   [[offset, nbytes], ...]     stored bytes that one or several tensors look into; in stream order
+    tensors   [[extent | nil, offset, dtype, shape, strides | nil, flags, device | nil], ...]
+              offset and strides in bytes, nil strides: row major; nil extent: no elements; nil device: cpu
+    blobs     [[offset, nbytes], ...]     bytes-like leaves and long strings
+    tree      a node, see `tree.py`
+
+A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before anybody
+allocates or reads by it: tensors lie inside their extents, extents inside the stream without overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from memstore.core.format.dtypes import DIMS_MAX, TORCH_ITEMSIZE, array_itemsize
+from memstore.core.format.manifest import LAYOUT_BYTES_MAX
+from memstore.core.format.object_tree import INT_LIMIT, checked_count, checked_integer, checked_list, decode_node
+from memstore.errors import ProtocolError
+
+FORMAT = 1
+
+
+class Flag:
+    """What else must be known to rebuild a tensor: bits of a plain int, which put adds up for every tensor."""
+
+    ARRAY = 1  # numpy
+    PARAMETER = 2
+    REQUIRES_GRAD = 4
+    CONJ = 8
+    NEG = 16
+    VIEWS = CONJ | NEG
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor or array: `extent` is None if it has no elements; offset and strides in bytes."""
+
+    extent: int | None
+    offset: int
+    dtype: Any
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_row_major: bool
+    flags: int
+    device: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A decoded layout whose numbers have all been checked."""
+
+    nbytes: int
+    extents: tuple[tuple[int, int], ...]
+    tensors: tuple[TensorSpec, ...]
+    blobs: tuple[tuple[int, int], ...]
+    tree: Any
+
+
+def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the byte strides of a dense row-major tensor.
+
+    >>> row_major((2, 3), 4)
+    (12, 4)
+    """
+    strides, step = [], itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether the elements fill their extent exactly once, in whatever order of dimensions.
+
+    >>> is_dense((2, 3), (4, 8), 4), is_dense((2, 3), (4, 16), 4), is_dense((2, 1), (4, -99), 4)
+    (True, False, True)
+    """
+    expected = itemsize
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether two elements may share bytes: False is a proof, for no dimension steps into what smaller ones reach.
+
+    >>> may_overlap_itself((3, 3), (4, 4), 4), may_overlap_itself((2, 3), (-12, 4), 4)
+    (True, False)
+    """
+    reach = itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride < reach and 0 not in shape:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def byte_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return the first and one past the last byte touched, relative to the first element; shape has no zero.
+
+    >>> byte_span((2, 3), (-12, 4), 4)
+    (-12, 12)
+    """
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return sum(step for step in reach if step < 0), sum(step for step in reach if step > 0) + itemsize
+
+
+def pieces(offset: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a range of the stream at slot borders: yield (slot, offset in slot, offset in range, nbytes).
+
+    >>> list(pieces(6, 5, 4))
+    [(1, 2, 0, 2), (2, 0, 2, 3)]
+    """
+    done = 0
+    while done < nbytes:
+        slot, start = divmod(offset + done, chunk_bytes)
+        size = min(chunk_bytes - start, nbytes - done)
+        yield slot, start, done, size
+        done += size
+
+
+def encode_layout(nbytes: int, extents: list[Any], tensors: list[Any], blobs: list[Any], tree: Any) -> bytes:
+    """Return the layout's bytes. The caller compares their length with `LAYOUT_BYTES_MAX`."""
+    data: bytes = msgpack.packb([FORMAT, nbytes, extents, tensors, blobs, tree], use_bin_type=True)
+    return data
+
+
+def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
+    """Return the checked layout in `data`, which may come from anywhere.
+
+    Raises:
+        ProtocolError: `data` is not a layout, passes a limit, or points outside itself.
+    """
+    if len(data) > LAYOUT_BYTES_MAX:
+        raise ProtocolError(f"a layout of {len(data)} bytes is over the limit of {LAYOUT_BYTES_MAX}")
+    try:
+        row = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises half a dozen unrelated types for bad bytes
+        raise ProtocolError(f"{len(data)} bytes are not a layout: {type(error).__name__}: {error}") from None
+    try:
+        return _layout(row)
+    except ValueError as error:
+        raise ProtocolError(f"a layout of {len(data)} bytes is malformed: {error}") from None
+
+
+def _layout(row: Any) -> Layout:
+    form, nbytes, extents, tensors, blobs, tree = checked_list(row, 6, "layout")
+    if form != FORMAT:
+        raise ValueError(f"format {str(form)[:20]} is not {FORMAT}, the one this memstore reads")
+    checked_count(nbytes, "stream size")
+    ranges = tuple(_range(item) for item in checked_list(extents, None, "extents"))
+    texts = tuple(_range(item) for item in checked_list(blobs, None, "blobs"))
+    end = 0
+    for offset, size in ranges + texts:
+        if offset < end or offset + size > nbytes or size == 0:
+            raise ValueError(f"{size} bytes at {offset} overlap what comes before or pass the stream's end at {nbytes}")
+        end = offset + size
+    specs = tuple(_tensor(item, ranges) for item in checked_list(tensors, None, "tensors"))
+    return Layout(
+        nbytes, ranges, specs, texts, decode_node(tree, [bool(spec.flags & Flag.ARRAY) for spec in specs], len(texts))
+    )
+
+
+def _range(item: Any) -> tuple[int, int]:
+    offset, size = checked_list(item, 2, "range")
+    return checked_count(offset, "offset"), checked_count(size, "size")
+
+
+def _tensor(item: Any, extents: Sequence[tuple[int, int]]) -> TensorSpec:
+    extent, offset, dtype, dims, steps, bits, device = checked_list(item, 7, "tensor")
+    flags = checked_count(bits, "tensor flags") & 31
+    if flags != bits:
+        raise ValueError(f"tensor flags {bits} are unknown")
+    if device is not None and (type(device) is not str or len(device) > 32):
+        raise ValueError("a tensor's device is not a short name")
+    if flags & Flag.ARRAY:
+        itemsize = array_itemsize(dtype)
+    elif type(dtype) is str and dtype in TORCH_ITEMSIZE:
+        itemsize = TORCH_ITEMSIZE[dtype]
+    else:
+        raise ValueError(f"{str(dtype)[:40]!r} is not a tensor dtype that can be stored")
+    shape = tuple(checked_count(size, "dimension") for size in checked_list(dims, None, "shape"))
+    if len(shape) > DIMS_MAX or math.prod(size or 1 for size in shape) * max(itemsize, 1) > INT_LIMIT:
+        raise ValueError(f"a tensor has {len(shape)} dimensions or more than {INT_LIMIT} bytes")
+    if steps is None:
+        strides = row_major(shape, itemsize)
+    else:
+        strides = tuple(checked_integer(step, "stride") for step in checked_list(steps, len(shape), "strides"))
+        _check_strides(strides, itemsize, flags)
+    spec = TensorSpec(extent, offset, dtype, itemsize, shape, strides, steps is None, flags, device)
+    _check_bounds(spec, extents)
+    return spec
+
+
+def _check_strides(strides: Sequence[int], itemsize: int, flags: int) -> None:
+    if not flags & Flag.ARRAY and any(stride < 0 or stride % itemsize for stride in strides):
+        raise ValueError(f"a tensor has strides {list(strides)} that are negative or no multiple of {itemsize} bytes")
+
+
+def _check_bounds(spec: TensorSpec, extents: Sequence[tuple[int, int]]) -> None:
+    is_empty = 0 in spec.shape or spec.itemsize == 0
+    if is_empty != (spec.extent is None):
+        raise ValueError(f"a tensor of shape {list(spec.shape)} has elements but no bytes, or bytes but no elements")
+    offset = checked_count(spec.offset, "tensor offset")
+    if spec.extent is None:
+        return
+    if checked_count(spec.extent, "extent index") >= len(extents):
+        raise ValueError(f"a tensor names extent {spec.extent} of {len(extents)}")
+    low, high = byte_span(spec.shape, spec.strides, spec.itemsize)
+    nbytes = extents[spec.extent][1]
+    if offset + low < 0 or offset + high > nbytes:
+        raise ValueError(f"a tensor reaches from {offset + low} to {offset + high} in an extent of {nbytes} bytes")
+    if not spec.flags & Flag.ARRAY and offset % spec.itemsize:
+        raise ValueError(f"a tensor starts at byte {offset}, between two elements of {spec.itemsize} bytes")

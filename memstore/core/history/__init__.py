@@ -1,0 +1,1 @@
+"""What outlives an attempt: pins, forks, the removal of jobs. Pure."""

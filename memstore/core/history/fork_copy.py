@@ -1,0 +1,172 @@
+"""After the fact of a fork: hosts make its manifests until it is whole, whoever is the controller. Pure (R32)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.cluster.facts import JobForked, StepCommitted, StepRetired
+from memstore.core.cluster.job import Attempt, Call, Job, Seat
+from memstore.core.wire.messages import shard_to_wire
+from recovery.inventory import Copy, ShardId, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+MAKE_AGAIN_S = 2.0  # an order may have died with a holder, or found no room for a manifest
+LAUNCHER = "fork"  # of the attempt that stands for where the fork came from
+
+
+class ForkMaking:
+    """Forks that a fact knows, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.waiting: dict[str, list[Call]] = {}  # by new job: for it to be whole
+        self.ordered_s: dict[str, float] = {}
+
+    def apply(self, fact: JobForked, *, is_replay: bool) -> None:
+        """The word has spread: the job is there, and hosts make its manifests."""
+        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        if fact.attempt in job.attempts:
+            return
+        origin = self.catalog.jobs.get(fact.from_job)
+        job.origin, job.home = fact, origin.placement or origin.home if origin is not None else None
+        seats = {rank: Seat(rank, host, "", is_gone=True) for rank, host in enumerate(fact.seats)}
+        attempt = stand_in(fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, seats, fact.needs)
+        attempt.steps[fact.step], attempt.opened_s = "committed", fact.wall_s
+        job.attempts[fact.attempt] = attempt
+        job.commits[StepId(fact.attempt, fact.step)] = StepCommitted(
+            fact.job, fact.attempt, fact.step, fact.world_size, fact.digests, fact.hosts, fact.level,
+            fact.is_degraded, fact.reason, fact.wall_s,
+        )  # fmt: skip
+        if not is_replay:
+            self.catalog.room.order(job, attempt)  # a holder that was replaced since it claimed has forgotten it
+            self._make(self.catalog.now, job)
+
+    def _unmade(self, job: Job) -> dict[int, list[str]]:
+        """Rank -> live hosts that are to have the fork's shard, have it not, and have the origin's."""
+        fact, newest = job.origin, job.newest
+        origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
+        if fact is None or newest is None or origin is None or newest.has_shed:
+            return {}
+        step, from_step = StepId(fact.attempt, fact.step), StepId(fact.from_attempt, fact.step)
+        if from_step not in origin.commits:
+            return {}
+        found = {}
+        for rank in range(fact.world_size):
+            have = job.copies.get(step, {}).get(rank, {})
+            wanted = self.catalog.view.wanted(job, newest, rank)
+            hosts = [h for h in fact.hosts[rank] if h not in have and (h in wanted or not have)]
+            there = origin.copies.get(from_step, {}).get(rank, {})
+            found[rank] = [h for h in hosts if h in there and self.catalog.hosts.is_answering(h)]
+        return {rank: hosts for rank, hosts in found.items() if hosts}
+
+    def _make(self, now: float, job: Job) -> None:
+        where = self._unmade(job)
+        fact = job.origin
+        if fact is not None and where:
+            self.ordered_s[job.name] = now
+            origin = self.catalog.jobs[fact.from_job]
+            self.order(job, origin, StepId(fact.from_attempt, fact.step), where)
+
+    def is_whole(self, job: Job) -> bool:
+        """True if every shard that the fork began with has a copy, or newer steps have taken its place."""
+        fact, newest = job.origin, job.newest
+        if fact is None or newest is None or newest.has_shed:
+            return True
+        ranks = job.copies.get(StepId(fact.attempt, fact.step), {})
+        return all(any(not c.missing for c in ranks.get(r, {}).values()) for r in range(fact.world_size))
+
+    def needs_origin(self, job: Job, origin: Job) -> bool:
+        """True while the origin's step may have bytes that the fork lacks, here or on a host that may come back.
+
+        Else a chunk that rotted in both would keep the step for ever, and the origin had no room for another.
+        """
+        fact = job.origin
+        if fact is None or self.is_whole(job):
+            return False
+        catalog = self.catalog
+        late = catalog.hosts.dead_since(catalog.now - catalog.rules.repair_after_s) | catalog.view.late_hosts()
+        if not late.isdisjoint(h for hosts in fact.hosts for h in hosts):
+            return True
+        made = job.copies.get(StepId(fact.attempt, fact.step), {})
+        there = origin.copies.get(StepId(fact.from_attempt, fact.step), {})
+        return any(rank not in made or _lacking(made[rank]) - _lacking(there[rank]) for rank in there)
+
+    def tick(self, now: float) -> None:
+        """Order again what is not made yet; answer who waits for it."""
+        for job in [job for job in self.catalog.jobs.values() if job.origin is not None]:
+            self._retire_torn(job)
+            if self._unmade(job):
+                if now - self.ordered_s.get(job.name, -MAKE_AGAIN_S) >= MAKE_AGAIN_S:
+                    self._make(now, job)
+            elif job.name in self.waiting and self.is_whole(job):
+                for call in self.waiting.pop(job.name):
+                    self._answer(job, call)
+
+    def _retire_torn(self, job: Job) -> None:
+        """What its origin's step was seen to be after the fork, a fork's is too: a fact that outlives the origin."""
+        fact = job.origin
+        origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
+        if fact is None or origin is None or StepId(fact.attempt, fact.step) in job.torn:
+            return
+        from_step = StepId(fact.from_attempt, fact.step)
+        torn = StepRetired(job.name, fact.attempt, fact.step, origin.retired.get(from_step, ""), is_torn=True)
+        if from_step in origin.torn and torn not in self.catalog.log.undone():
+            self.catalog.record(torn)
+
+    def _answer(self, job: Job, call: Call) -> None:
+        fact = job.origin
+        if fact is None:
+            return
+        copies = job.copies.get(StepId(fact.attempt, fact.step), {})
+        nbytes = sum(next(iter(hosts.values())).spec.nbytes for hosts in copies.values())
+        self.catalog.answer(
+            call,
+            {
+                "job": fact.job, "attempt": fact.attempt, "step": fact.step, "from_job": fact.from_job,
+                "from_attempt": fact.from_attempt, "shards": fact.world_size, "nbytes": nbytes,
+                "copies": min((len(hosts) for hosts in copies.values()), default=0),
+            },
+        )  # fmt: skip
+
+    def order(
+        self, job: Job, origin: Job, step: StepId, where: dict[int, list[str]], *, call: int = 0
+    ) -> set[str]:  # fmt: skip
+        """Order hosts to look at their copies (with a call), or to make the fork's over the same slots."""
+        if job.newest is None:
+            return set()
+        attempt = job.origin.attempt if job.origin is not None else job.newest.ordinal
+        orders: dict[str, list[list[Any]]] = {}
+        for rank, hosts in where.items():
+            shard = ShardId(origin.name, step.attempt, step.step, rank)
+            new = ShardId(job.name, attempt, step.step, rank)
+            for host in hosts:
+                item = [shard_to_wire(shard), origin.commits[step].digests[rank], shard_to_wire(new)]
+                orders.setdefault(host, []).append(item)
+        for host, shards in sorted(orders.items()):
+            body = {"job": job.name, "call": call, "what": "look" if call else "make", "shards": shards}
+            self.catalog.tell(host, "fork", body)
+        return set(orders)
+
+    def forget(self, name: str) -> None:
+        """The fork was removed."""
+        self.ordered_s.pop(name, None)
+        for call in self.waiting.pop(name, []):
+            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+
+
+def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:
+    """Return the chunks of a shard that none of its copies has; there is at least one copy."""
+    return frozenset.intersection(*(copy.missing for copy in copies.values()))
+
+
+def stand_in(
+    ordinal: int, world_size: int, config: dict[str, Any], level: str, seats: dict[int, Seat], needs: Iterable[int]
+) -> Attempt:
+    """The attempt that stands for what happened before the fork: closed, the parent of the first that connects."""
+    return Attempt(
+        ordinal, world_size, None, LAUNCHER, False, None, level, config, seats, phase="closed", has_put=True,
+        needs=dict(enumerate(needs)),
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The end of a job in RAM: a person removes it, or it is over and durable storage has it. Pure (R19).
+
+A job expires when its newest attempt was closed by all its ranks, `job_ttl_s` have passed without a new one, its newest
+committed step is on durable storage, no name pins a step, and no fork is being made of it. What lies only in RAM is
+never expired: nobody can tell a finished run from one whose owner is away for a long weekend.
+
+    over --job_ttl_s--> checked: a host looks for the step's marker and all its slices, now --all there--> removed
+                           '--not listed, marker or slice missing--> kept, said, and written or checked again
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
+from memstore.core.cluster.job import Call, Job
+from memstore.core.wire.messages import Body
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+CHECK_AGAIN_S = 600.0
+
+
+class Expiry:
+    """Removes jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
+        self.checking: set[str] = set()  # jobs whose newest step is looked for on the storage
+        self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
+        self.removing: dict[str, list[tuple[Call, Body]]] = {}  # job whose end is recorded -> who waits for it
+
+    def tick(self, now: float) -> None:
+        """Remove what has been over for its time; a new controller begins to count anew."""
+        over = {job.name: job for job in self.catalog.jobs.values() if self._is_over(job)}
+        self.over_since_s = {name: self.over_since_s.get(name, now) for name in over}
+        for name, job in over.items():
+            attempt = job.newest
+            ttl_s = float(attempt.config["job_ttl_s"]) if attempt is not None else 0.0
+            if 0 < ttl_s <= now - self.over_since_s[name]:
+                self._check(now, job)
+
+    def _check(self, now: float, job: Job) -> None:
+        """Have a host look whether durable storage has the newest step now: what was so once says nothing."""
+        step = job.newest_committed
+        if step is None or job.name in self.checking or now - self.kept_s.get(job.name, -CHECK_AGAIN_S) < CHECK_AGAIN_S:
+            return
+        if self.catalog.durable_checks.ask(job, step, lambda unread, lacks: self._checked(job, step, unread, lacks)):
+            self.checking.add(job.name)
+
+    def _checked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
+        """A host looked at the storage: why it could not be read, or what it lacks of the step."""
+        self.checking.discard(job.name)
+        if unread or lacks:
+            self.kept_s[job.name] = self.catalog.now
+            why = f"step {step.step}: {unread or lacks}"
+            self.catalog.note(f"job {job.name!r}: closed and over, and its RAM is kept: {why}", "warning")
+            self.catalog.observer.not_expired(job.name, step, unread or lacks)
+        elif self._is_over(job) and job.newest_committed == step:
+            self.catalog.note(f"job {job.name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
+            self.remove(job)
+
+    def _is_over(self, job: Job) -> bool:
+        """True if nothing is lost with the job's copies, and nobody works on them."""
+        attempt, newest = job.newest, job.newest_committed
+        if attempt is None or attempt.phase != "closed" or newest is None or newest not in job.markers or job.pins:
+            return False
+        return not self.is_in_use(job)
+
+    def is_in_use(self, job: Job) -> bool:
+        """True if somebody connects to the job, reads, restores, writes or forks it."""
+        is_joining = job.name in self.catalog.attempts.gatherings or job.name in self.catalog.attempts.opening
+        is_read = any(shard.job == job.name for _, shard, _ in self.catalog.queries.reads.values())
+        is_used = is_read or bool(self.catalog.steps_in_use(job)) or bool(self.catalog.forks.unfinished(job))
+        return is_joining or is_used
+
+    def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
+        """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
+        self.removing.setdefault(job.name, []).extend(waiting)
+        undone = [fact for fact in self.catalog.log.undone() if getattr(fact, "job", "") == job.name]
+        begun = [getattr(fact, "attempt", 0) for fact in undone]
+        fact = JobRemoved(job.name, max(job.newest_ordinal, self.catalog.removed.get(job.name, 0), *begun), story)
+        if fact not in undone:
+            self.catalog.record(fact)
+
+    def forget(self, name: str) -> None:
+        """The job was removed: nothing of it is checked any more."""
+        self.checking.discard(name)
+        self.kept_s.pop(name, None)
+
+    def is_back(self, name: str, step: StepId) -> bool:
+        """True if durable storage has brought the step of a removed job back, to a later one of its name (R31)."""
+        job = self.catalog.jobs.get(name)
+        if job is None:
+            return False
+        restored = ((a.parent, a.parent_step) for a in job.attempts.values() if a.has_restored)
+        return step in job.commits or step in job.markers or (step.attempt, step.step) in restored
+
+    def passes_over(self, fact: Fact) -> bool:
+        """True if a fact was decided of a job while the word of its end was spreading: it has no effect (R16)."""
+        name = getattr(fact, "job", "")
+        removed = self.catalog.removed.get(name, 0)
+        if isinstance(fact, JobRemoved) or getattr(fact, "attempt", removed + 1) > removed:
+            return False
+        if isinstance(fact, StepRetired):
+            return name not in self.catalog.jobs  # else it is true of the bytes, wherever they come from
+        if isinstance(fact, StepCommitted | StepPinned):
+            return not self.is_back(name, StepId(fact.attempt, fact.step))
+        return True
+
+    def apply(self, fact: JobRemoved, *, is_replay: bool) -> None:
+        """The fact has spread: forget the job and drop every copy."""
+        catalog, job = self.catalog, self.catalog.jobs.pop(fact.job, None)
+        catalog.removed[fact.job] = max(fact.attempt, catalog.removed.get(fact.job, 0))
+        parts = (
+            catalog.attempts, catalog.mesh_orders, catalog.room, catalog.cadence, catalog.rounds, catalog.pins,
+            catalog.forks, self, catalog.durable_checks, catalog.persists, catalog.durable, catalog.view.twins,
+            catalog.queries, catalog.told,
+        )  # fmt: skip
+        for part in parts:
+            part.forget(fact.job)
+        catalog.orphans.removed(fact, is_replay=is_replay)
+        if is_replay:
+            return
+        copies = job.copies.items() if job is not None else ()
+        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        for host in catalog.hosts.live_ids():
+            catalog.tell(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
+        for call, body in self.removing.pop(fact.job, []):
+            catalog.answer(call, {**body, "shards": len(shards)})

@@ -1,0 +1,62 @@
+"""Which facts of the past nothing needs any more, so that journals stay short. Pure (R16)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster import facts as f
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+JOURNAL_NBYTES_MIN = 64 << 10  # journals shorter than this are not worth rewriting
+
+
+def compact(catalog: Catalog) -> None:
+    """Forget facts that are not needed, and have the journals rewritten once they are half as long."""
+    if catalog.log.journal_nbytes < JOURNAL_NBYTES_MIN:
+        return
+    catalog.log.shorten(lambda fact: shorter(catalog, fact))
+    if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
+        catalog.journals.shorten()
+
+
+def shorter(catalog: Catalog, fact: f.Fact) -> f.Fact:
+    """Return what is still needed of a fact; the fact itself where that is all of it.
+
+    Of an attempt that is over, its number, its parent, its key and what it was asked for stay: lineage, crash loops and
+    spent keys need them (R20, R22, R25). Its processes are nobody's any more once a later attempt has committed.
+    """
+    if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
+        return fact
+    job = catalog.jobs.get(fact.job)
+    attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
+    if job is None or attempt is None or newest is None or fact.attempt >= newest.ordinal:
+        return fact
+    if job.newest_commit(newest.ordinal) < 0:
+        return fact
+    attempt.seats, attempt.needs = {}, {}
+    return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), copiers=())
+
+
+def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
+    """Return whether a successor would know less without this fact."""
+    job = catalog.jobs.get(getattr(fact, "job", ""))
+    if isinstance(fact, f.StepCommitted):
+        return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
+    if isinstance(fact, f.StepAbandoned):
+        newest = max(job.commits, default=None) if job is not None else None
+        return newest is None or StepId(fact.attempt, fact.step) > newest
+    if isinstance(fact, f.CadenceSet | f.RoomClaimed):
+        return job is not None and fact.attempt == job.newest_ordinal
+    if isinstance(fact, f.StepPinned):
+        return job is not None and job.pins.get(fact.name) == fact
+    if isinstance(fact, f.StepUnpinned):
+        return False  # nor is the pin that it took back
+    if isinstance(fact, f.HostsJoined | f.JobRemoved):
+        return True
+    if isinstance(fact, f.HostDraining):
+        return fact.until_s is not None and catalog.drains.until_s.get(fact.host_id) == fact.until_s
+    return job is not None

@@ -1,0 +1,49 @@
+"""How long a controller may take itself for the newest one, and record facts (R17). Pure.
+
+Two things say so: the membership confirmed the term, or every registered host was with this controller lately. Both
+count from the question, never from the answer's arrival: what a socket kept while this process stood still was said
+before that. So hosts are told this controller's clock, their beats echo it, and a host was here when its echo was told.
+They are asked only while the membership's word is running out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+class Lease:
+    """Of one term."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.until_s = catalog.now  # by the membership's word
+        self.is_outranked = False  # some holder obeys a higher term: nothing is recorded under this one any more
+        self._asked_s = -math.inf
+
+    def renew(self, until_s: float) -> None:
+        """The membership confirmed the term."""
+        self.until_s = max(self.until_s, until_s)
+
+    def may_record(self) -> bool:
+        """Within the membership's word, or every registered holder was with this controller within a lease.
+
+        A holder that fell silent may obey a newer controller on the far side of a partition; one that is gone does not.
+        """
+        if self.is_outranked:
+            return False
+        now = self.catalog.now
+        return now <= self.until_s or self.catalog.hosts.was_with_all(now - self.catalog.rules.lease_s)
+
+    def tick(self) -> None:
+        """Have every host echo the time of now while the membership's word is running out."""
+        now, lease_s = self.catalog.now, self.catalog.rules.lease_s
+        if now < self.until_s - lease_s / 2 or now < self._asked_s + lease_s / 6:
+            return
+        self._asked_s = now
+        body = {"clock_s": now}
+        for host in self.catalog.hosts.live_ids():
+            self.catalog.tell(host, "clock", body)

@@ -1,0 +1,1 @@
+"""How missing copies are made again, and surplus ones dropped. Pure."""

@@ -1,0 +1,264 @@
+"""Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
+
+Only death starts repair. Copies that placement no longer names are dropped once the ones it names
+are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, nobody finishes its open
+steps: kept steps are rebuilt before them, and their copies give way where a host has no room for a kept step's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.facts import StepCommitted
+from memstore.core.cluster.job import Attempt, Job
+from memstore.core.repair.stand_ins import StandIns
+from memstore.core.wire.messages import Body, shard_to_wire
+from recovery.inventory import Copy, ShardId, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+PUSHES_PER_SOURCE_MAX = 2
+PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
+LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
+REFUSAL_TTL_S = 5.0  # how long a target that refused a copy is left alone
+
+
+@dataclass(slots=True)
+class Pass:
+    """How far one look at all shards of a step has come."""
+
+    changes: int  # of the step's copies, when it began
+    next_rank: int = 0
+    is_settled: bool = True  # so far nothing is to be done
+
+
+class Repair:
+    """Compares desired with actual copies and orders the difference."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.pushes: dict[tuple[ShardId, str], tuple[str, float]] = {}  # (shard, target) -> (source, deadline)
+        self.refused_s: dict[tuple[ShardId, str], float] = {}
+        self.passes: dict[tuple[str, StepId], Pass] = {}
+        self._load: Counter[str] = Counter()  # pushes by source
+        self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
+        self._is_over = False  # in that look: no rank finishes the open steps
+
+    def tick(self, now: float) -> None:
+        """Consider every job; forget pushes and refusals that are too old."""
+        self.pushes = {
+            (shard, target): (source, deadline)
+            for (shard, target), (source, deadline) in self.pushes.items()
+            if deadline > now and self._has_copy(shard, source)
+        }
+        for key, since_s in list(self.refused_s.items()):
+            if now - since_s > REFUSAL_TTL_S:
+                del self.refused_s[key]
+        for job in self.catalog.jobs.values():
+            self.consider(now, job)
+
+    def _has_copy(self, shard: ShardId, host: str) -> bool:
+        """False once the copy was ordered to go: its push ends without a word, and must not keep others waiting."""
+        job = self.catalog.jobs.get(shard.job)
+        return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+
+    def consider(self, now: float, job: Job) -> None:
+        """Order what is missing of one job, newest step first."""
+        attempt = job.newest
+        if attempt is None or attempt.phase == "fencing" or self.catalog.staging.is_due(job.name):
+            return
+        is_waiting = self._may_come_back(now, attempt)
+        if not is_waiting:
+            job.home = self.catalog.view.placement(job)
+        self._forget(job)
+        if not job.hurt and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
+            return
+        held, is_ended = self.catalog.retention.held(job, attempt), self._is_ended(attempt)
+        self._is_over = is_ended
+        self._load, self._awaiting = Counter(source for source, _ in self.pushes.values()), set()
+        for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
+            phase = attempt.steps.get(step.step) if step.attempt == attempt.ordinal else None
+            is_open = phase in ("open", "committing")
+            is_due = not is_waiting or (is_open and not is_ended)
+            if is_due and (is_open or step in held) and job.settled.get(step) != job.changes.get(step):
+                self._consider_step(now, job, attempt, step, may_drop=step in held or phase == "open")
+            if step in job.hurt and phase == "open":
+                self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
+
+    def _is_ended(self, attempt: Attempt) -> bool:
+        """True if no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
+        live = self.catalog.hosts.is_live
+        return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
+
+    def fact(self, name: str) -> None:
+        """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
+        if name in self.catalog.jobs:
+            self.look_again(self.catalog.jobs[name])
+
+    def look_again(self, job: Job) -> None:
+        """Something beside the copies has changed: hosts, seats, pins, what is kept."""
+        job.settled.clear()
+        for step in job.changes:
+            self.passes.pop((job.name, step), None)
+
+    def _forget(self, job: Job) -> None:
+        """Steps without copies need nothing any more."""
+        for step in [s for s in job.changes if s not in job.copies]:
+            del job.changes[step]
+            job.settled.pop(step, None)
+            job.short.pop(step, None)
+            job.hurt.discard(step)
+            self.passes.pop((job.name, step), None)
+
+    def _may_come_back(self, now: float, attempt: Attempt) -> bool:
+        """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
+
+        A killed holder is replaced within seconds and adopts its arena: copying everything away at
+        once would be work for nothing, in the moment when a restore needs the network.
+        """
+        late = self.catalog.hosts.dead_since(now - self.catalog.rules.repair_after_s)
+        return bool(late) and any(seat.host_id in late for seat in attempt.seats.values())
+
+    def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
+        if self.catalog.view.placement(job) is None:
+            return
+        commit, found = job.commits.get(step), job.copies[step]
+        stand_ins = StandIns(self, now, job, attempt, step)
+        look = self.passes.setdefault((job.name, step), Pass(job.changes[step]))
+        ranks = sorted(found)
+        begin = bisect_left(ranks, look.next_rank)
+        for rank in ranks[begin : begin + LOOKS_MAX]:
+            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, stand_ins, may_drop=may_drop)
+            look.is_settled = look.is_settled and is_settled
+        if begin + LOOKS_MAX < len(ranks):
+            look.next_rank = ranks[begin + LOOKS_MAX]
+            return
+        del self.passes[job.name, step]
+        if look.is_settled and look.changes == job.changes.get(step):
+            job.settled[step] = look.changes
+
+    def _consider_shard(
+        self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
+        look: StandIns, *, may_drop: bool,
+    ) -> bool:  # fmt: skip
+        """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
+        hosts, copies = self.catalog.hosts, job.copies[step].get(rank, {})
+        shard = ShardId(job.name, step.attempt, step.step, rank)
+        good = {
+            h: c
+            for h, c in copies.items()
+            if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
+        }
+        wanted = self.catalog.view.wanted(job, attempt, rank)
+        seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
+        stand_ins = look.of(shard, wanted, good) if commit else []
+        lacking = [h for h in wanted if h not in good or good[h].missing]
+        surplus = [h for h in copies if h not in wanted and h not in stand_ins and h != seat]
+        if commit:
+            self._awaiting.update(lacking)
+        for target in (*lacking, *(h for h in stand_ins if h not in good)):
+            is_free = commit or target not in self._awaiting or not self._is_over
+            if is_free and self._push(now, shard, target, good, attempt):
+                look.pushed(shard, target)
+        is_over = may_drop and not lacking and bool(surplus)
+        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
+            for host in surplus:
+                self.catalog.drops.order(host, [shard])
+                job.drop_copy(shard, host)
+        return not lacking and not surplus and not stand_ins  # these are free when the probation ends
+
+    def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
+        """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
+
+        While the cluster cannot hold that many apart, every copy more is worth its room.
+        """
+        hosts = self.catalog.hosts
+        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
+
+    def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> bool:
+        """Order a push, if a source is free; True if that was done."""
+        hosts = self.catalog.hosts
+        if (shard, target) in self.pushes or (shard, target) in self.refused_s or not hosts.is_answering(target):
+            return False
+        is_open = StepId(shard.attempt, shard.step) not in self.catalog.jobs[shard.job].commits
+        if not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas:
+            return False  # an open step's owner pushes there anyway, and waits for it
+        sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
+        # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
+        if not sources and target in good:
+            sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
+        free = [h for h in sources if self._load[h] < PUSHES_PER_SOURCE_MAX]
+        if not free:
+            return False
+        source = min(free, key=lambda h: (self._load[h], h))
+        self._load[source] += 1
+        self.pushes[shard, target] = (source, now + PUSH_DEADLINE_S)
+        digest = good[source].spec.digest
+        self.catalog.tell(
+            source, "push", {"shard": shard_to_wire(shard), "digest": digest, "target": target, "is_repair": True}
+        )
+        return True
+
+    def is_source_free(self, good: Iterable[str]) -> bool:
+        """True if one of these hosts may send a copy now."""
+        answering = self.catalog.hosts.is_answering
+        return any(answering(host) and self._load[host] < PUSHES_PER_SOURCE_MAX for host in good)
+
+    def pushed(self, shard: ShardId, target: str) -> None:
+        """The target sealed the shard."""
+        self.pushes.pop((shard, target), None)
+
+    def push_failed(self, now: float, shard: ShardId, body: Body) -> None:
+        """A push was refused or broke: count the step without it, try again later (R18)."""
+        target, why = str(body["target"]), str(body["why"])
+        job = self.catalog.jobs.get(shard.job)
+        self.pushes.pop((shard, target), None)
+        if job is None:
+            return
+        self.refused_s[shard, target] = now
+        if body.get("is_final", True) and self.catalog.hosts.is_answering(target):
+            kept = {
+                key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
+            }
+            job.refusals = {**kept, (shard, target): why}
+            self._make_room(job, shard, target)
+            self.catalog.steps.evaluate(job, StepId(shard.attempt, shard.step))
+
+    def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
+        """A host refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
+
+        It claims room for the newest attempt, which may have ended before its first put did so. If it has, as much of
+        what no rank will finish goes from there: what is not whole first, then the oldest.
+        """
+        attempt, spec = job.newest, job.spec(shard)
+        if attempt is None or spec is None or not self._is_ended(attempt):
+            return
+        retention = self.catalog.retention
+        if StepId(shard.attempt, shard.step) not in retention.held(job, attempt):
+            return
+        if self.catalog.room.order(job, attempt, only=(target,), is_news_only=True):
+            return
+        here = {rank for rank, seat in attempt.seats.items() if seat.host_id == target}
+        committing = {StepId(attempt.ordinal, n) for n, phase in attempt.steps.items() if phase == "committing"}
+        spared, wanted = job.commits.keys() | committing | retention.busy(job, attempt), spec.chunks_count
+        unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
+        for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):
+            for rank in sorted(job.on_host[target][step] - here):
+                other = ShardId(job.name, step.attempt, step.step, rank)
+                if wanted > 0 and not self.catalog.queries.is_read(other):
+                    wanted -= job.copies[step][rank][target].spec.chunks_count
+                    self.catalog.drops.order(target, [other])
+                    job.drop_copy(other, target)
+
+    def host_died(self, host_id: str) -> None:
+        """Pushes from or to a dead host will not finish."""
+        self.pushes = {
+            (shard, target): (source, deadline)
+            for (shard, target), (source, deadline) in self.pushes.items()
+            if host_id not in (source, target)
+        }

@@ -1,0 +1,229 @@
+"""The numbers of a store for Prometheus: what there is, and how each follows from a status or a happening. Pure.
+
+Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watches them. The tag of a job is
+`job_name`: in Prometheus `job` is the scrape's own label. Every metric also has the tag `store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memstore.core.report.event_ring import Happening
+from memstore.core.wire.messages import Body
+
+JOB, HOST = ("job_name",), ("host",)
+STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+COMMIT_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+RESTORE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `source` is the kind of actor that exports it: "controller" or "holder"."""
+
+    name: str
+    kind: str  # gauge, counter or histogram
+    source: str
+    text: str
+    tags: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A value for one metric: what a gauge stands at, what a counter grows by, what a histogram is to observe."""
+
+    name: str
+    value: float
+    tags: tuple[str, ...] = ()  # values, in the order of the metric's tags
+
+
+Row = tuple[str, tuple[str, ...], str]  # name, tags, what it says
+_GAUGES: tuple[Row, ...] = (
+    ("controller_term", (), "Term of the controller that serves; absent while none does."),
+    ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
+    ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
+    ("job_running", JOB, "1 while an attempt of the job is open."),
+    ("committed_step", JOB, "Newest committed step of the lineage."),
+    ("commit_age_seconds", JOB, "Age of the newest commit of a running job: what a death of all ranks would cost."),
+    ("commit_age_steps", JOB, "Steps put after the newest commit of a running job."),
+    ("shards_below_replicas", JOB, "Shards of the newest commit with fewer whole copies than asked."),
+    ("degraded_seconds", JOB, "How long the newest commit has had too few or too near copies."),
+    ("durable_lag_steps", JOB, "Steps that the newest durable step is behind the newest commit."),
+    ("durable_lag_seconds", JOB, "Since the last durable write (or the controller's start) while it is behind."),
+)
+_COUNTERS: tuple[Row, ...] = (
+    ("put_bytes_total", JOB, "Bytes of steps that all ranks had put."),
+    ("commits_total", (*JOB, "degraded"), "Steps committed, by whether with fewer or nearer copies than asked."),
+    ("skips_total", JOB, "Times that all ranks gave steps up because one had no room or failed."),
+    ("unchanged_puts_total", JOB, "Times that ranks began to put the same bytes again, by rank."),
+    ("twins_differ_total", JOB, "Times that two ranks of one shard began to put different bytes."),
+    ("superseded_total", JOB, "Steps that a newer commit overtook."),
+    ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
+    ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
+    ("steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many."),
+    ("repaired_copies_total", JOB, "Copies that repair made."),
+    ("repaired_bytes_total", JOB, "Bytes of the copies that repair made."),
+    ("durable_writes_total", (*JOB, "outcome"), "Durable writes by outcome: written, failed, abandoned."),
+    ("host_deaths_total", HOST, "Deaths of holders, or of their hosts."),
+)
+_DURATIONS: tuple[tuple[str, tuple[float, ...], str], ...] = (
+    ("time_to_commit_seconds", COMMIT_S, "From the first rank's put to the commit."),
+    ("time_to_redundant_seconds", COMMIT_S, "From the first rank's put to all copies asked for."),
+    ("restore_seconds", RESTORE_S, "From the first rank's get to the release of all ranks."),
+)
+_ARENA: tuple[Row, ...] = (
+    ("arena_used_bytes", HOST, "Arena bytes in use."),
+    ("arena_reserved_bytes", HOST, "Arena bytes that jobs have reserved."),
+    ("arena_claimed_bytes", HOST, "Arena bytes that are allocated and pre-faulted."),
+    ("arena_limit_bytes", HOST, "Arena bytes allowed."),
+)
+_DAMAGE: tuple[Row, ...] = (
+    ("scrub_findings_total", HOST, "Damaged slots found in the arena, and manifests beside it."),
+    ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
+    ("received_bytes_total", HOST, "Bytes of copies that peers pushed to the host."),
+    ("spilled_bytes_total", HOST, "Bytes of copies sent beside collectives, for want of idle time between them."),
+)
+_STALL = Metric(
+    "memstore_put_stall_seconds", "histogram", "holder", "How long puts blocked their ranks.", (*JOB, *HOST), STALL_S
+)
+
+
+def _table() -> Iterator[Metric]:
+    for rows, kind, source in (
+        (_GAUGES, "gauge", "controller"), (_COUNTERS, "counter", "controller"), (_ARENA, "gauge", "holder"),
+        (_DAMAGE, "counter", "holder"),
+    ):  # fmt: skip
+        yield from (Metric(f"memstore_{name}", kind, source, text, tags) for name, tags, text in rows)
+    for name, buckets, text in _DURATIONS:
+        yield Metric(f"memstore_{name}", "histogram", "controller", text, JOB, buckets)
+    yield _STALL
+
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _table()}
+
+
+def exported_names(metric: Metric) -> tuple[str, ...]:
+    """Return the names under which Prometheus knows a metric."""
+    name = f"ray_{metric.name}"
+    return tuple(f"{name}{end}" for end in ("_bucket", "_sum", "_count")) if metric.kind == "histogram" else (name,)
+
+
+# -- gauges ---------------------------------------------------------------------------------------
+
+
+def status_gauges(status: Body, unwritten_count: int) -> list[Sample]:
+    """Return where every gauge of the controller stands, from what `memstore status` shows."""
+    states = dict.fromkeys(("live", "suspect", "dead", "draining"), 0)
+    for host in status["hosts"]:
+        states[host["status"]] += 1
+        states["draining"] += host["drains_s"] is not None and host["status"] != "dead"
+    samples = [Sample("memstore_hosts", count, (state,)) for state, count in states.items()]
+    samples.append(Sample("memstore_controller_term", status["term"]))
+    samples.append(Sample("memstore_events_unwritten", unwritten_count))
+    for job in status["jobs"]:
+        if job["attempt"] is not None:
+            samples += [Sample(f"memstore_{n}", value, (job["job"],)) for n, value in _job_gauges(job, status).items()]
+    return samples
+
+
+def _job_gauges(job: Body, status: Body) -> dict[str, float]:
+    step, durable_step = job["committed_step"], job["durable_step"]
+    is_running = job["phase"] != "closed"
+    is_behind = job["durable"] is not None and step is not None and (durable_step is None or durable_step < step)
+    lag_s = job["durable_s"] if job["durable_s"] is not None else status["serving_s"]
+    newest = -1 if step is None else step
+    return {
+        "job_running": float(is_running),
+        "committed_step": newest,
+        "commit_age_seconds": job["committed_s"] if is_running and step is not None else 0.0,
+        "commit_age_steps": max(0, job["training_step"] - newest) if is_running else 0,
+        "shards_below_replicas": job["short_shards"],
+        "degraded_seconds": job["short_s"],
+        "durable_lag_steps": newest - (-1 if durable_step is None else durable_step) if is_behind else 0,
+        "durable_lag_seconds": lag_s if is_behind else 0.0,
+    }
+
+
+def holder_gauges(host: str, stats: Mapping[str, Any]) -> list[Sample]:
+    """Return where the gauges of one holder stand, from what its heartbeat carries."""
+    return [
+        Sample(f"memstore_arena_{key}_bytes", int(stats[f"{key}_bytes"]), (host,))
+        for key in ("used", "reserved", "claimed", "limit")
+    ]
+
+
+def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]) -> list[Sample]:
+    """Return what the counters of one holder grew by between two heartbeats."""
+    keys = {
+        "memstore_scrub_findings_total": ("scrub",),
+        "memstore_link_damage_total": ("digest_errors", "broken_frames"),
+        "memstore_received_bytes_total": ("received_bytes",),
+        "memstore_spilled_bytes_total": ("spilled_bytes",),
+    }
+    grown = {name: sum(int(stats.get(key, 0)) - int(before.get(key, 0)) for key in of) for name, of in keys.items()}
+    return [Sample(name, value, (host,)) for name, value in grown.items() if value > 0]
+
+
+# -- what happened --------------------------------------------------------------------------------
+
+
+def counted(happening: Happening) -> list[Sample]:
+    """Return what a happening adds to counters and histograms of the controller."""
+    count = _COUNTED.get(happening.kind)
+    return [] if count is None else [sample for sample in count(happening, happening.fields) if sample is not None]
+
+
+def _one(name: str, h: Happening, *more: str, value: float = 1) -> Sample | None:
+    return Sample(f"memstore_{name}", value, (h.job, *more)) if value > 0 else None
+
+
+def _took(name: str, h: Happening, phase: str) -> Sample | None:
+    return _one(name, h, value=h.fields["seconds"][phase]) if phase in h.fields["seconds"] else None
+
+
+def _commit(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+    return [
+        _one("commits_total", h, "yes" if fields["degraded"] else "no"),
+        _took("time_to_commit_seconds", h, "committed"),
+        _took("time_to_redundant_seconds", h, "redundant"),
+    ]
+
+
+def _restore(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+    samples = [_one("restores_total", h, fields["verdict"])]
+    if fields["verdict"] != "none":
+        samples += [_one("restored_bytes_total", h, tier, value=count) for tier, count in fields["bytes"].items()]
+        samples.append(_one("steps_lost_total", h, value=fields["steps_lost"] if fields["adopted"] else 0))
+        samples.append(_one("restore_seconds", h, value=sum(fields["seconds"].values())))
+    return samples
+
+
+def _skip(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+    samples = [_one("skips_total", h)]
+    if fields.get("stall_s"):  # a put that was skipped has no seal that could carry how long it blocked
+        samples.append(Sample("memstore_put_stall_seconds", fields["stall_s"], (h.job, h.host)))
+    return samples
+
+
+_COUNTED: dict[str, Callable[[Happening, Mapping[str, Any]], list[Sample | None]]] = {
+    "put": lambda h, f: [_one("put_bytes_total", h, value=f["nbytes"])],
+    "commit": _commit,
+    "redundant": lambda h, f: [_took("time_to_redundant_seconds", h, "redundant")],
+    "skip": _skip,
+    "unchanged": lambda h, f: [_one("unchanged_puts_total", h, value=f["count"])],
+    "twins_differ": lambda h, f: [_one("twins_differ_total", h)],
+    "superseded": lambda h, f: [_one("superseded_total", h)],
+    "restore": _restore,
+    "restore_failed": lambda h, f: [_one("restores_total", h, "failed")],
+    "repaired": lambda h, f: [
+        _one("repaired_copies_total", h, value=f["shards"]),
+        _one("repaired_bytes_total", h, value=f["nbytes"]),
+    ],
+    "durable": lambda h, f: [_one("durable_writes_total", h, "written")],
+    "durable_failed": lambda h, f: [_one("durable_writes_total", h, "failed")],
+    "durable_abandoned": lambda h, f: [_one("durable_writes_total", h, "abandoned")],
+    "host_dead": lambda h, f: [Sample("memstore_host_deaths_total", 1, (h.host,))],
+}

@@ -1,0 +1,375 @@
+"""Turns what the catalog does into happenings: who put what and how long it took, what became of it, and why. Pure.
+
+The catalog calls it beside its decisions, never for one. Times of a put count from its begin on the rank's host, which
+the seal's report carries (R11: nothing travels for this alone).
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from memstore.core.cluster import facts as f
+from memstore.core.cluster.hosts import Change
+from memstore.core.cluster.job import Attempt, Job, Seat
+from memstore.core.report.event_ring import Chronicle
+from memstore.core.report.redundancy import Watch
+from memstore.core.wire.messages import Body
+from recovery.inventory import Copy, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+    from memstore.core.restore.staging import Round
+
+PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
+SKIPS_MAX = 64
+NAMED_MAX = 32  # hosts named in one happening
+P = ParamSpec("P")
+
+
+def aside(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
+    """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
+
+    @functools.wraps(method)
+    def wrapped(self: Observer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as exc:
+            problem = f"{method.__name__}: {exc!r}"
+            if problem != self.problem:
+                self.catalog.note(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
+            self.problem = problem
+
+    return wrapped
+
+
+@dataclass(slots=True)
+class Putting:
+    """One step between its first seal and its last copy."""
+
+    began_s: float
+    stalls_s: dict[int, float] = field(default_factory=dict)  # by rank
+    hosts: dict[int, str] = field(default_factory=dict)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    unchanged: dict[int, int] = field(default_factory=dict)  # rank -> the step before, whose chunks it put again
+    is_told: bool = False  # every rank has put it
+    is_committed: bool = False
+
+
+class Observer:
+    """Happenings of all jobs and hosts, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.chronicle = Chronicle(catalog.log.term)
+        self.watch = Watch(catalog, self)
+        self.puts: dict[tuple[str, StepId], Putting] = {}
+        self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
+        self.problem = ""  # the last mistake in telling; tests look at it
+        self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
+        self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
+        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
+
+    def add(self, kind: str, **fields: Any) -> None:
+        """Note one thing that happened now."""
+        self.chronicle.add(kind, self.catalog.wall_s, **fields)
+
+    # -- puts -----------------------------------------------------------------------------------
+
+    @aside
+    def sealed(self, copy: Copy, host: str, put: Any) -> None:
+        """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own.
+
+        Its form: {stall_s, age_s}, seconds that put blocked and since it began.
+        """
+        self.watch.sealed(copy, host)
+        job = self.catalog.jobs.get(copy.shard.job)
+        attempt = job.newest if job is not None else None
+        if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
+            return
+        if copy.shard.step <= job.newest_commit(attempt.ordinal):
+            return  # told again after a link or a controller broke
+        key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
+        began_s = self.catalog.now - seconds(put.get("age_s"))
+        putting = self.puts.setdefault(key, Putting(began_s))
+        putting.began_s = min(putting.began_s, began_s)
+        rank = copy.shard.rank
+        putting.stalls_s[rank], putting.hosts[rank] = seconds(put.get("stall_s")), host
+        putting.nbytes[rank] = copy.spec.nbytes
+        before = put.get("unchanged_since")
+        if type(before) is int and 0 <= before < copy.shard.step:
+            putting.unchanged[rank] = before
+        if len(putting.stalls_s) == attempt.world_size and not putting.is_told:
+            self._put(key, putting)
+        while len(self.puts) > PUTS_MAX:
+            del self.puts[next(iter(self.puts))]
+
+    def _put(self, key: tuple[str, StepId], putting: Putting) -> None:
+        """Every rank has put the step: one happening for all of them (D52)."""
+        putting.is_told = True
+        job, step = key
+        slowest = max(putting.stalls_s, key=lambda rank: putting.stalls_s[rank])
+        self.add(
+            "put", job=job, attempt=step.attempt, step=step.step, rank=slowest, host=putting.hosts[slowest],
+            ranks=len(putting.stalls_s), nbytes=sum(putting.nbytes.values()),
+            stall_s={
+                "max": rounded(putting.stalls_s[slowest]),
+                "median": rounded(statistics.median(putting.stalls_s.values())),
+            },
+            seconds={"sealed": rounded(self.catalog.now - putting.began_s)},
+        )  # fmt: skip
+        if putting.unchanged:
+            self._unchanged(job, step, putting.unchanged)
+
+    def _unchanged(self, job: str, step: StepId, befores: dict[int, int]) -> None:
+        """Ranks put the bytes of the step before: told when it begins, and not for every step that goes on with it."""
+        ranks = sorted(befores)
+        why = "the optimizer did not step, or the same object was put"
+        self.add(
+            "unchanged", job=job, attempt=step.attempt, step=step.step, rank=ranks[0], before=befores[ranks[0]],
+            ranks=ranks[:NAMED_MAX], count=len(ranks), why=why,
+        )  # fmt: skip
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, first {ranks[0]},"
+        text = f"{who} put at step {step.step} the bytes of step {befores[ranks[0]]}: {why}"
+        self.catalog.note(f"job {job!r}: {text}", "warning")
+
+    @aside
+    def twins_differ(
+        self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int], names: tuple[str, ...], chunks: int
+    ) -> None:
+        """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
+        self.add(
+            "twins_differ", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
+            names=list(names), chunks=chunks, shard=attempt.shard_of[ranks[0]] if attempt.shard_of else 0,
+        )  # fmt: skip
+        where = ", ".join(names) or f"{chunks} chunks"
+        text = f"ranks {ranks[0]} and {ranks[1]} name one shard and put different bytes at step {step}: {where}"
+        self.catalog.note(f"job {job.name!r}: {text}", "warning")
+
+    @aside
+    def twins_agree(self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int]) -> None:
+        """They put equal bytes again."""
+        self.add(
+            "twins_agree", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
+        )  # fmt: skip
+
+    @aside
+    def skipped(self, host: str, body: Body) -> None:
+        """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
+        self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
+        while len(self.skips) > SKIPS_MAX:
+            del self.skips[next(iter(self.skips))]
+
+    # -- facts (R16) ----------------------------------------------------------------------------
+
+    @aside
+    def fact(self, fact: f.Fact) -> None:
+        """A decision has spread and is about to take effect."""
+        job = self.catalog.jobs.get(getattr(fact, "job", ""))
+        if isinstance(fact, f.StepCommitted) and job is not None:
+            self._committed(job, fact)
+        elif isinstance(fact, f.StepAbandoned):
+            self._abandoned(fact)
+        elif isinstance(fact, f.StepRetired):
+            word = {"kind": "retired", "why": fact.reason} if fact.reason else {"kind": "lifted"}
+            self.add(**word, job=fact.job, attempt=fact.attempt, step=fact.step)
+        elif isinstance(fact, f.AttemptOpened):
+            is_new = job is None or fact.attempt not in job.attempts  # else it was written again with other ranks (D51)
+            self.add(
+                "attempt" if is_new else "members", job=fact.job, attempt=fact.attempt, ranks=fact.world_size,
+                parent=fact.parent, fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],
+            )  # fmt: skip
+        elif isinstance(fact, f.AttemptClosed):
+            self.add("closed", job=fact.job, attempt=fact.attempt)
+        elif isinstance(fact, f.StepPinned):
+            self.add("pinned", job=fact.job, attempt=fact.attempt, step=fact.step, name=fact.name)
+        elif isinstance(fact, f.StepUnpinned):
+            self.add("unpinned", job=fact.job, name=fact.name)
+        elif isinstance(fact, f.JobForked):
+            self.add(
+                "forked", job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
+                from_attempt=fact.from_attempt, copies=fewest(fact.hosts),
+            )  # fmt: skip
+        elif isinstance(fact, f.JobRemoved):
+            self.add("dropped", job=fact.job, why=fact.story) if fact.story else self.add("removed", job=fact.job)
+        elif isinstance(fact, f.HostDraining):
+            due_s = None if fact.until_s is None else rounded(fact.until_s - self.catalog.wall_s)
+            is_known = self.catalog.drains.is_draining(fact.host_id)
+            if due_s is not None and not is_known:
+                self.add("drain", host=fact.host_id, due_s=due_s)
+            elif due_s is None and is_known:
+                self.add("drain_over", host=fact.host_id)
+        elif isinstance(fact, f.RestoreDecided) and fact.step is None and fact.round > 0:
+            self.add("restore", job=fact.job, attempt=fact.attempt, verdict="none", why="nothing was ever committed")
+
+    def _committed(self, job: Job, fact: f.StepCommitted) -> None:
+        step = StepId(fact.attempt, fact.step)
+        putting, before = self.puts.get((job.name, step)), job.commits.get(step)
+        took_s = rounded(self.catalog.now - putting.began_s) if putting is not None else None
+        place = {"job": job.name, "attempt": fact.attempt, "step": fact.step}
+        if before is not None and before.is_degraded and not fact.is_degraded:
+            self.add("redundant", **place, copies=fewest(fact.hosts), seconds=phases(redundant=took_s))
+        elif before is None:
+            if putting is not None and not putting.is_told:
+                self._put((job.name, step), putting)
+            ranks = job.copies.get(step, {})
+            self.add(
+                "commit", **place, ranks=fact.world_size, copies=fewest(fact.hosts), level=fact.level,
+                nbytes=sum(next(iter(hosts.values())).spec.nbytes for hosts in ranks.values() if hosts),
+                hosts=sorted({host for hosts in fact.hosts for host in hosts})[:NAMED_MAX],
+                degraded=fact.reason if fact.is_degraded else "",
+                seconds=phases(committed=took_s, redundant=None if fact.is_degraded else took_s),
+            )  # fmt: skip
+            self._pass_over(job, step)
+        if putting is not None:
+            putting.is_committed = True
+            if not fact.is_degraded:
+                del self.puts[job.name, step]
+
+    def _pass_over(self, job: Job, newest: StepId) -> None:
+        """A commit ends the older steps: those that were never committed are superseded (R12)."""
+        for key, putting in list(self.puts.items()):
+            if key[0] == job.name and key[1] < newest:
+                del self.puts[key]
+                if not putting.is_committed and key[1].attempt == newest.attempt:
+                    self.add(
+                        "superseded", job=job.name, attempt=newest.attempt, step=key[1].step,
+                        why=f"step {newest.step} was committed first", ranks=len(putting.stalls_s),
+                    )  # fmt: skip
+
+    def _abandoned(self, fact: f.StepAbandoned) -> None:
+        word = self.skips.pop((fact.job, fact.attempt, fact.step), None)
+        for key in [k for k in self.puts if k[0] == fact.job and k[1].attempt == fact.attempt]:
+            if fact.step <= key[1].step < max(fact.resume, fact.step + 1):
+                del self.puts[key]
+        found = {} if word is None else {"rank": int(word["rank"]), "host": str(word["host"])}
+        why = "a rank passed over it, or no copy has all of it" if word is None else str(word.get("why") or "no room")
+        stall = {} if word is None or "stall_s" not in word else {"stall_s": rounded(seconds(word["stall_s"]))}
+        self.add(
+            "skip", job=fact.job, attempt=fact.attempt, step=fact.step, why=why[:300], resume=fact.resume,
+            **found, **stall,
+        )  # fmt: skip
+
+    # -- restores -------------------------------------------------------------------------------
+
+    @aside
+    def restored(self, active: Round, shared: Body) -> None:
+        """A round was released: every rank has the step (R23)."""
+        self.add(
+            "restore", job=active.job, attempt=active.attempt, step=int(shared["step"]), verdict=shared["verdict"],
+            of_attempt=shared["attempt"], ranks=len(active.calls), adopted=active.is_adopting,
+            bytes=dict(shared["bytes"]), steps_lost=shared["steps_lost"],
+            seconds={name: rounded(value) for name, value in shared["seconds"].items()}, why=shared["why"],
+            not_used=[f"step {step} (attempt {attempt}): {why}" for attempt, step, why in shared["rejected"]],
+            notes=list(shared["notes"]),
+        )  # fmt: skip
+
+    @aside
+    def restore_failed(self, active: Round, name: str, message: str) -> None:
+        """A round ended with the same error on all ranks."""
+        waited_s = rounded(self.catalog.now - active.since_s)
+        self.add(
+            "restore_failed", job=active.job, attempt=active.attempt, error=name, why=message[:1000],
+            phase=active.phase, seconds={"waited": waited_s},
+        )  # fmt: skip
+
+    @aside
+    def tick(self) -> None:
+        """After everybody's turn: what began or ended meanwhile."""
+        self.watch.tick(self.catalog.now)
+
+    # -- hosts, storage -------------------------------------------------------------------------
+
+    @aside
+    def settled(self) -> None:
+        """A controller begins to serve (R17)."""
+        catalog = self.catalog
+        self.add(
+            "term", term=catalog.log.term, hosts=catalog.hosts.live_ids()[:NAMED_MAX], jobs=len(catalog.jobs),
+            seconds={"settling": rounded(catalog.now - catalog.started_s)},
+        )  # fmt: skip
+
+    @aside
+    def rank_died(self, job: Job, seat: Seat) -> None:
+        """Note, once, that the process of a rank has ended without closing its store."""
+        if seat.is_gone:
+            return
+        attempt = job.newest_ordinal
+        self.add(
+            "rank_dead", job=job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id, pid=seat.pid
+        )
+
+    @aside
+    def host_changed(self, change: Change) -> None:
+        """A host is live, suspect or dead (R28)."""
+        kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
+        held = sum(newest_held(job, change.host_id) for job in self.catalog.jobs.values())
+        self.add(kind, host=change.host_id, why=change.why, shards=held)
+
+    @aside
+    def heard(self, host: str, stats: Any) -> None:
+        """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
+        state = self.catalog.hosts.states.get(host)
+        found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
+        if state is None:
+            return
+        if short and host not in self.short:
+            self.add("spill", host=host, why=short[:300], nbytes=int(stats.get("spilled_bytes", 0)))
+        (self.short.add if short else self.short.discard)(host)
+        lost = str(stats.get("files_lost", ""))[:300]
+        if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
+            self.add("files_lost", host=host, what=lost)
+        self.files_lost[host] = lost
+        key = (host, state.info.incarnation)
+        if key not in self.scrubbed:  # what a holder found before this controller knew it was told by the one before
+            self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}
+        elif found > self.scrubbed[key]:
+            self.add("scrub", host=host, found=found - self.scrubbed[key])
+        self.scrubbed[key] = found
+
+    @aside
+    def not_expired(self, job: str, step: StepId, why: str) -> None:
+        """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
+        self.add("not_expired", job=job, attempt=step.attempt, step=step.step, why=why[:300])
+
+    @aside
+    def durable_keys(self, job: str, why: str) -> None:
+        """Hosts do not have one durable_key_file (R31)."""
+        self.add("durable_keys", job=job, why=why[:300])
+
+    @aside
+    def durable(self, job: str, step: StepId, outcome: str, since_s: float, why: str = "") -> None:
+        """A durable write ended: "" as asked, "failed" or "abandoned" (R31)."""
+        took_s = rounded(self.catalog.now - since_s)
+        kind = f"durable_{outcome}" if outcome else "durable"
+        reason = {"why": why[:300]} if why else {}
+        self.add(kind, job=job, attempt=step.attempt, step=step.step, seconds={"write": took_s}, **reason)
+
+
+def newest_held(job: Job, host: str) -> int:
+    """Shards of the newest committed step that has copies of which the host has one."""
+    step = max((s for s in job.commits if s in job.copies), default=None)
+    return 0 if step is None else len(job.on_host.get(host, {}).get(step, ()))
+
+
+def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
+    """Copies of the shard that has the fewest."""
+    return min((len(hosts) for hosts in hosts_by_rank), default=0)
+
+
+def seconds(value: Any) -> float:
+    """A duration that another process measured: what cannot be one counts as 0."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0
+
+
+def rounded(value_s: float) -> float:
+    """Microseconds are enough."""
+    return round(value_s, 6)
+
+
+def phases(**took_s: float | None) -> dict[str, float]:
+    """Seconds by phase, without those that nobody measured."""
+    return {name: value for name, value in took_s.items() if value is not None}

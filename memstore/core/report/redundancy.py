@@ -1,0 +1,134 @@
+"""What has a beginning and an end, told at both: a job short of copies, a repair under way. Pure (R18, R29).
+
+Looks at the catalog on ticks and seals, for the observer; changes nothing in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memstore.core.cluster.job import Job
+from memstore.core.wire.messages import Body
+from recovery.inventory import Copy, ShardId, StepId
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+    from memstore.core.report.recorder import Observer
+
+LOOK_S = 1.0  # how often jobs are counted through
+ROWS_MAX = 32  # steps named in one happening
+
+
+@dataclass(slots=True)
+class Mending:
+    """One repair of one job."""
+
+    since_s: float
+    shards: int = 0
+    nbytes: int = 0
+
+
+class Watch:
+    """Conditions of all jobs, for the observer."""
+
+    def __init__(self, catalog: Catalog, observer: Observer) -> None:
+        self.catalog, self.observer = catalog, observer
+        self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
+        self.mending: dict[str, Mending] = {}
+        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
+        self.looked_s = 0.0
+
+    def sealed(self, copy: Copy, host: str) -> None:
+        """A copy arrived: if repair ordered it there, it is one of its own."""
+        if (copy.shard, host) in self.catalog.repair.pushes and self._is_kept(copy.shard):
+            mending = self._begin(copy.shard.job)
+            mending.shards, mending.nbytes = mending.shards + 1, mending.nbytes + copy.spec.nbytes
+
+    def tick(self, now: float) -> None:
+        """After repair had its turn: what it has under way, and who is short of copies."""
+        busy = {shard.job for shard, _ in self.catalog.repair.pushes if self._is_kept(shard)}
+        for name in sorted(busy):
+            self._begin(name)
+        for name in [n for n in self.mending if n not in busy]:
+            self._end(name)
+        if now - self.looked_s >= LOOK_S:
+            self.looked_s = now
+            for name in [n for n in self.short_s if n not in self.catalog.jobs]:
+                del self.short_s[name]
+            for job in self.catalog.jobs.values():
+                self._look(job)
+            self._look_at_drains()
+
+    def short_for_s(self, job: str) -> float:
+        """Seconds since the job's newest commit has had too few or too near copies; 0 while it has enough."""
+        return self.catalog.now - self.short_s[job] if job in self.short_s else 0.0
+
+    # -- hosts that are to go -------------------------------------------------------------------
+
+    def _look_at_drains(self) -> None:
+        """Tell once of every host with notice whether it can go, and again when that has changed."""
+        drains = self.catalog.drains
+        self.drained = {host: rows for host, rows in self.drained.items() if drains.is_draining(host)}
+        for host in drains.until_s:
+            remains = drains.remains(host)
+            was_ready = host in self.drained and not self.drained[host]
+            if not self.catalog.hosts.is_live(host) or remains.may_come or (was_ready and not remains.short):
+                continue
+            rows = [{**row, "step": 0} for row in remains.short]  # the step changes with every commit
+            if host not in self.drained or rows != self.drained[host]:
+                self.drained[host] = rows
+                self.observer.add(
+                    "drained", host=host, short=remains.short[:ROWS_MAX], durable=remains.durable[:ROWS_MAX]
+                )
+
+    # -- repair ---------------------------------------------------------------------------------
+
+    def _is_kept(self, shard: ShardId) -> bool:
+        job = self.catalog.jobs.get(shard.job)
+        return job is not None and StepId(shard.attempt, shard.step) in job.commits
+
+    def _begin(self, name: str) -> Mending:
+        if name not in self.mending:
+            self.mending[name] = Mending(self.catalog.now)
+            self.observer.add("repair", job=name, missing=self._missing(name))
+        return self.mending[name]
+
+    def _end(self, name: str) -> None:
+        done = self.mending.pop(name)
+        took_s = round(self.catalog.now - done.since_s, 6)
+        self.observer.add(
+            "repaired", job=name, shards=done.shards, nbytes=done.nbytes, missing=self._missing(name),
+            seconds={"repair": took_s},
+        )  # fmt: skip
+
+    def _missing(self, name: str) -> int:
+        job = self.catalog.jobs.get(name)
+        return sum(self.short_shards(job).values()) if job is not None else 0
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def short_shards(self, job: Job) -> dict[int, int]:
+        """Rank -> whole copies that its shard of the newest committed step lacks; those with enough are left out."""
+        step, attempt = job.newest_committed, job.newest
+        if step is None or attempt is None:
+            return {}
+        ranks = job.copies.get(step, {})
+        whole = {r: sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size)}
+        return {rank: attempt.replicas - count for rank, count in whole.items() if count < attempt.replicas}
+
+    def _look(self, job: Job) -> None:
+        step, short = job.newest_committed, self.short_shards(job)
+        commit = job.commits[step] if step is not None else None
+        is_short = commit is not None and (bool(short) or commit.is_degraded)
+        if commit is not None and is_short and job.name not in self.short_s:
+            self.short_s[job.name] = self.catalog.now
+            self.observer.add(
+                "degraded", job=job.name, attempt=commit.attempt, step=commit.step, shards=len(short),
+                missing=sum(short.values()), why=commit.reason if commit.is_degraded else "copies were lost",
+            )  # fmt: skip
+        elif job.name in self.short_s and not is_short:
+            since_s = self.short_s.pop(job.name)
+            ended = {} if commit is None else {"attempt": commit.attempt, "step": commit.step}
+            took_s = round(self.catalog.now - since_s, 6)
+            self.observer.add("whole", job=job.name, **ended, seconds={"degraded": took_s})

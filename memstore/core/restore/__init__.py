@@ -1,0 +1,1 @@
+"""How all ranks get one step: rounds, and the staging of its shards. Pure."""

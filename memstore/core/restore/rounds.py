@@ -1,0 +1,398 @@
+"""A get is one numbered round for all ranks alike. Pure (R23, R24, R25, R26, R27).
+
+gathering --all ranks--> listing (durable markers) --> planning --fact spread--> staging
+    |                                                    |  ^                       |
+    |                                             wait for hosts (grace)   a source failed: next plan
+    '--deadline--> failed                                                           v
+                                   releasing <--every rank's check passed-- checking (into=)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memstore.core.attempts.attempt_numbers import same_number
+from memstore.core.attempts.roll_call import ran_out_text, roll_call
+from memstore.core.cluster.facts import RestoreDecided, StepRetired
+from memstore.core.cluster.job import Attempt, Call, Job, Restore
+from memstore.core.cluster.text import listed, plural
+from memstore.core.durable.paths import place_of
+from memstore.core.restore.staging import Round
+from recovery.inventory import Inventory, StepId
+from recovery.lineage import in_lineage
+from recovery.planner import RecoveryPlan, plan
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
+STAGE_LIMIT_S = 600.0  # for a get that names no deadline of its own
+
+
+class Rounds:
+    """The rounds of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.active: dict[str, Round] = {}
+
+    # -- gathering ----------------------------------------------------------------------------
+
+    def get(self, now: float, call: Call) -> None:
+        """A rank called get(); the round closes for all ranks at once."""
+        body, name = call.body, str(call.body["job"])
+        job = self.catalog.jobs[name]
+        attempt = job.newest
+        if attempt is None or attempt.ordinal != body["attempt"]:
+            self.catalog.refuse(call, "FencedError", f"job {name!r}: a newer attempt was opened")
+            return
+        only_step = body.get("step")
+        rank = int(body["rank"])
+        if only_step is None and self._is_over(attempt, rank) and name not in self.active:
+            self._repeat(call, attempt)
+            return
+        if only_step is None and attempt.has_put:
+            self.catalog.refuse(
+                call, "RecoveryError",
+                f"job {name!r}: get() after this attempt's first put would go back in time: use store.rewind(step) to "
+                "continue from an older step, or get(step=S) to read one",
+            )  # fmt: skip
+            return
+        active = self.active.get(name)
+        if active is None or active.attempt != attempt.ordinal:
+            attempt.rounds_count += 1
+            active = self.active[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
+        is_agreement = bool(body.get("is_agreement"))
+        if not active.calls:
+            active.is_agreement = is_agreement
+        if active.only_step != only_step or active.is_agreement != is_agreement:
+            verbs = {True: "agree()", False: "get()"}
+            self.catalog.refuse(
+                call, "RecoveryError",
+                f"job {name!r}: this rank calls {verbs[is_agreement]} for step {only_step}, the ranks waiting "
+                f"{verbs[active.is_agreement]} for {active.only_step}: all ranks must call the same",
+            )  # fmt: skip
+            return
+        active.calls[rank] = call
+        active.withdrawn.discard(rank)
+        self.attempt_open(now, name)
+
+    def attempt_open(self, now: float, name: str) -> None:
+        """Plan as soon as all ranks ask and every holder is fenced: from those inventories only (R21)."""
+        active = self.active.get(name)
+        job = self.catalog.jobs[name]
+        attempt = job.newest
+        if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
+            return
+        if active.phase == "gathering" and len(active.calls) == attempt.world_size:
+            is_empty = attempt.is_fresh and active.is_adopting  # what others left is not its past (R23)
+            self._restore_nothing(now, active) if is_empty else self._list_markers(now, active, job, attempt)
+
+    def _is_over(self, attempt: Attempt, rank: int) -> bool:
+        """This attempt's get was released, and the rank has not gone on from it: its answer was lost (R23)."""
+        seat = attempt.seats.get(rank)
+        return attempt.is_released and seat is not None and seat.step < 0
+
+    def _repeat(self, call: Call, attempt: Attempt) -> None:
+        """Give a rank what the others have: no barrier, they may be training already."""
+        if attempt.parent is None or attempt.parent_step is None or call.body.get("is_agreement"):
+            self.catalog.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
+            return
+        call.body.update(step=attempt.parent_step, of_attempt=attempt.parent)
+        self.catalog.queries.ask("read", call)
+
+    def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
+        hosts = [h for h in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(h)]
+        if attempt.config.get("durable") is None or not hosts:
+            self._plan(now, active)
+            return
+        active.enter(now, "listing")
+        active.unread, active.markers_call = "", self.catalog.durable.next_call()
+        body = {"job": job.name, "durable": place_of(attempt.config), "call": active.markers_call}
+        first = attempt.seats[0].host_id
+        self.catalog.tell(first if first in hosts else hosts[0], "markers", body)
+
+    def markers_listed(self, now: float, job: str, call: int, why: str) -> None:
+        """The durable markers of the job are in the catalog now, or `why` says why not."""
+        active = self.active.get(job)
+        if active is not None and active.phase == "listing" and call == active.markers_call:
+            active.unread = why
+            self._plan(now, active)
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def _plan(self, now: float, active: Round, *, is_grace_over: bool = False) -> None:
+        job = self.catalog.jobs[active.job]
+        attempt = job.attempts[active.attempt]
+        inventory = job.inventory(
+            live=self.catalog.hosts.live_ids(),
+            silent=() if is_grace_over else self.catalog.view.silent_hosts(job),
+        )
+        spans = job.spans(attempt.ordinal)
+        only = None
+        if active.only_step is not None:
+            known = {*job.copies, *job.commits, *job.markers}
+            found = [s for s in known if s.step == active.only_step]
+            only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
+            if only is None:
+                have = sorted({s.step for s in known})
+                what = f"its steps are {listed(have)}" if have else "it has none"
+                self.fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {what}")
+                return
+        result = plan(
+            inventory,
+            job.spans_to_read(attempt.ordinal, only),
+            world_size=attempt.world_size,
+            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+            only_step=only,
+            not_steps=tuple(active.failed_steps),
+        )
+        if active.is_agreement and result.step is not None:
+            result = self._plan_in_place(active, job, attempt, inventory, result)
+        else:
+            active.homes = {rank: call.host_id for rank, call in active.calls.items()}
+        late = frozenset() if is_grace_over else self.catalog.view.awaited_hosts(job, result)
+        active.plan, active.planned_s = replace(result, wait_for=late), now
+        if late:
+            if active.phase != "waiting":
+                names = ", ".join(sorted(late))
+                self.catalog.note(f"job {job.name!r}: get waits for hosts {names}: they may have a newer step")
+                active.enter(now, "waiting")
+        elif result.verdict == "none":
+            self._nothing(now, active, job, result)
+        else:
+            self._decide(now, active, job, attempt, result)
+
+    def _plan_in_place(
+        self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
+    ) -> RecoveryPlan:
+        """Nobody is given a shard: each is verified where a copy lies, or brought to a rank's host if none is whole."""
+        step, seated = result.step, sorted({call.host_id for call in active.calls.values()})
+        copies = job.copies.get(step, {}) if step is not None else {}
+        active.homes = {}
+        for rank, spec in sorted(result.specs.items()):
+            held = [c.host for c in copies.get(rank, {}).values() if c.spec.digest == spec.digest and not c.missing]
+            live = sorted(h for h in held if self.catalog.hosts.is_answering(h))
+            active.homes[rank] = live[0] if live else seated[rank % len(seated)]
+        return plan(
+            inventory, job.spans_to_read(attempt.ordinal, step), world_size=len(result.specs),
+            rank_hosts=active.homes, only_step=step,
+        )  # fmt: skip
+
+    def plan_again(self, now: float, active: Round) -> None:
+        """The next candidate, or the same one from other sources, under a new number (R23)."""
+        attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        attempt.rounds_count += 1
+        active.number = attempt.rounds_count
+        self._plan(now, active)
+
+    def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
+        # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
+        story = self.catalog.orphans.stories.get(job.name)
+        if story is not None and not job.has_history:
+            self.fail(
+                active, "RecoveryError",
+                f"job {job.name!r} is gone: {story}.\nStart over with connect(..., fresh=True), or forget it with "
+                f"`memstore rm {job.name}`",
+            )  # fmt: skip
+            return
+        if job.has_history or active.failed_steps or active.unread:
+            lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
+            lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
+            lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
+            self.fail(
+                active, "RecoveryError",
+                f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
+                + "\n  ".join(lines)
+                + f"\nBring the named hosts back and call get() again{_way_back(job)}, or start over with "
+                "connect(..., fresh=True)",
+            )  # fmt: skip
+            return
+        self._restore_nothing(now, active)
+
+    def _restore_nothing(self, now: float, active: Round) -> None:
+        active.enter(now, "deciding")
+        self.catalog.record(RestoreDecided(active.job, active.attempt, active.number, None, None, self.catalog.wall_s))
+
+    def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, result: RecoveryPlan) -> None:
+        step = result.step
+        if step is None:
+            raise ValueError("a plan with a verdict has a step")
+        if result.world_size != attempt.world_size and not active.is_agreement:
+            ranks = plural(result.world_size or 0, "rank")
+            self.fail(
+                active, "WorldSizeError",
+                f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}. "
+                f"Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks that "
+                "hold equal state (DDP): connect(shard=0, shards=1), any number gets it; get(step, rank=r) reads one",
+                is_end=not _share(attempt, job.attempts.get(step.attempt)),
+            )  # fmt: skip
+            return
+        if active.is_adopting and (why := same_number(attempt, step)):
+            return self.fail(active, "RecoveryError", why)
+        if active.is_adopting and self._is_crash_looping(job, attempt, step):
+            config = attempt.config
+            reason = (
+                f"restored {config['max_restores']} times within {config['crash_window_s']:g} s and no newer step was "
+                "committed since: the training dies of it"
+            )
+            if self._has_another(active, job, attempt, step):
+                fact = StepRetired(job.name, step.attempt, step.step, reason)
+                self.catalog.record(fact)
+                job.retire(fact)  # at once, for this round's next plan; the fact is for those to come
+                self._plan(now, active)
+                return
+            active.notes.append(f"step {step.step} was {reason}; no other step is whole, so it is restored again")
+            self.catalog.note(f"job {job.name!r}: {active.notes[-1]}", "warning")
+        active.enter(now, "deciding")
+        if not active.is_adopting:
+            self.catalog.staging.start(now, active)
+            return
+        self.catalog.record(
+            RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.catalog.wall_s)
+        )
+
+    def _has_another(self, active: Round, job: Job, attempt: Attempt, step: StepId) -> bool:
+        """Whether a get that did without this step would have another one; the only one is better than none (R25)."""
+        other = plan(
+            job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),
+            job.spans(attempt.ordinal), world_size=attempt.world_size,
+            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+            not_steps=(*active.failed_steps, step),
+        )  # fmt: skip
+        return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
+
+    def _is_crash_looping(self, job: Job, attempt: Attempt, step: StepId) -> bool:
+        window_s = float(attempt.config["crash_window_s"])
+        recent = [
+            r for r in job.restores
+            if r.step == step and abs(self.catalog.wall_s - r.wall_s) <= window_s  # clocks may have been set back
+            # An attempt that was closed by all its ranks did not die of what it restored.
+            and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
+        ]  # fmt: skip
+        return len(recent) >= int(attempt.config["max_restores"])
+
+    def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
+        """The decision has spread: bind the lineage, then stage (R22, R23)."""
+        job = self.catalog.jobs.get(fact.job)
+        attempt = job.attempts.get(fact.attempt) if job is not None else None
+        if job is None or attempt is None:
+            return
+        attempt.parent, attempt.parent_step = fact.from_attempt, fact.step
+        # A later decision of the same get takes the place of one that could not be staged.
+        job.restores = [r for r in job.restores if r.attempt != fact.attempt]
+        if fact.step is not None and fact.from_attempt is not None and fact.round > 0:
+            job.restores.append(Restore(StepId(fact.from_attempt, fact.step), fact.attempt, fact.wall_s))
+        attempt.has_restored, attempt.is_released = True, fact.step is None
+        attempt.rounds_count = max(attempt.rounds_count, fact.round)
+        active = self.active.get(fact.job)
+        if is_replay or active is None or active.number != fact.round or active.phase != "deciding":
+            return
+        if fact.step is None:
+            del self.active[fact.job]
+            for call in active.calls.values():
+                self.catalog.answer(call, {"step": None})
+        else:
+            self.catalog.staging.start(now, active)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def fail(self, active: Round, name: str, message: str, *, is_end: bool = True) -> None:
+        """End a round with the same error on all ranks; their get is not over where that is no `is_end`."""
+        self.active.pop(active.job, None)
+        if is_end:
+            self.catalog.observer.restore_failed(active, name, message)
+        for call in active.calls.values():
+            self.catalog.refuse(call, name, message)
+
+    def forget(self, name: str) -> None:
+        """The job was removed."""
+        self.abort(name, "FencedError", f"job {name!r} was removed")
+
+    def rank_gone(self, job: Job, rank: int) -> None:
+        """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""
+        active = self.active.get(job.name)
+        if active is None or rank not in active.calls or active.phase == "releasing":
+            return
+        if active.phase in ("gathering", "listing", "waiting"):
+            del active.calls[rank]
+            active.phase = "gathering"
+            if not active.calls:
+                del self.active[job.name]
+            return
+        self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
+
+    def torn(self, now: float, job: Job, step: StepId) -> None:
+        """A rank of an older attempt saw it torn while it is being restored: the next candidate (R25)."""
+        active = self.active.get(job.name)
+        under_way = ("deciding", "staging", "checking")
+        if active is not None and active.phase in under_way and active.plan and active.plan.step == step:
+            self.plan_again(now, active)
+
+    def abort(self, job: str, name: str, message: str) -> None:
+        """End a round that can no longer mean anything."""
+        if job in self.active:
+            self.fail(self.active[job], name, message)
+
+    def withdraw(self, call: Call) -> None:
+        """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
+        active = self.active.get(str(call.body["job"]))
+        self.catalog.answer(call, {})
+        if active is None or active.phase not in ("gathering", "listing", "waiting"):
+            return
+        attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        if len(active.calls) == attempt.world_size:
+            active.ran_out_on = (roll_call(self.catalog, active.job, "get") or {}).get("awaited", "")
+        gone = active.calls.pop(int(call.body["rank"]), None)
+        active.withdrawn.add(int(call.body["rank"]))
+        missing = [r for r in range(attempt.world_size) if r not in active.calls and r not in active.withdrawn]
+        if gone is not None:
+            why = f"after {call.body['timeout_s']:g} s {ran_out_text(missing, attempt.world_size, active.ran_out_on)}"
+            self.catalog.refuse(gone, "GatherTimeout", f"get() of job {active.job!r}: {why}")
+        if not active.calls:
+            del self.active[active.job]
+        elif active.phase != "gathering":
+            active.phase = "gathering"
+
+    def tick(self, now: float) -> None:
+        """Deadlines of listing and of the grace for late hosts; hosts lost while staging."""
+        for active in list(self.active.values()):
+            waited_s = now - active.phase_since_s
+            if active.phase == "listing" and waited_s > MARKERS_DEADLINE_S:
+                active.notes.append(f"durable storage did not list its markers within {MARKERS_DEADLINE_S:g} s")
+                self._plan(now, active)
+            elif active.phase == "waiting":
+                self._plan(now, active, is_grace_over=waited_s > self.catalog.rules.recovery_grace_s)
+            elif active.phase in ("staging", "checking"):
+                dead = [c.host_id for c in active.calls.values() if not self.catalog.hosts.is_live(c.host_id)]
+                limit_s = max(float(c.body.get("timeout_s", STAGE_LIMIT_S)) for c in active.calls.values())
+                if dead:
+                    why = f"host {dead[0]} died while the step was being restored: restart"
+                    self.fail(active, "RecoveryError", why)
+                elif waited_s > limit_s:
+                    done = active.staged if active.phase == "staging" else active.checked
+                    late = listed([r for r in sorted(active.homes) if r not in done])
+                    why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
+                    self.fail(active, "RecoveryError", why)
+                elif active.phase == "checking":
+                    self.catalog.staging.tick(now, active)
+
+    def source_died(self, now: float, host_id: str) -> None:
+        """A host died: rounds that fetch from it are planned again."""
+        for active in list(self.active.values()):
+            if active.phase != "staging" or active.plan is None:
+                continue
+            is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
+            if is_source or (active.is_agreement and host_id in active.homes.values()):
+                self.plan_again(now, active)
+
+
+def _way_back(job: Job) -> str:
+    """How a step that is retired, and not torn, is had after all (R25)."""
+    return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
+
+
+def _share(attempt: Attempt, other: Attempt | None) -> bool:
+    """Whether the ranks of both name the same shards: then those of one get what those of the other shared (R34)."""
+    return other is not None and bool(attempt.shard_of) and set(attempt.shard_of) == set(other.shard_of)

@@ -1,0 +1,1 @@
+"""How often to put and how often to write to durable storage. Pure."""

@@ -1,0 +1,201 @@
+"""Ranks with equal state: who of them copies, where a copier's copies go, what is told when twins differ. Pure.
+
+Ranks of one launch that name one shard are *twins*; those of them that copy the shared state are its *copiers* (R34).
+Copiers are chosen when the attempt opens and stand in its fact. Their hosts are one another's targets before any other
+host is: the chunks are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.text import listed
+from memstore.core.wire.messages import Body
+from placement.copiers import choose_copiers
+from placement.domains import spread_level
+from placement.groups import Placement
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+NAMED_MAX = 10  # tensors named in one happening
+NAME_CHARS_MAX = 200
+
+
+@dataclass(slots=True)
+class Routes:
+    """Where the copiers of one attempt push, for one placement."""
+
+    placement: Placement
+    attempt: int
+    domains: Mapping[str, str]  # of the hosts placed
+    twins: dict[int, tuple[str, ...]]  # copier -> hosts of the other copiers of its shard, as far as they are placed
+
+
+@dataclass(slots=True)
+class Differing:
+    """Two copiers of one shard whose shared bytes differ."""
+
+    ranks: tuple[int, int]
+    attempt: int
+    step: int  # the first of a row
+    since_s: float
+    names: tuple[str, ...] = field(default_factory=tuple)
+
+
+class Twins:
+    """Natural replicas of all jobs, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.routes: dict[str, Routes] = {}
+        self.differing: dict[str, dict[tuple[int, int], Differing]] = {}
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def refusal(self, name: str, calls: Sequence[Call]) -> str | None:
+        """Say why the ranks of a launch, in order, do not name their shards so that all are there, or None."""
+        by_count: dict[Any, list[int]] = {}
+        for rank, call in enumerate(calls):
+            by_count.setdefault(call.body.get("shards"), []).append(rank)
+        if list(by_count) == [None]:
+            return None
+        if len(by_count) > 1:
+            said = "; ".join(f"ranks {listed(ranks)} say {_said(count)}" for count, ranks in by_count.items())
+            return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
+        count = next(iter(by_count))
+        if type(count) is not int or not 1 <= count <= len(calls):
+            return f"job {name!r}: shards={count!r} where {len(calls)} ranks can hold 1 to {len(calls)}"
+        named = [call.body.get("shard") for call in calls]
+        wrong = [rank for rank, shard in enumerate(named) if type(shard) is not int or not 0 <= shard < count]
+        if wrong:
+            said = ", ".join(f"rank {rank} shard={named[rank]!r}" for rank in wrong[:10])
+            return f"job {name!r}: shards={count} are numbered 0 to {count - 1}, and {said}"
+        missing = sorted(set(range(count)).difference(named))
+        if missing:
+            return (
+                f"job {name!r}: no rank names shard {listed(missing)} of shards={count}: every shard needs a rank that "
+                "holds it, and what no rank names could not be restored"
+            )
+        return None
+
+    def chosen(self, fact: AttemptOpened) -> AttemptOpened:
+        """Return the fact with its copiers, for the hosts that its ranks are on."""
+        if not fact.shard_of:
+            return fact
+        catalog, replicas = self.catalog, int(fact.config["replicas"])
+        eligible = catalog.view.eligible_hosts(fact.hosts, replicas, level_asked=fact.level_asked)
+        topology = catalog.hosts.topology(catalog.hosts.live_ids())
+        level = spread_level(topology, replicas, among=eligible).level
+        leaving = {host for host in set(fact.hosts) if catalog.drains.is_draining(host)}
+        ranks = choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
+        return replace(fact, copiers=ranks)
+
+    def joined(self, attempt: Attempt, rank: int) -> Body:
+        """What a rank is told of its shard; rank 0 keeps the list of all copiers, for readers of its shard (R27)."""
+        if not attempt.shard_of:
+            return {}
+        table = self._copiers_by_shard(attempt)
+        mine = attempt.shard_of[rank]
+        roster = [table[shard] for shard in sorted(table)] if rank == 0 else []
+        # Not under "shard": that names bytes that the holder is to give the rank.
+        return {"natural": [mine, max(attempt.shard_of) + 1, table[mine], roster]}
+
+    @staticmethod
+    def _copiers_by_shard(attempt: Attempt) -> dict[int, list[int]]:
+        table: dict[int, list[int]] = {}
+        for rank in attempt.copiers:
+            table.setdefault(attempt.shard_of[rank], []).append(rank)
+        return table
+
+    # -- targets ------------------------------------------------------------------------------
+
+    def targets(self, job: Job, attempt: Attempt, rank: int, owner: str, ordinary: Iterable[str]) -> list[str]:
+        """Return the hosts that hold a rank's shard besides its owner's: of the other copiers first (R13, R34).
+
+        What placement names comes after them, as far as there are too few in domains of their own.
+        """
+        others = [host for host in ordinary if host != owner]
+        if not attempt.copiers or job.placement is None:
+            return others
+        routes = self._routes(job, attempt, job.placement)
+        if rank not in routes.twins:
+            return others
+        covered, found = {routes.domains.get(owner, owner)}, list[str]()
+        for host in (*routes.twins[rank], *others):
+            domain = routes.domains.get(host, host)
+            if domain not in covered and len(found) < attempt.replicas - 1:
+                covered.add(domain)
+                found.append(host)
+        rest = [host for host in others if host not in found]  # a copy in a domain that has one is better than none
+        return [*found, *rest[: max(0, len(others) - len(found))]]
+
+    def _routes(self, job: Job, attempt: Attempt, placement: Placement) -> Routes:
+        known = self.routes.get(job.name)
+        if known is not None and known.placement is placement and known.attempt == attempt.ordinal:
+            return known
+        domains = self.catalog.hosts.topology(placement.targets).domains(placement.level)
+        twins: dict[int, tuple[str, ...]] = {}
+        for ranks in self._copiers_by_shard(attempt).values():
+            for rank in ranks:
+                seats = [attempt.seats[other].host_id for other in ranks if other != rank]
+                twins[rank] = tuple(host for host in seats if host in domains)
+        known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
+        return known
+
+    def rows(self, job: Job, attempt: Attempt) -> dict[str, list[list[Any]]]:
+        """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
+        table: dict[str, list[list[Any]]] = {}
+        for ranks in self._copiers_by_shard(attempt).values():
+            for rank in ranks:
+                targets = self.catalog.view.guests(job, attempt, rank)
+                row = [rank, targets, [other for other in ranks if other != rank]]
+                table.setdefault(attempt.seats[rank].host_id, []).append(row)
+        return table
+
+    # -- what differs -------------------------------------------------------------------------
+
+    def told(self, call: Call) -> None:
+        """A rank names what it and another copier put differently, or its holder says that they are equal again."""
+        body = call.body
+        self.catalog.answer(call, {})
+        job = self.catalog.jobs.get(str(body["job"]))
+        attempt = job.newest if job is not None else None
+        ranks = (int(body["ranks"][0]), int(body["ranks"][1]))
+        if job is None or attempt is None or attempt.ordinal != body["attempt"] or not set(ranks) <= set(attempt.seats):
+            return
+        known, step = self.differing.setdefault(job.name, {}), int(body["step"])
+        if not body["chunks"]:
+            if known.pop(ranks, None) is not None:
+                self.catalog.observer.twins_agree(job, attempt, step, ranks)
+            return
+        names = tuple(str(name)[:NAME_CHARS_MAX] for name in body["names"][:NAMED_MAX])
+        if ranks not in known:
+            known[ranks] = Differing(ranks, attempt.ordinal, step, self.catalog.now, names)
+            self.catalog.observer.twins_differ(job, attempt, step, ranks, names, int(body["chunks"]))
+
+    def status(self, job: Job, attempt: Attempt) -> Body:
+        """What `memstore status` shows of it."""
+        now = self.catalog.now
+        found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
+        return {
+            "shards": max(attempt.shard_of, default=-1) + 1,
+            "copiers": list(attempt.copiers),
+            "twins_differ": [
+                {"ranks": list(d.ranks), "step": d.step, "names": list(d.names), "since_s": now - d.since_s}
+                for d in sorted(found, key=lambda d: d.ranks)
+            ],
+        }
+
+    def forget(self, name: str) -> None:
+        """The job was removed."""
+        self.routes.pop(name, None)
+        self.differing.pop(name, None)
+
+
+def _said(count: object) -> str:
+    return "nothing of shards" if count is None else f"shards={count}"

@@ -1,0 +1,241 @@
+"""Which hosts hold copies of a job, and what every host must know of the others. Pure (R13, R18, R29).
+
+Placement is kept per job and moved as little as possible when hosts come and go. Read `steps.py` for what is asked of
+these hosts, `repair.py` for how copies get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from memstore.core.cluster.job import Attempt, Job
+from memstore.core.targets.shared_shards import Twins
+from placement.domains import is_finer, levels_of, spread_level
+from placement.groups import Placement, Strategy, place
+from placement.rebalance import rebalance
+from recovery.planner import RecoveryPlan
+
+if TYPE_CHECKING:
+    from memstore.core.controller.machine import Catalog
+
+
+class GuestLookup:
+    """`ClusterView.guests` for many ranks in a row, while nothing changes: once for all ranks of a host."""
+
+    def __init__(self, view: ClusterView, job: Job, attempt: Attempt) -> None:
+        self._view, self._job, self._attempt = view, job, attempt
+        self._found: dict[str, list[str]] = {}  # by the rank's own host
+
+    def guests(self, rank: int) -> list[str]:
+        """As `ClusterView.guests`."""
+        attempt, catalog = self._attempt, self._view.catalog
+        seat = attempt.seats.get(rank)
+        if seat is None or attempt.copiers or not catalog.hosts.is_live(seat.host_id):
+            return self._view.guests(self._job, attempt, rank)  # it depends on the rank, not on its host alone
+        if seat.host_id not in self._found:
+            self._found[seat.host_id] = self._view.guests(self._job, attempt, rank)
+        return self._found[seat.host_id]
+
+
+class ClusterView:
+    """Placement and addresses, for the catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.twins = Twins(catalog)
+        self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told
+        self._told: dict[str, list[Any]] = {}  # host -> where it is, as all were told
+
+    def eligible_hosts(
+        self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
+    ) -> set[str]:
+        """Hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
+
+        Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
+        are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
+        A host that is to go counts as gone, unless there are not enough others.
+        """
+        hosts, now = self.catalog.hosts, self.catalog.now
+        wanted = set(rank_hosts)
+        leaving = [h for h in hosts.live_ids() if self.catalog.drains.is_draining(h)]
+        if leaving == hosts.live_ids():
+            leaving = []  # nobody stays: moving copies about gains nothing
+        live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
+        others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
+        labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
+        kept = set(prefer)
+        standins = [h for h in others if h not in labelled and not hosts.is_on_probation(now, h)]
+        standins.sort(key=lambda h: (h not in kept, h))
+        count = max(len(wanted) - len(live), replicas - len(live | labelled), 0)
+        chosen = live | labelled | set(standins[:count])
+        if level_asked != "host":
+            covered = {hosts.states[h].info.labels.get(level_asked) for h in chosen} - {None}
+            for host in standins[count:]:
+                value = hosts.states[host].info.labels.get(level_asked)
+                if len(covered) < replicas and value is not None and value not in covered:
+                    chosen.add(host)
+                    covered.add(value)
+        leaving.sort(key=lambda h: (h not in wanted, h not in kept, h))
+        return chosen | set(leaving[: max(0, replicas - len(chosen))])
+
+    def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
+        """The coarsest spread level the job ever had: what fewer racks must be measured against (R18).
+
+        A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
+        count. A host that went with notice is no loss.
+        """
+        hosts, drains = self.catalog.hosts, self.catalog.drains
+        eligible = self.eligible_hosts(rank_hosts, replicas)
+        if eligible.issuperset(hosts.live_ids()):
+            eligible.update(h for h in hosts.states if not drains.went(h))
+        level = spread_level(hosts.topology(sorted(eligible)), replicas).level
+        if before is None or before not in levels_of(hosts.failure_domains):
+            return level
+        return before if is_finer(level, before, hosts.failure_domains) else level
+
+    def placement(self, job: Job) -> Placement | None:
+        """Return where the newest attempt's copies go, among the hosts that are not dead.
+
+        A host that comes back before anything was copied in its place finds everything as it was: the moves count from
+        `Job.home`, not from what held while it was away.
+        """
+        attempt = job.newest
+        if attempt is None:
+            return None
+        if job.placement is None:
+            rank_hosts = (seat.host_id for seat in attempt.seats.values())
+            before = job.home
+            prefer = before.targets if before is not None else ()
+            hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
+            if not hosts:
+                return None
+            topology = self.catalog.hosts.topology(sorted(hosts))
+            strategy = cast(Strategy, str(attempt.config["placement"]))
+            if before is None:
+                job.placement = place(topology, replicas=attempt.replicas, strategy=strategy)
+            else:
+                job.placement = rebalance(before, topology, replicas=attempt.replicas, strategy=strategy).placement
+        return job.placement
+
+    def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
+        """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
+        seat = attempt.seats.get(rank)
+        if seat is not None and self.catalog.hosts.is_live(seat.host_id):
+            return self._heir(job, seat.host_id) if self.catalog.drains.is_draining(seat.host_id) else seat.host_id
+        for step in sorted(job.copies, reverse=True):
+            live = sorted(h for h in job.copies[step].get(rank, {}) if self.catalog.hosts.is_live(h))
+            if live:
+                placed = job.placement.targets if job.placement is not None else {}
+                # The only holder may be about to go too: what it holds then follows its heir.
+                return next((h for h in live if h in placed), None) or self._heir(job, live[0])
+        return seat.host_id if seat is not None else ""
+
+    def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
+        """The hosts that are to hold a rank's shard: its owner, and the owner's targets or those of its twins (R34)."""
+        placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
+        targets = placement.targets.get(owner, ()) if placement is not None else ()
+        return [owner, *self.twins.targets(job, attempt, rank, owner, targets)]
+
+    def guests(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
+        """The hosts that are to hold a rank's shard besides the rank's own."""
+        seat = attempt.seats.get(rank)
+        return [h for h in self.wanted(job, attempt, rank) if seat is None or h != seat.host_id]
+
+    def _heir(self, job: Job, leaving: str) -> str:
+        """A host that stays and takes the place of one that is to go; one that has its copies already, if there is."""
+        placement = self.placement(job)
+        if placement is None or leaving in placement.targets:
+            return leaving  # there is no other
+        if job.heirs.get(leaving) not in placement.targets:
+            before = job.home.targets.get(leaving, ()) if job.home is not None else ()
+            load = [*job.heirs.values(), *(t for targets in placement.targets.values() for t in targets)]
+            held = job.holders_for(leaving)
+            near = sorted(placement.targets, key=lambda h: (h not in held, h not in before, load.count(h), h))
+            job.heirs[leaving] = near[0]
+        return job.heirs[leaving]
+
+    def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
+        """Tell hosts (all of the job, only some, or those to which it is news) where to push what is put (R13)."""
+        placement, attempt = self.placement(job), job.newest
+        if placement is None or attempt is None or attempt.phase == "fencing":
+            return
+        self.send_news()
+        targets = {host: list(others) for host, others in placement.targets.items()}
+        for rank, seat in attempt.seats.items() if self.catalog.drains.until_s else ():
+            if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
+                targets[seat.host_id] = self.guests(job, attempt, rank)
+        copiers = self.twins.rows(job, attempt)
+        for host, others in targets.items():
+            if only is None or host in only:
+                body = {
+                    "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
+                }  # fmt: skip
+                if not (is_news_only and self.catalog.told.is_known(host, "targets", body)):
+                    self.catalog.told.note(host, "targets", body)
+                    self.catalog.tell(host, "targets", body)
+
+    def greet(self, hosts: Iterable[str]) -> None:
+        """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
+
+        A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
+        """
+        rows = [self._row(host) for host in self.catalog.hosts.live_ids()]
+        body = {"hosts": rows, "gone": None, "jobs": self._jobs()}
+        for host in hosts:
+            self.catalog.tell(host, "view", body)
+
+    def send_news(self) -> None:
+        """Tell all hosts what has changed of the others' addresses, if anything has (R3, R28)."""
+        rows, gone = [], []
+        for host in sorted(self.news):
+            row = self._row(host) if self.catalog.hosts.is_live(host) else None
+            if row is not None and row != self._told.get(host):
+                rows.append(row)
+                self._told[host] = row
+            elif row is None and self._told.pop(host, None) is not None:
+                gone.append(host)
+        self.news.clear()
+        if rows or gone:
+            body = {"hosts": rows, "gone": gone, "jobs": self._jobs()}
+            for host in self.catalog.hosts.live_ids():
+                self.catalog.tell(host, "view", body)
+
+    def settled(self, hosts: Iterable[str]) -> None:
+        """A new controller tells all hosts of all at once."""
+        self._told = {host: self._row(host) for host in hosts}
+        self.news.clear()
+
+    def _row(self, host: str) -> list[Any]:
+        info = self.catalog.hosts.states[host].info
+        return [info.host_id, info.address, info.port, info.incarnation]
+
+    def _jobs(self) -> list[str]:
+        return [*self.catalog.jobs, *self.catalog.forks.pending]
+
+    def awaited_hosts(self, job: Job, found: RecoveryPlan) -> frozenset[str]:
+        """Return the hosts that a get waits for: they may have a newer step, or its bytes in RAM (R23, R24)."""
+        if found.verdict == "wait":
+            return found.wait_for
+        if found.verdict == "none":
+            return frozenset(self.silent_hosts(job))
+        return frozenset(self.late_hosts() if found.bytes_durable else ())
+
+    def silent_hosts(self, job: Job) -> set[str]:
+        """Return hosts that may know the job, neither answering nor known to be gone for long (R24)."""
+        named = {h for commit in job.commits.values() for hosts in commit.hosts for h in hosts}
+        return self._silent(named) | self.late_hosts()
+
+    def late_hosts(self) -> set[str]:
+        """Return the announced hosts that have not come yet, just after a start: any of them may know any job."""
+        is_early = self.catalog.now - self.catalog.started_s < self.catalog.rules.recovery_grace_s
+        return self._silent(self.catalog.expected_hosts) if is_early else set()
+
+    def _silent(self, names: set[str]) -> set[str]:
+        hosts, now = self.catalog.hosts, self.catalog.now
+        known_gone = {
+            h
+            for h, s in hosts.states.items()
+            if s.status == "dead" and now - s.since_s > self.catalog.rules.repair_after_s
+        }
+        return {h for h in names if not hosts.is_answering(h)} - known_gone

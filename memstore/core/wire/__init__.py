@@ -1,0 +1,1 @@
+"""What travels between processes: frames, and the events and actions of the controller. Pure."""

@@ -1,0 +1,1 @@
+"""How drills break things, and what keeps them from breaking what they must not."""

@@ -1,0 +1,1 @@
+"""A drill beside live jobs, in room that they do not need."""

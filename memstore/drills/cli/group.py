@@ -1,0 +1,158 @@
+"""`memstore drill`: list the faults, play one, play a suite, or check a cluster in production with the canary.
+
+Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 the promise is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memstore.cli.options import store_options
+from memstore.cli.output import print_json
+from memstore.config import MIB, Config
+from memstore.drills.cli.canary import canary
+from memstore.drills.cli.run import run
+from memstore.drills.model.catalogue import DRILLS, find, rows
+from memstore.drills.model.promises import FAMILIES, GOES_ON, PLACES
+from memstore.drills.sites.site_options import (
+    SEED_LIMIT,
+    address_option,
+    check_usage,
+    durable_directory,
+    embedded_option,
+    job_options,
+    own_site,
+    prepare_ray,
+    quiet,
+    running_site,
+    teller,
+    yes_option,
+)
+
+if TYPE_CHECKING:
+    from memstore.drills.model.report import Report
+
+
+class Drills(click.Group):
+    """The verbs, and every drill of the catalogue as a verb of its own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs, then the drills."""
+        return [*self.commands, *DRILLS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a verb, or the command that plays the drill of that name."""
+        if cmd_name not in self.commands and cmd_name in DRILLS:
+            return _play_command(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name every drill where the name is not one."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"{args[0]!r} is not one of {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Drills, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def drill() -> None:
+    """Break something, wait until it is broken, recover, and compare every byte with states made without the store.
+
+    Without --embedded a drill plays with a scratch job on your running store, says first what it will touch, and asks.
+    """
+
+
+@drill.command("list", short_help="Every fault: what it breaks, what it touches, what is promised, where it runs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def list_drills(as_json: bool) -> None:
+    """Show every fault with what it does, its blast radius, the promised outcome and its must-fail twin."""
+    if as_json:
+        print_json(rows())
+        return
+    for family in FAMILIES:
+        for entry in (d for d in DRILLS.values() if d.family == family):
+            after = "the ranks go on" if entry.flow == GOES_ON else "the ranks are restarted"
+            places = "; ".join(PLACES[place] for place in entry.runs_on)
+            click.echo(f"{entry.name}  ({family}; {after})")
+            lines = [("breaks", entry.breaks), ("touches", entry.touches), ("promised", entry.promise.words)]
+            if entry.beyond:
+                lines.append(("beyond", f"{entry.beyond}; promised: a refusal, or the durable step"))
+            lines.append(("runs on", places + (", where --victim names the host" if entry.needs_victim else "")))
+            for what, text in lines:
+                click.echo(f"  {what:<10}{text}")
+
+
+drill.add_command(run)
+drill.add_command(canary)
+
+
+def _play_command(name: str) -> click.Command:
+    """Return the command that plays one drill."""
+    entry = find(name)
+    options: list[Callable[..., Any]] = [
+        embedded_option,
+        click.option("--seed", type=click.IntRange(0, SEED_LIMIT),
+                     help="Chooses victims and states; default: a random one."),
+        click.option("--beyond", is_flag=True,
+                     help="Lose more than is tolerated: a refusal (or the durable step) is promised."),
+        job_options,
+        click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill hits what is not its own."),
+        click.option("--allow-data-loss", is_flag=True,
+                     help="Even if another job has its last copy of something on the hosts that lose their memory."),
+        address_option,
+        yes_option,
+        store_options,
+    ]  # fmt: skip
+
+    def play(config: Config, as_json: bool, **given: Any) -> None:
+        _play(name, config, given, as_json=as_json)
+
+    wrapped: Callable[..., Any] = play
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    help_text = f"Break {entry.breaks}.\n\nTouches: {entry.touches}.\n\nPromised: {entry.promise.words}."
+    return click.command(name, help=help_text, short_help=entry.breaks)(wrapped)
+
+
+def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) -> None:
+    check_usage(find(name), given)
+    if given["embedded"]:
+        prepare_ray()
+    tell = teller(as_json)
+    with quiet():
+        report = _report(name, config, given, tell)
+    from memstore.drills.model.report import verdict_line
+
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+    tell(verdict_line(report))
+    click.get_current_context().exit(report.exit_code)
+
+
+def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[str], None]) -> Report:
+    from memstore.drills.model.options import DURABLE_EVERY, Options, replay
+    from memstore.drills.run.runner import run_drill
+
+    entry, nbytes = find(name), given["mbytes"] * MIB
+    seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
+    touches = f"{entry.touches}; besides, room for a scratch job of {given['mbytes']} MiB per rank"
+    place = (entry.beyond_runs_on if given["beyond"] else entry.runs_on)[0]
+    is_own = given["embedded"]
+    opened = own_site(place, given, nbytes, name=name) if is_own else running_site(config, given, touches)
+    with durable_directory(given, is_needed=entry.needs_durable) as durable, opened as site:
+        fields = {"replicas": given["replicas"], "durable": durable, "durable_every": DURABLE_EVERY}
+        options = Options(
+            seed=seed, is_beyond=given["beyond"], ranks_count=given["hosts_count"], nbytes=nbytes,
+            config=site.config.with_fields(fields), victim=given["victim"],
+            allows_data_loss=given["allow_data_loss"],
+        )  # fmt: skip
+        report = run_drill(name, site, options, tell)
+    store = None if given["embedded"] else config.store
+    report.replay = replay(name, options, store=store, durable=given["durable"])
+    return report

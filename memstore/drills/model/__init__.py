@@ -1,0 +1,1 @@
+"""What a drill is: its promises, its options, the catalogue, its report."""

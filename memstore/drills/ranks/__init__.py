@@ -1,0 +1,1 @@
+"""The ranks that train under a drill."""

@@ -1,0 +1,140 @@
+"""The drill's ranks where no Ray is: `DrillRank` in processes forked from one that has imported torch.
+
+They answer the calls of `ranks.py` and look like its actors, so that scenes and flows need not know. A network cut
+takes nothing from them: with Ray it would kill the raylet and them with it, and prove something else. Calls and
+answers are JSON lines; run as a module this is the nursery.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memstore.config import Config
+from memstore.drills.ranks.ranks import CALL_S, DrillRank, PutRow, Rank, RankPool, Restored, kill_actors
+from memstore.errors import ConfigError, DrillError
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, nursery_main
+
+ANSWER_S = 3 * CALL_S  # longer than any caller of `collect` waits
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Config, PutRow, Restored)}
+
+
+def to_wire(value: Any) -> Any:
+    """Return what JSON can carry for an argument or an answer of `DrillRank`."""
+    if type(value).__name__ in KINDS:
+        return {"kind": type(value).__name__, "fields": asdict(value)}
+    return [to_wire(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_wire(value: Any) -> Any:
+    """Undo `to_wire`; lists inside the values of ours were tuples."""
+    if isinstance(value, dict) and "kind" in value:
+        fields = {key: tuple(v) if isinstance(v, list) else v for key, v in value["fields"].items()}
+        return KINDS[value["kind"]](**fields)
+    return [from_wire(item) for item in value] if isinstance(value, list) else value
+
+
+# -- the drill's side -----------------------------------------------------------------------------
+
+
+class ProcessActor:
+    """One rank process; `actor.put.remote(1, 2)` gives a Future, and calls are answered in their order."""
+
+    def __init__(self, process: RankProcess) -> None:
+        self.process = process
+        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{process.pid}")
+
+    def __getattr__(self, name: str) -> ProcessMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return ProcessMethod(self, name)
+
+    def submit(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
+        """Begin a call."""
+        return self._caller.submit(self._call, do, args, options)
+
+    def _call(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        try:
+            self.process.begin(do, args=to_wire(list(args)), options=options)
+            return from_wire(self.process.finish(ANSWER_S)["value"])
+        except RankFailed as failed:
+            words = f"{failed.error}: {failed}" if failed.error not in str(failed) else str(failed)
+            raise (ConfigError if failed.error == "ConfigError" else DrillError)(words) from None
+        except (EOFError, ValueError) as exc:
+            raise ConnectionError(f"rank process {self.process.pid} is gone: {exc}") from exc
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self._caller.shutdown(cancel_futures=True)  # a call under way has just seen the end of the pipe
+
+
+@dataclass(frozen=True)
+class ProcessMethod:
+    """A method of a rank process."""
+
+    actor: ProcessActor
+    name: str
+
+    def remote(self, *args: Any, **options: Any) -> Future[Any]:
+        """Begin a call."""
+        return self.actor.submit(self.name, args, options)
+
+
+class ProcessRank(Rank):
+    """The drill's end of one rank process."""
+
+    def end(self) -> None:
+        """End the process."""
+        self.actor.end()
+
+
+class ProcessPool(RankPool):
+    """Rank processes by host, each in the network namespace of its host."""
+
+    kind = ProcessRank
+
+    def __init__(self, nursery: RankNursery, namespace: Callable[[str], str]) -> None:
+        super().__init__()
+        self._nursery, self._namespace = nursery, namespace
+        self._launcher = secrets.token_hex(8)
+
+    def start(self, host: str, nodes: dict[str, str]) -> ProcessActor:
+        """Fork a rank on a host."""
+        env = {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": self._launcher}
+        return ProcessActor(self._nursery.start(0, env, namespace=self._namespace(host)))
+
+    def give_back(self, ranks: Sequence[Rank]) -> None:
+        """End them: a fork costs less than a process and a thread that wait."""
+        kill_actors(ranks)
+
+
+# -- the rank's side ------------------------------------------------------------------------------
+
+
+def serve_drill(channel: socket.socket) -> None:
+    """Answer the calls of one drill's rank until the drill hangs up."""
+    rank = DrillRank()
+    for line in channel.makefile("rb"):
+        command = json.loads(line)
+        reply: dict[str, Any]
+        try:
+            value = getattr(rank, command["do"])(*from_wire(command["args"]), **command["options"])
+            reply = {"ok": True, "value": to_wire(value)}
+        except Exception as exc:
+            reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
+        channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # what faults make a rank's link say
+    import memstore.drills.ranks.training  # noqa: F401  (torch, imported before the first fork)
+
+    nursery_main(int(sys.argv[1]), serve_drill)

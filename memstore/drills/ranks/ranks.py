@@ -1,0 +1,263 @@
+"""The drill's ranks: Ray actors that put, get and compare, one process per rank and attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.config import Config
+from memstore.errors import ConfigError, DrillError, MemstoreError
+from memstore.shell.arena.lock import process_start_time
+
+CALL_S = 120.0  # a collective call of the drill's ranks; a start of a worker process on a busy machine is in it
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What one rank got, or the error it raised."""
+
+    rank: int
+    step: int | None = None
+    verdict: str = ""
+    reason: str = ""
+    nbytes: int = 0
+    bytes_equal: int = 0
+    differences: tuple[str, ...] = ()
+    ranks_moved: tuple[int, ...] = ()
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class PutRow:
+    """What became of one put, as the rank saw it when it returned."""
+
+    step: int
+    stall_s: float
+    error: str = ""
+    nbytes: int = 0
+    level_s: float = 0.0  # from the call to the level that was waited for
+
+
+class DrillRank:
+    """One rank in a Ray worker process. It joins one attempt after another of different jobs."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.store: Any = None
+        self.seed = self.nbytes = 0
+        self.state: Any = None
+
+    def who(self) -> tuple[int, int]:
+        """This process: pid and start time."""
+        return os.getpid(), process_start_time(os.getpid()) or 0
+
+    def join(
+        self, job: str, rank: int, world_size: int, key: str, config: Config, *, fresh: bool, seed: int, nbytes: int
+    ) -> int:
+        """Connect; return the attempt."""
+        import memstore
+
+        self.seed, self.nbytes = seed, nbytes
+        self.store = memstore.connect(job, rank=rank, world_size=world_size, attempt=key, config=config, fresh=fresh)
+        return int(self.store.attempt)
+
+    def put(self, first: int, last: int, pause_s: float = 0.0, mark: str = "") -> list[PutRow]:
+        """Put the states of the steps first to last, resting `pause_s` after each.
+
+        The file `mark` holds the step while its put is under way and nothing between two puts.
+        """
+        from memstore.drills.ranks.training import make_state
+
+        rows = []
+        for step in range(first, last + 1):
+            state = make_state(self.seed, self.store.rank, step, self.nbytes)
+            if mark:
+                Path(mark).write_text(str(step))
+            started_s = time.perf_counter()
+            try:
+                rows.append(PutRow(step, self.store.put(step, state).stall_s))
+            except MemstoreError as exc:
+                rows.append(PutRow(step, time.perf_counter() - started_s, f"{type(exc).__name__}: {exc}"))
+            if mark:
+                Path(mark).write_text("")
+            time.sleep(pause_s)
+        return rows
+
+    def prepare(self, step: int) -> None:
+        """Make the state of a step, so that `put_and_wait` measures nothing else."""
+        from memstore.drills.ranks.training import make_state
+
+        self.state = make_state(self.seed, self.store.rank, step, self.nbytes)
+
+    def put_and_wait(self, step: int, level: str, timeout_s: float) -> PutRow:
+        """Put the state that was prepared, wait for a level, forget the state."""
+        started_s = time.perf_counter()
+        ticket = self.store.put(step, self.state)
+        ticket.wait(level, timeout_s)
+        self.state = None
+        return PutRow(step, ticket.stall_s, nbytes=ticket.nbytes, level_s=time.perf_counter() - started_s)
+
+    def wait(self, level: str, timeout_s: float) -> int:
+        """Wait until the newest put that counts has reached a level; return the newest step that did."""
+        self.store.flush(level, timeout_s)
+        return int(self.store.latest_step())
+
+    def restore(self, timeout_s: float, *, is_altered: bool = False) -> Restored:
+        """get(), then compare every byte with a state made anew from (seed, rank, step)."""
+        try:
+            got = self.store.get(timeout_s=timeout_s)
+        except MemstoreError as exc:
+            return Restored(self.store.rank, error=type(exc).__name__, message=str(exc))
+        if got is None:
+            return Restored(
+                self.store.rank, error="None",
+                message="get() returned None: the store says that the job has no history",
+            )  # fmt: skip
+        return self._compared(got, self.store.rank, is_altered=is_altered)
+
+    def read(self, step: int, rank: int, timeout_s: float, *, is_altered: bool = False) -> Restored:
+        """Read one rank's shard while training goes on, adopting nothing (R27), and compare every byte."""
+        try:
+            got = self.store.get(step, rank=rank, timeout_s=timeout_s)
+        except MemstoreError as exc:
+            return Restored(rank, error=type(exc).__name__, message=str(exc))
+        return self._compared(got, rank, is_altered=is_altered)
+
+    def _compared(self, got: Any, rank: int, *, is_altered: bool) -> Restored:
+        from memstore.drills.ranks.training import alter, compare, make_state
+
+        if is_altered:
+            alter(got.state)
+        fresh = make_state(self.seed, rank, got.step, self.nbytes)
+        equal, differences = compare(got.state, fresh)
+        whole, _ = compare(fresh, fresh)
+        return Restored(
+            rank, got.step, got.verdict, got.reason, whole, equal, tuple(differences), got.ranks_moved,
+            dict(got.bytes_by_tier), dict(got.seconds_by_phase),
+        )  # fmt: skip
+
+    def leave(self) -> None:
+        """Close the store; the process can join another job."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+@dataclass
+class Rank:
+    """The drill's end of one rank process."""
+
+    actor: Any
+    host: str
+    pid: int
+    start: int
+
+    def end(self) -> None:
+        """End the process."""
+        ray.kill(self.actor)
+
+
+class RankPool:
+    """Rank processes by host; those of an ended drill serve the next."""
+
+    kind: type[Rank] = Rank
+
+    def __init__(self) -> None:
+        self._idle: list[Rank] = []
+
+    def start(self, host: str, nodes: dict[str, str]) -> Any:
+        """Start a rank's process on a host; it may not be up yet."""
+        node = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
+        return ray.remote(DrillRank).options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote()
+
+    def take(self, hosts: Sequence[str], nodes: dict[str, str]) -> list[Rank]:
+        """Return one rank per entry of `hosts`, started where there is none idle; `nodes` maps hosts to Ray nodes.
+
+        Raises:
+            DrillError: a process did not start.
+        """
+        found: list[Rank | None] = []
+        for host in hosts:
+            idle = next((r for r in self._idle if r.host == host), None)
+            if idle is not None:
+                self._idle.remove(idle)
+            found.append(idle)
+        missing = [(i, host) for i, (host, r) in enumerate(zip(hosts, found, strict=True)) if r is None]
+        started = {i: self.start(host, nodes) for i, host in missing}
+        whos = collect([actor.who.remote() for actor in started.values()], "start")
+        for (index, actor), (pid, start) in zip(started.items(), whos, strict=True):
+            found[index] = self.kind(actor, hosts[index], pid, start)
+        return [rank for rank in found if rank is not None]
+
+    def give_back(self, ranks: Sequence[Rank]) -> None:
+        """Keep ranks that have left their job."""
+        self._idle += ranks
+
+    def forget(self, host: str) -> None:
+        """The processes of a host are gone."""
+        self._idle = [r for r in self._idle if r.host != host]
+
+    def close(self) -> None:
+        """End every idle process."""
+        kill_actors(self._idle)
+        self._idle = []
+
+
+def kill_actors(ranks: Sequence[Rank]) -> None:
+    """End rank processes as a launcher does; those that are gone are fine."""
+    for rank in ranks:
+        with contextlib.suppress(Exception):
+            rank.end()
+
+
+def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[Any]:
+    """Return the results of calls to all ranks.
+
+    Raises:
+        DrillError: a rank died, raised or did not answer in time: what the drill itself needs does not work.
+    """
+    if not calls:  # ray.get would start a Ray of its own where there is none
+        return []
+    if isinstance(calls[0], Future):
+        return _collect_threads(calls, what, timeout_s)
+    try:
+        return list(ray.get(list(calls), timeout=timeout_s))
+    except ray.exceptions.RayTaskError as exc:
+        cause = exc.cause if exc.cause is not None else exc
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise DrillError(f"{what}: a rank of the drill raised {type(cause).__name__}: {cause}") from exc
+    except ray.exceptions.GetTimeoutError as exc:
+        raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
+    except ray.exceptions.RayError as exc:
+        raise DrillError(f"{what}: a rank of the drill is gone: {str(exc).splitlines()[0]}") from exc
+
+
+def _collect_threads(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
+    """The same for ranks that are plain processes (`rank_processes.py`), each called by a thread of its own."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        return [call.result(timeout=max(0.0, deadline_s - time.monotonic())) for call in calls]
+    except FutureTimeout as exc:
+        raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
+    except ConfigError:
+        raise
+    except MemstoreError as exc:
+        raise DrillError(f"{what}: a rank of the drill raised {exc}") from exc
+    except OSError as exc:
+        raise DrillError(f"{what}: a rank of the drill is gone: {exc}") from exc

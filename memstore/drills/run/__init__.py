@@ -1,0 +1,1 @@
+"""How drills and suites are run, judged and recorded."""

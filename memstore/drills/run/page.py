@@ -1,0 +1,158 @@
+"""A suite's record as one self-contained HTML page: a summary, then a timeline per drill. Pure: record in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from memstore.drills.model.report import gib
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #1d232b; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2.2em 0 .3em; }
+table { border-collapse: collapse; margin: .6em 0; } th, td { padding: .2em .9em .2em 0; text-align: left;
+  vertical-align: top; } thead th { border-bottom: 1px solid #aab; } td.n { text-align: right; white-space: nowrap; }
+.badge { border-radius: .3em; color: #fff; padding: .05em .5em; font-size: .85em; }
+.PASS { background: #1b7f4b; } .FAIL { background: #b3261e; } .ERROR { background: #8a5a00; }
+.axis { position: relative; height: 2.6em; background: #f2f4f7; border-radius: .3em; margin: .8em 0 1.6em; }
+.phase { position: absolute; top: 0; height: 1.5em; overflow: hidden; white-space: nowrap; font-size: .75em;
+  color: #fff; border-radius: .2em; padding-left: .2em; box-sizing: border-box; min-width: 2px; }
+.setup, .cleanup { background: #7a8594; } .inject { background: #b3261e; } .wait-for-effect { background: #c9621b; }
+.recover { background: #2b5fa8; } .wait-for-recovery { background: #2d8f8f; } .check { background: #1b7f4b; }
+.mark { position: absolute; top: 1.5em; width: 1px; height: 1.1em; background: #1d232b; }
+.muted { color: #66707c; } code { background: #f2f4f7; padding: .1em .3em; }
+"""
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Return the HTML page of a record; needs nothing else to be shown, and shows every text of it as text."""
+    title = f"memstore drills: suite {record['suite']}"
+    parts = [
+        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">', f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style></head><body>", f"<h1>{escape(title)} {_badge(record['outcome'])}</h1>",
+        _facts(record), _summary(record),
+        *(_drill(row, at) for at, row in enumerate(record["drills"])),
+        _skipped(record["skipped"]), "</body></html>",
+    ]  # fmt: skip
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _badge(outcome: str) -> str:
+    known = outcome if outcome in ("PASS", "FAIL", "ERROR") else "ERROR"
+    return f'<span class="badge {known}">{escape(outcome)}</span>'
+
+
+def _facts(record: Mapping[str, Any]) -> str:
+    where, counts = record["environment"], record["counts"]
+    versions = " · ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
+    words = [
+        f"{sum(counts.values())} drills played: {', '.join(f'{n} {name}' for name, n in counts.items())}; "
+        f"{len(record['skipped'])} not played; {record['seconds']:g} s; seed {record['seed']}; "
+        f"{gib(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
+        f"{where['cpus']} processors, {where['system']} {where['kernel']} {where['machine']}, "
+        f"{gib(where['memory_available_bytes'])} of memory left at the end · Python {where['python']} · {versions}",
+        f"commit {record['commit'] or 'unknown'}",
+    ]
+    return "".join(f'<p class="muted">{escape(line)}</p>' for line in words)
+
+
+def _summary(record: Mapping[str, Any]) -> str:
+    head = ("drill", "outcome", "detection", "plan", "restored", "verified", "RPO", "RTO", "played in")
+    rows = [
+        f'<tr><td><a href="#d{at}">{escape(title_of(row))}</a></td><td>{_badge(row["outcome"])}</td>'
+        f'<td class="n">{_seconds(row["seconds"]["detect"])}</td><td class="n">{_seconds(row["seconds"]["plan"])}</td>'
+        f"<td>{escape(tiers_text(row))}</td><td>{'every byte' if row['verified'] else '-'}</td>"
+        f'<td class="n">{escape(rpo_text(row))}</td><td class="n">{_seconds(row["rto_s"])}</td>'
+        f'<td class="n">{_seconds(row["seconds_played"])}</td></tr>'
+        for at, row in enumerate(record["drills"])
+    ]
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def title_of(row: Mapping[str, Any]) -> str:
+    """Return the drill's name as it is typed."""
+    return f"{row['drill']}{' --beyond' if row['beyond'] else ''}"
+
+
+def tiers_text(row: Mapping[str, Any]) -> str:
+    """Return the restored bytes by tier, or that nothing was restored."""
+    found = [f"{gib(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
+    if found:
+        return " · ".join(found)
+    return "refused" if row["verdict"] == "refused" else "-"
+
+
+def rpo_text(row: Mapping[str, Any]) -> str:
+    """Return the committed steps that were lost."""
+    if row["rpo_steps"] is None:
+        return "-"
+    return f"{row['rpo_steps']} step{'' if row['rpo_steps'] == 1 else 's'}"
+
+
+def seconds_text(value: float | None) -> str:
+    """Return seconds with as many digits as they are worth."""
+    if value is None:
+        return "-"
+    return f"{value:.3f} s" if value < 1 else f"{value:.1f} s"
+
+
+def _seconds(value: float | None) -> str:
+    return escape(seconds_text(value))
+
+
+def _drill(row: Mapping[str, Any], at: int) -> str:
+    fault = next((text for _, label, text in row["timeline"] if label == "inject"), row["breaks"])
+    detected = next((text for _, label, text in row["timeline"] if label == "detected"), "-")
+    verified = f"{row['bytes_compared']:,} bytes compared with states made anew, " + (
+        "every one equal" if row["verified"] else "not all of them equal" if row["bytes_compared"] else "none restored"
+    )
+    facts = [
+        ("fault", fault), ("victims", ", ".join(row["victims"]) or "-"), ("promised", row["promised"]),
+        ("outcome", row["words"]), ("detection", f"{seconds_text(row['seconds']['detect'])}: {detected}"),
+        ("plan", seconds_text(row["seconds"]["plan"])), ("bytes by tier", tiers_text(row)),
+        ("verification", verified), ("RPO", rpo_text(row)), ("RTO", seconds_text(row["rto_s"])),
+        ("longest put", seconds_text(row["stall_max_s"])), ("played on", row["place"]), ("again", row["replay"]),
+    ]  # fmt: skip
+    table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(text))}</td></tr>" for name, text in facts)
+    lines = "".join(
+        f'<tr><td class="n">{when:.3f} s</td><td>{escape(str(label))}</td><td>{escape(str(text))}</td></tr>'
+        for when, label, text in row["timeline"]
+    )
+    return (
+        f'<h2 id="d{at}">{escape(title_of(row))} {_badge(row["outcome"])}</h2>{_axis(row)}'
+        f"<table>{table}</table><table>{lines}</table>"
+    )
+
+
+def _axis(row: Mapping[str, Any]) -> str:
+    """The phases as bars and the lines as marks, over the time from the first phase to the last."""
+    phases = row["phases"]
+    if not phases:
+        return '<p class="muted">it did not begin</p>'
+    first, last = min(p["start_s"] for p in phases), max(p["end_s"] for p in phases)
+    width = max(last - first, 1e-9)
+
+    def percent(seconds: float) -> float:
+        return float(round(100 * seconds / width, 3))
+
+    bars = [
+        f'<div class="phase {escape(p["phase"])}" style="left:{percent(p["start_s"] - first)}%;'
+        f'width:{percent(p["end_s"] - p["start_s"])}%" title="{escape(p["phase"])}: '
+        f'{p["end_s"] - p["start_s"]:.3f} s">{escape(p["phase"])}</div>'
+        for p in phases
+    ]
+    marks = [
+        f'<div class="mark" style="left:{percent(when - first)}%" '
+        f'title="{escape(f"{when:.3f} s {label}: {text}")}"></div>'
+        for when, label, text in row["timeline"]
+    ]
+    return f'<div class="axis">{"".join(bars)}{"".join(marks)}</div>'
+
+
+def _skipped(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    items = "".join(f"<li>{escape(title_of(row))}: {escape(row['why'])}</li>" for row in rows)
+    return f"<h2>Not played</h2><ul>{items}</ul>"

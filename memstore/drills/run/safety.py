@@ -1,0 +1,60 @@
+"""Whether a drill may do it: never to the last copy of a shard that is not its own, unless told so.
+
+The decision is made from what the controller answers (the planner's dry run), right before the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memstore.drills.sites.site import Site
+from memstore.errors import DrillError
+
+
+def endangered(
+    jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
+) -> list[str]:
+    """Return, in words, each job that would lose something committed with the memory of the hosts.
+
+    Args:
+        jobs: Rows of the store's status, the drill's own left out.
+        plans: By job, the controller's answer to "what would be recovered if these hosts were lost now".
+        hosts: Hosts that are to lose their memory.
+    """
+    found = []
+    for job in jobs:
+        name, plan = str(job["job"]), plans.get(str(job["job"]))
+        if plan is None:  # copies that no attempt owns: nothing can be planned for them, so nothing may be lost of them
+            held = sorted({h for step in job["steps"] for h in step["hosts"]} & set(hosts))
+            if held:
+                found.append(f"{name}: no attempt of it is known, and {', '.join(held)} holds copies of it")
+            continue
+        step, committed = plan["step"], plan["committed_step"]
+        if committed is None:
+            continue
+        if plan["verdict"] == "wait" or step is None:
+            found.append(f"{name}: committed step {committed} could not be restored any more ({plan['why']})")
+        elif step < committed:
+            found.append(f"{name}: it would fall back from committed step {committed} to step {step}")
+    return found
+
+
+def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_data_loss: bool) -> None:
+    """Raise DrillError if destroying the memory of the hosts would cost another job its last copy of a shard."""
+    if not hosts or allows_data_loss:
+        return
+    jobs = [job for job in site.status()["jobs"] if job["job"] != own_job]
+    plans = {
+        job["job"]: site.ask("plan", {"job": job["job"], "lose": list(hosts)})
+        for job in jobs
+        if job["attempt"] is not None
+    }
+    found = endangered(jobs, plans, hosts)
+    if found:
+        look = site.config.commands("`memstore status`")
+        raise DrillError(
+            f"refused before anything was broken: destroying the memory of {', '.join(hosts)} would cost "
+            f"{'; '.join(found[:5])}. Name another host with --victim, wait until its copies are complete "
+            f"({look}), or pass --allow-data-loss"
+        )

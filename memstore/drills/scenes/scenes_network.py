@@ -1,0 +1,304 @@
+"""Faults of the network between hosts: split, deaf on one side, slow, cut, clogged one by one, a bit flipped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from memstore.config import MIB
+from memstore.drills.scenes.scene import Scene
+from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
+from memstore.errors import ConfigError, DrillError
+
+BUDGET_S = 1.0  # stall budget of the scratch job: less than any of these faults lasts
+SLOW_BITS_PER_S = 10_000_000
+SLOW_MAX = 1.25  # what may be measured over the limit: a burst passes at full speed
+PROBE_BYTES = MIB // 4
+MID_PUT_BITS_PER_S = 40_000_000  # so that a shard is on its way long enough to be caught there
+CUT_PAUSE_S = 0.4
+CATCH_S = 20.0
+FLIPS_COUNT = 3
+PAYLOAD_MIN = 4096
+
+
+class NetworkScene(Scene):
+    """A victim host whose links break; every link is whole again afterwards."""
+
+    job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
+
+    @property
+    def net(self) -> NamespacesSite:
+        """The site, which has links to break."""
+        if not isinstance(self.site, NamespacesSite):
+            raise DrillError(f"{self.name} cuts links, and this cluster has none: it needs hosts in network namespaces")
+        return self.site
+
+    def victims(self) -> list[str]:
+        return [f"the links of {self.holders[0]}"]
+
+    def not_live(self, hosts: list[str], body: dict[str, Any]) -> str | None:
+        """Say that the store counts none of the hosts live; None while it does."""
+        rows = {row["host"]: row for row in body["hosts"]}
+        if any(rows.get(host, {}).get("status") == "live" for host in hosts):
+            return None
+        return "; ".join(f"{host} is {rows[host]['status'] if host in rows else 'gone'}" for host in hosts)
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return None
+
+    def cleanup(self) -> None:
+        self.net.heal()
+
+
+class PartitionOneWay(NetworkScene):
+    """What one host sends to the host with its copies is lost; the other way, and to the controller, all is well."""
+
+    name = "partition-one-way"
+    is_noticed = False  # both still talk to the controller: nobody is suspect, and nobody should be
+    hold_s = 3.0
+
+    def victims(self) -> list[str]:
+        return [f"what {self.holders[0]} sends to {self.holders[1]}"]
+
+    def inject(self) -> str:
+        home, target = self.holders[:2]
+        self.net.rig.block(home, target, one_way=True)
+        return f"packets from {home} to {target} vanish; from {target} to {home} they arrive"
+
+    def wait_for_effect(self) -> str:
+        home, target = self.holders[:2]
+        self.net.check_silent_between(target, home)
+        if not self.net.hears(home, target):
+            raise DrillError(f"{home} does not hear {target} either: this is no one-way fault")
+        return f"a datagram from {home} to {target} is lost, one back arrives (checked)"
+
+    def recover(self) -> None:
+        self.net.check_silent_between(self.holders[1], self.holders[0])
+        self.net.heal()
+        self.run.timeline.line("healed", "both ways again")
+
+    def check(self) -> None:
+        dead = [row["host"] for row in self.site.status()["hosts"] if row["status"] != "live"]
+        if dead:
+            self.run.broken.append(f"{', '.join(dead)} is not live although it reached the controller all the time")
+
+
+class SlowLink(NetworkScene):
+    """One host's link has 10 Mbit/s, while all ranks put."""
+
+    name = "slow-link"
+    is_noticed = False  # slow is not dead; skipped steps and stalls are what shows
+    slow = ""
+
+    def inject(self) -> str:
+        self.slow = self.holders[0]
+        self.net.rig.shape(self.slow, SLOW_BITS_PER_S)
+        return f"the link of {self.slow} has {SLOW_BITS_PER_S / 1e6:g} Mbit/s, both ways"
+
+    def wait_for_effect(self) -> str:
+        rate = self.net.bits_per_s(self.slow, VIA, PROBE_BYTES)
+        if rate > SLOW_MAX * SLOW_BITS_PER_S:
+            raise DrillError(f"{self.slow} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
+        self.step_at_fault = self.run.job.committed_step() + 1  # one more may have crossed before
+        return f"{PROBE_BYTES >> 10} KiB crossed it at {rate / 1e6:.1f} Mbit/s (measured)"
+
+    def recover(self) -> None:
+        self.cleanup()
+        self.run.timeline.line("healed", "full speed again")
+
+    def cleanup(self) -> None:
+        if self.slow:
+            self.net.rig.unshape(self.slow)
+            self.slow = ""
+        super().cleanup()
+
+
+class SwizzleClog(NetworkScene):
+    """Links of a random part of the hosts are cut one by one, and come back one by one in another order."""
+
+    name = "swizzle-clog"
+    hold_s = 4.0  # with the cuts before it, long enough for the first of them to count as dead
+
+    def setup(self) -> None:
+        super().setup()
+        others = [host for host in self.run.places if host != self.holders[0]]
+        count = self.rng.randrange(1, max(2, len(others)))
+        self.cut = [self.holders[0], *self.rng.sample(others, count)]
+        self.rng.shuffle(self.cut)
+
+    def victims(self) -> list[str]:
+        return [f"the links of {', '.join(self.cut)}"]
+
+    def inject(self) -> str:
+        for host in self.cut:
+            self.site.deaf.add(host)
+            self.net.rig.cut(host)
+            time.sleep(CUT_PAUSE_S)
+        return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {', '.join(self.cut)}"
+
+    def wait_for_effect(self) -> str:
+        for host in self.cut:
+            self.net.check_silent_between(VIA, host)
+        return f"nothing arrives from {', '.join(self.cut)} (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return self.not_live(self.cut, body)
+
+    def recover(self) -> None:
+        order = list(self.cut)
+        while order == self.cut:
+            self.rng.shuffle(order)
+        for host in order:
+            self.net.rig.heal(host)
+            self.site.deaf.discard(host)
+            time.sleep(CUT_PAUSE_S)
+        self.run.timeline.line("healed", f"in this order: {', '.join(order)}")
+
+    def wait_for_recovery(self) -> None:
+        self.site.wait_hosts_live(self.cut)
+
+
+class FlipInTransit(NetworkScene):
+    """Bits of chunks flip between a rank's host and the host with its copies."""
+
+    name = "flip-in-transit"
+
+    def places(self) -> list[str]:
+        """VIA is one of them: what its peers send it passes the proxy."""
+        return [VIA, *self.site.places()]
+
+    def may_hit(self, holders: list[str]) -> bool:
+        return VIA in holders[1:]
+
+    def victims(self) -> list[str]:
+        return [f"what {self.holders[0]} sends to {VIA}"]
+
+    def errors_count(self, body: dict[str, Any]) -> int:
+        """Chunks that arrived at VIA with a wrong digest so far."""
+        row = next((row for row in body["hosts"] if row["host"] == VIA), None)
+        return int(row["stats"].get("digest_errors", 0)) if row is not None else 0
+
+    def setup(self) -> None:
+        super().setup()
+        self.errors_before = self.errors_count(self.site.status())
+        self.flips_before = self.net.proxy.up.flips_count
+
+    @property
+    def flips_count(self) -> int:
+        """Bits that were flipped for this drill."""
+        return self.net.proxy.up.flips_count - self.flips_before
+
+    def inject(self) -> str:
+        for _ in range(FLIPS_COUNT):
+            at, bit = self.rng.randrange(PAYLOAD_MIN), self.rng.randrange(8)
+            self.net.proxy.up.flip("payload", at, payload_min=PAYLOAD_MIN, bit=bit)
+        return f"one bit each of the next {FLIPS_COUNT} chunks to {VIA}"
+
+    def wait_for_effect(self) -> str:
+        self.site.wait_for("the bits to flip", lambda: self.flips_count == FLIPS_COUNT, CATCH_S)
+        self.step_at_fault = self.run.job.committed_step()
+        return f"{FLIPS_COUNT} bits flipped on the way (counted by the proxy)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        found = self.errors_count(body) - self.errors_before
+        return f"{VIA} counts {found} chunks with a wrong digest" if found >= FLIPS_COUNT else None
+
+    def recover(self) -> None:
+        self.run.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
+
+    def check(self) -> None:
+        found = self.errors_count(self.site.status()) - self.errors_before
+        if found != self.flips_count:
+            self.run.broken.append(f"{self.flips_count} bits flipped and {found} digest errors were counted")
+        damaged = self.site.ask("verify", {"job": self.run.job.name}, 60.0)["hosts"][VIA]["damaged"]
+        if damaged:
+            self.run.broken.append(f"{damaged} damaged chunks were stored on {VIA}")
+
+
+class CablePulled(NetworkScene):
+    """The link of one host goes down while a shard of its rank is half across."""
+
+    name = "cable-pulled"
+    hold_s = 2.0
+    slow = ""
+
+    def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
+        self.slow = self.holders[0]
+        self.net.rig.shape(self.slow, MID_PUT_BITS_PER_S)
+        self.sent_before = self.sent()
+        return super().begin_puts(pause_s, marks)
+
+    def sent(self) -> int:
+        """Bytes that left the victim so far, as its own kernel counts."""
+        keeper = Path(self.net.rig.namespace(self.holders[0])).parents[1]
+        lines = (keeper / "net" / "dev").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
+
+    def inject(self) -> str:
+        nbytes, host, deadline_s = self.run.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
+        while (sent := self.sent() - self.sent_before) < nbytes // 8:
+            if time.monotonic() > deadline_s:
+                raise DrillError(f"{host} sent {sent} bytes of a shard of {nbytes} within {CATCH_S:g} s: no put to hit")
+            time.sleep(0.002)
+        self.site.deaf.add(host)
+        self.net.rig.cut(host)
+        self.share = (self.sent() - self.sent_before) / nbytes
+        self.step_at_fault = self.run.job.committed_step()
+        self.unshape()
+        return f"the cable of {host} is pulled, {self.share:.0%} of a shard had left it"
+
+    def wait_for_effect(self) -> str:
+        host = self.holders[0]
+        if self.share >= 1:
+            raise DrillError(f"{self.share:.0%} of the shard had left {host} when its link was cut: it was no mid-put")
+        self.net.check_silent_between(VIA, host)
+        if self.step_at_fault > (self.run.report.step_before or 0):
+            raise DrillError(f"step {self.step_at_fault} was committed when the link went down: it was no mid-put")
+        return f"nothing arrives from {host}; the step under way is not committed (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return self.not_live(self.holders[:1], body)
+
+    def unshape(self) -> None:
+        """Full speed, which nobody sees while the link is down."""
+        if self.slow:
+            self.net.rig.unshape(self.slow)
+            self.slow = ""
+
+    def recover(self) -> None:
+        self.net.heal()
+        self.run.timeline.line("healed", f"the cable of {self.holders[0]} is back")
+
+    def wait_for_recovery(self) -> None:
+        self.site.wait_hosts_live(self.holders[:1])
+
+    def cleanup(self) -> None:
+        self.unshape()
+        super().cleanup()
+
+
+def two_halves(scene: Scene) -> tuple[list[str], list[str]]:
+    """Return the hosts with the victim's copies, and the others.
+
+    Raises:
+        ConfigError: there are too few others for copies of their own.
+    """
+    minority = sorted(scene.holders)
+    majority = [host for host in scene.run.places if host not in minority]
+    if len(majority) < scene.run.config.replicas:
+        raise ConfigError(
+            f"{len(scene.run.places)} hosts with replicas={scene.run.config.replicas} make no two halves that could "
+            f"each commit: use --hosts {2 * scene.run.config.replicas} or more"
+        )
+    return minority, majority
+
+
+def half_config(scene: Scene) -> Any:
+    """The Config of a job that lives on one half alone."""
+    return replace(scene.run.config, durable=None)
+
+
+SCENES = {scene.name: scene for scene in (PartitionOneWay, SlowLink, SwizzleClog, FlipInTransit, CablePulled)}

@@ -1,0 +1,100 @@
+"""Ray itself goes away: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.drills.breaking import faults
+from memstore.drills.ranks.ranks import Restored
+from memstore.drills.scenes.scene import Scene
+from memstore.errors import DrillError
+
+ENDED_S = 90.0  # stock Ray's raylets wait a minute for a head that is gone
+
+
+class RestartRay(Scene):
+    """Every process of every host with SIGKILL at once; Ray is started again, and one host joins late."""
+
+    name = "restart-ray"
+    is_noticed = False  # there is nobody left who could
+
+    def setup(self) -> None:
+        super().setup()
+        site = self.own_site()
+        self.hosts = []  # nobody loses memory
+        self.late = self._draw_late([r.host for r in self.run.job.ranks if r.host != site.head])
+        self.before: dict[str, Any] = {}
+        self.seats = [r.host for r in self.run.job.ranks]
+
+    def _draw_late(self, hosts: list[str]) -> str:
+        return self.rng.choice(hosts)
+
+    def victims(self) -> list[str]:
+        return [f"Ray on every host, {self.late} late"]
+
+    def inject(self) -> str:
+        site = self.own_site()
+        self._let_go()
+        self.before = {host: faults.arena_identity(site.folder(host)) for host in site.cluster.labels}
+        count = site.end_ray()
+        return f"SIGKILL to all {count} processes of Ray and of the store"
+
+    def _let_go(self) -> None:
+        """Forget every handle of this Ray: to use one later would start another Ray here."""
+        self.run.watch.stop()
+        self.run.job.ranks, self.run.job.spares = [], []
+
+    def wait_for_effect(self) -> str:
+        site = self.own_site()
+        gone = [host for host, known in self.before.items() if faults.arena_identity(site.folder(host)) != known]
+        if gone:
+            raise DrillError(f"the arenas of {', '.join(gone)} are not what they were: only processes were to go")
+        return f"all gone, {len(self.before)} arena files are still there (both checked)"
+
+    def recover(self) -> None:
+        site = self.own_site()
+        site.start_ray(without=self.late)
+        others = [host for host in site.places() if host != self.late]
+        seats = [host if host != self.late else others[i % len(others)] for i, host in enumerate(self.seats)]
+        self.run.job.stand_by(seats)
+        left_out = f"all hosts but {self.late}" if self.late else "all hosts"
+        self.run.timeline.line("started", f"Ray and the store run again on {left_out}")
+
+    def restore(self) -> list[Restored]:
+        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._join_late)
+
+    def _join_late(self) -> None:
+        self.own_site().join_late(self.late)
+        self.run.timeline.line("joined", f"{self.late}, while ranks wait in get()")
+
+    def cleanup(self) -> None:
+        self.own_site().join_late(self.late)
+
+
+class HeadNode(RestartRay):
+    """Ray's head dies for good; every raylet ends for want of it. Ray is started again on the same hosts."""
+
+    name = "head-node"
+
+    def _draw_late(self, hosts: list[str]) -> str:
+        return ""  # nobody
+
+    def victims(self) -> list[str]:
+        return [f"Ray's head on {self.own_site().head}"]
+
+    def inject(self) -> str:
+        site = self.own_site()
+        self._let_go()
+        self.before = {host: faults.arena_identity(site.folder(host)) for host in site.cluster.labels}
+        count = site.end_head()
+        return f"SIGKILL to the {count} processes of Ray's head"
+
+    def wait_for_effect(self) -> str:
+        took_s = self.own_site().wait_ray_ended(ENDED_S)
+        return f"every other raylet and holder ended by itself within {took_s:.0f} s; {super().wait_for_effect()}"
+
+    def restore(self) -> list[Restored]:
+        return Scene.restore(self)
+
+
+SCENES = {scene.name: scene for scene in (RestartRay, HeadNode)}

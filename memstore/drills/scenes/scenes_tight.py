@@ -1,0 +1,193 @@
+"""Faults of memory that runs out, played on the cluster of `site_tight.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.config import MIB
+from memstore.drills.breaking import faults
+from memstore.drills.breaking.kept_up import FullFileSystem
+from memstore.drills.model.report import gib
+from memstore.drills.scenes.scene import Scene
+from memstore.drills.sites.site_tight import TightSite, memory_in_use
+from memstore.errors import DrillError
+from memstore.shell.arena.journal_file import JOURNAL_NAME
+from memstore.shell.arena.lock import is_alive
+
+HOG_LIMIT_BYTES = 4096 * MIB  # whatever the monitor does, nobody takes more of a machine than this
+HOG_STEP_BYTES = 64 * MIB
+HOG_WAITS_S = 5.0  # with all of it, before it gives up: the monitor looks every tenth of a second
+HOG_S = 60.0
+PAGE_BYTES = 4096
+JOURNAL_ROOM_BYTES = 256  # a skip takes a hundred, and there are three before long
+PADDING_STEPS_MAX = 60
+
+
+def take_memory(limit_bytes: int) -> int:
+    """Take memory and write to it, up to a limit; return how much of it was let. The drill's own task on the victim."""
+    taken: list[bytes] = []
+    while (nbytes := sum(len(block) for block in taken)) < limit_bytes:
+        taken.append(b"\x01" * HOG_STEP_BYTES)
+    time.sleep(HOG_WAITS_S)
+    return nbytes
+
+
+class TightScene(Scene):
+    """What both look at: nobody of the store may have been replaced."""
+
+    def setup(self) -> None:
+        super().setup()
+        if not isinstance(self.site, TightSite):
+            raise DrillError(f"{self.name} is played on a cluster with little memory only (--embedded)")
+        self.tight = self.site
+        self.lives = {host: self._life(host) for host in self.site.live_hosts()}
+
+    def _life(self, host: str) -> tuple[faults.Process, tuple[int, int] | None]:
+        folder = self.site.folder(host)
+        return self.site.do(host, "holder_process", folder), self.site.do(host, "arena_identity", folder)
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return None
+
+    def check(self) -> None:
+        for host, before in self.lives.items():
+            now = self._life(host)
+            if now != before:
+                self.run.broken.append(f"the holder and arena of {host} were {before} and are {now}")
+        flapped = self.site.on_probation()
+        if flapped:
+            self.run.broken.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
+
+
+class TmpfsFull(TightScene):
+    """The file system of the arenas has no page left, while all ranks put: for no manifest, and soon for no fact."""
+
+    name = "tmpfs-full"
+    puts_count = 16
+    hold_s = 2.0
+    filler: FullFileSystem | None = None
+
+    def setup(self) -> None:
+        """Train on until the journals' last pages have no room for more than a few facts."""
+        super().setup()
+        job, report, left = self.run.job, self.run.report, PADDING_STEPS_MAX
+        while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
+            step, left = job.committed_step() + 1, left - 1
+            job.train(step, step, "before the fault")
+        self.room_bytes, report.step_before = room, job.committed_step()
+        self.run.job_before = job.wait_redundant()
+
+    def _journal_room(self) -> int:
+        """Bytes that the emptiest of the journals' last pages still takes."""
+        sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
+        return max(-size % PAGE_BYTES for size in sizes)
+
+    def victims(self) -> list[str]:
+        return ["the file system of the arenas"]
+
+    def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
+        """Full before the first of them, else its commit opens another page of the journals."""
+        self.filler = FullFileSystem(self.tight.arenas)
+        self.filler.start()
+        return super().begin_puts(pause_s, marks)
+
+    def inject(self) -> str:
+        if self.filler is None:
+            raise DrillError("nothing was filled")
+        beside = f"{self.room_bytes} bytes left in the journals' last pages"
+        return f"a file of {gib(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
+
+    def wait_for_effect(self) -> str:
+        probe = self.tight.arenas / ".drill-probe"
+        try:
+            probe.write_bytes(bytes(PAGE_BYTES))
+        except OSError as exc:
+            if exc.errno == errno.ENOSPC:
+                return "a write of one page there ends in ENOSPC (checked)"
+            raise DrillError(f"a write of one page there ended in {exc}, not in ENOSPC") from exc
+        finally:
+            probe.unlink(missing_ok=True)
+        raise DrillError("a page could be written: the fault did not take effect")
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        short = {row["host"]: str(row["stats"].get("short_of_room") or "") for row in body["hosts"]}
+        return next((f"{host}: {why}" for host, why in short.items() if why), None)
+
+    def recover(self) -> None:
+        """What is stored can still be read; then there is room again."""
+        run, before = self.run, self.run.report.step_before or 0
+        step = run.job.committed_step()  # the ranks read once their puts are over
+        found = run.job.read(step, 0)
+        wrong = [r for r in found if r.error or r.differences or r.bytes_equal != r.nbytes]
+        if step < before or wrong:
+            why = wrong[0].message or wrong[0].differences if wrong else "a committed step is gone"
+            run.broken.append(f"while the file system was full, reading step {step} (before: {before}): {why}")
+        run.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
+        self.cleanup()
+        run.timeline.line("room", "the file that took it is gone")
+
+    def wait_for_recovery(self) -> None:
+        def look() -> bool:
+            return not any(row["stats"].get("short_of_room") for row in self.site.status()["hosts"])
+
+        self.site.wait_for("the status to show no host that is short of room", look)
+
+    def cleanup(self) -> None:
+        if self.filler is not None:
+            self.filler.end()
+
+
+class MemoryPressure(TightScene):
+    """Somebody else's task on one host takes memory until Ray's memory monitor kills it."""
+
+    name = "memory-pressure"
+    is_noticed = False  # nothing of the store is hit
+    puts_count = 32
+    hold_s = 1.0
+    hog: Any = None
+
+    def victims(self) -> list[str]:
+        return [f"a task of the drill's own on {self.tight.pressed}"]
+
+    def inject(self) -> str:
+        host, total = self.tight.pressed, memory_in_use(self.tight.arenas)[1]
+        used = memory_in_use(self.tight.arenas)[0]
+        node = NodeAffinitySchedulingStrategy(self.site.nodes()[host], soft=False)
+        task = ray.remote(take_memory).options(num_cpus=0, max_retries=1, scheduling_strategy=node)
+        self.hog = task.remote(HOG_LIMIT_BYTES)
+        return (
+            f"a task on {host} takes memory; its raylet kills at {self.tight.threshold:.1%} of {gib(total)}, "
+            f"{gib(self.tight.threshold * total - used)} from here"
+        )
+
+    def wait_for_effect(self) -> str:
+        try:
+            nbytes = ray.get(self.hog, timeout=HOG_S)
+        except ray.exceptions.OutOfMemoryError as exc:
+            words = next((line for line in str(exc).splitlines() if "emory" in line), "")
+            return f"Ray killed it: OutOfMemoryError: {words.strip()[:160]}"
+        except ray.exceptions.RayError as exc:
+            raise DrillError(f"the task ended otherwise than by Ray's memory monitor: {exc}") from exc
+        raise DrillError(f"the task was given {gib(nbytes)} and was not killed: the fault did not take effect")
+
+    def check(self) -> None:
+        super().check()
+        gone = [r.host for r in self.run.job.ranks if not is_alive(r.pid, r.start)]
+        if gone:
+            self.run.broken.append(f"ranks of {', '.join(gone)} are not the processes they were")
+
+    def cleanup(self) -> None:
+        if self.hog is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.cancel(self.hog, force=True)
+
+
+SCENES = {scene.name: scene for scene in (TmpfsFull, MemoryPressure)}

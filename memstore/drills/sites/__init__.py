@@ -1,0 +1,1 @@
+"""Where a drill is played: processes, namespaces, a live cluster."""

@@ -1,0 +1,227 @@
+"""The cluster network drills are played on: hosts in network namespaces, their processes started without Ray.
+
+Ray takes a raylet it has not heard of for dead and kills the ranks below it, so with Ray every cut would be a killed
+host. Here nobody but the store reacts. One host, VIA, is reached by its peers through a proxy that can break bytes;
+the controller has a host of its own and there is a spare one for its successor. Read `scenes_network.py` next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memstore.config import MIB, Config
+from memstore.core.cluster.facts import StepCommitted
+from memstore.core.journal.records import entry_from_record
+from memstore.drills.breaking import faults
+from memstore.drills.ranks.rank_processes import ProcessPool
+from memstore.drills.ranks.ranks import Rank
+from memstore.drills.sites.site import Site
+from memstore.errors import DrillError
+from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
+from memstore.testing.clusters.namespaces import NamespaceRig, enter
+from memstore.testing.clusters.processes import ProcessCluster, kill
+from memstore.testing.faults.fault_proxy import FaultProxy
+from memstore.testing.ranks.rank_process import RankNursery
+
+VIA, HEAD, SPARE = "via", "head", "spare"
+CHUNK_BYTES = MIB // 4
+PROBE_S = 0.3
+SEND_S = 10.0
+T = TypeVar("T")
+
+
+class NamespacesSite(Site):
+    """A store of processes in network namespaces, with ranks that are processes too."""
+
+    is_own = True
+
+    def __init__(self, cluster: ProcessCluster, rig: NamespaceRig, nursery: RankNursery) -> None:
+        self.config: Config = cluster.config
+        self.cluster, self.rig = cluster, rig
+        self.pool = ProcessPool(nursery, rig.namespace)
+        self.deaf: set[str] = set()
+        self.controller_host, self.spare_host = HEAD, SPARE
+        self.old_controller: Any = None  # the process of one that was taken over from
+
+    def close(self) -> None:
+        """End what the drill started."""
+        self.pool.close()
+
+    def do(self, host: str, name: str, *args: Any) -> Any:
+        """All hosts are this machine."""
+        return faults.HANDS[name](*args)
+
+    def nodes(self) -> dict[str, str]:
+        """There are no Ray nodes."""
+        return {}
+
+    def record(self, host: str) -> dict[str, Any]:
+        """Return what a host's holder announced: address and port."""
+        address, port = self.cluster.announced(host)()
+        return {"address": address, "port": port}
+
+    def places(self) -> list[str]:
+        """VIA only where a drill asks for it."""
+        return [host for host in self.live_hosts() if host != VIA]
+
+    def may_lose(self, hosts: list[str]) -> bool:
+        """Nothing but the drill depends on any of them."""
+        return True
+
+    def lose_host(self, host: str, ranks: list[Rank]) -> str:
+        """Its links are cut for good; memory is not what network drills take."""
+        raise DrillError(f"{host} is not lost by a drill of the network")
+
+    def end_drill(self, hosts: list[str]) -> None:
+        """Whatever the drill left broken: links, and a controller too many."""
+        self.heal()
+        super().end_drill(hosts)
+
+    # -- the network --------------------------------------------------------------------------
+
+    @property
+    def proxy(self) -> FaultProxy:
+        """Through which peers reach VIA."""
+        return self.cluster.proxies[VIA]
+
+    def hears(self, target: str, source: str) -> bool:
+        """Say whether one datagram from `source` arrives at `target`: a link may work in one direction alone."""
+        with in_namespace(self.rig.namespace(target), _datagram_socket) as listener:
+            listener.bind((self.rig.address(target), 0))
+            listener.settimeout(PROBE_S)
+            with in_namespace(self.rig.namespace(source), _datagram_socket) as sender:
+                try:
+                    sender.sendto(b"?", listener.getsockname())
+                    return listener.recv(16) == b"?"
+                except OSError:  # its own kernel refuses (blackhole), or nothing arrives
+                    return False
+
+    def check_silent_between(self, target: str, source: str) -> None:
+        """Raise DrillError if a datagram gets through: the fault did not take effect."""
+        if self.hears(target, source):
+            raise DrillError(f"{target} still hears {source}: the fault did not take effect")
+
+    def bits_per_s(self, source: str, target: str, nbytes: int) -> float:
+        """Send some bytes between two hosts over TCP and return the rate; DrillError after SEND_S."""
+        with in_namespace(
+            self.rig.namespace(target), lambda: socket.create_server((self.rig.address(target), 0))
+        ) as at:
+            address = at.getsockname()
+            with in_namespace(self.rig.namespace(source), lambda: socket.create_connection(address, SEND_S)) as out:
+                end, _ = at.accept()
+                with end:
+                    end.settimeout(SEND_S)
+                    started_s, left = time.monotonic(), nbytes
+                    sender = threading.Thread(target=out.sendall, args=(bytes(nbytes),), daemon=True)
+                    sender.start()
+                    while left:
+                        got = len(end.recv(min(left, 65536)))
+                        if not got:
+                            raise DrillError(f"the connection from {source} to {target} ended {left} bytes early")
+                        left -= got
+                    took_s = time.monotonic() - started_s
+                    sender.join(timeout=SEND_S)
+        return nbytes * 8 / took_s
+
+    def heal(self) -> None:
+        """Every link is whole again, the controller reaches the membership, and an outranked one ends."""
+        self.rig.heal_all()
+        self.deaf.clear()
+        self.connect_membership()
+        if self.old_controller is not None:
+            kill(self.old_controller)
+            self.old_controller = None
+
+    # -- controllers --------------------------------------------------------------------------
+
+    def cut_membership(self) -> None:
+        """The controller no longer reaches what elects controllers; whoever is started next does (R17)."""
+        way = self.cluster.controller_way
+        if way is not None:
+            way.unlink(missing_ok=True)
+
+    def connect_membership(self) -> None:
+        """Every controller reaches it again."""
+        for number in range(2):
+            way = self.cluster.folder / f"way{number}"
+            if not way.is_symlink():
+                way.symlink_to(self.cluster.folder)
+
+    def elect_spare(self) -> None:
+        """Start a controller on the spare host, as Ray does when it has lost the first one's node."""
+        self.old_controller = self.cluster.controller
+        way = self.cluster.folder / ("way1" if self.cluster.controller_way == self.cluster.folder / "way0" else "way0")
+        if not way.is_symlink():
+            way.symlink_to(self.cluster.folder)
+        self.cluster.controller_way = way
+        self.controller_host, self.spare_host = self.spare_host, self.controller_host
+        self.cluster.start_controller(on_host=self.controller_host)
+
+    def commits(self, hosts: list[str]) -> list[StepCommitted]:
+        """What the journals of some hosts say was committed."""
+        found = []
+        for host in hosts:
+            for record in read_records(Path(self.folder(host)) / JOURNAL_NAME):
+                fact = entry_from_record(record).fact
+                if isinstance(fact, StepCommitted):
+                    found.append(fact)
+        return found
+
+
+def in_namespace(namespace: str, make: Callable[[], T]) -> T:
+    """Make a socket in a network namespace, by a thread that goes there and ends: this one stays where it is.
+
+    Raises:
+        DrillError: it could not be made there within SEND_S.
+    """
+    made: list[T] = []
+    problems: list[Exception] = []
+
+    def work() -> None:
+        try:
+            enter(namespace)
+            made.append(make())
+        except (OSError, DrillError) as exc:
+            problems.append(exc)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=2 * SEND_S)
+    if not made:
+        raise DrillError(f"no socket in {namespace}: {problems or 'nothing happened'}")
+    return made[0]
+
+
+def _datagram_socket() -> socket.socket:
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+
+@contextlib.contextmanager
+def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[NamespacesSite]:
+    """Hosts h1, h2, ... by turns in two racks, and VIA in the second; product settings. Needs root."""
+    names = [f"h{i + 1}" for i in range(hosts_count)]
+    labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)} | {VIA: {"rack": "r2"}}
+    usual = Config()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-")))
+        nursery = stack.enter_context(RankNursery("memstore.drills.ranks.rank_processes"))
+        rig = stack.enter_context(NamespaceRig([*names, VIA, HEAD, SPARE]))
+        cluster = ProcessCluster(
+            folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],
+            chunk_bytes=CHUNK_BYTES, heartbeat_s=usual.heartbeat_s, suspect_after_s=usual.suspect_after_s,
+            repair_after_s=usual.repair_after_s,
+        )  # fmt: skip
+        cluster.controller_way = folder / "way0"
+        cluster.controller_way.symlink_to(folder)
+        site = NamespacesSite(stack.enter_context(cluster), rig, nursery)
+        try:
+            yield site
+        finally:
+            site.close()

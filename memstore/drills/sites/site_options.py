@@ -1,0 +1,218 @@
+"""The options that say on which cluster drills are played, and the way there: embedded, or the running one.
+
+A cluster that the drill did not start is touched only after its owner said yes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memstore.cli.options import check_host, config_or_usage
+from memstore.config import MIB, Config
+from memstore.drills.model.promises import NAMESPACES, PLACES, RUNNING, TIGHT, Drill
+
+if TYPE_CHECKING:
+    from memstore.drills.sites.site import EmbeddedSite, Site
+
+SEED_LIMIT = 1 << 31
+HOSTS_MAX = 16  # raylets on one machine; each takes half a second of a core to start
+ROOM = 8  # arena bytes per byte of state: (2 copies x 2 versions + 1 repair), and slack for a neighbour's ranks
+# Read by Ray when it is imported; what the user has set wins. A private cluster needs neither tokens nor usage reports.
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+embedded_option = click.option(
+    "--embedded", is_flag=True, help="Bring a cluster of its own: raylets on this machine, in two racks."
+)
+address_option = click.option(
+    "--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."
+)
+yes_option = click.option(
+    "--yes", is_flag=True, help="Do not ask before touching a cluster that the drill did not start."
+)
+
+
+def job_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --hosts, --replicas, --mbytes and --durable: the scratch job."""
+    options = (
+        click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
+                     help="Ranks, one per host; with --embedded also the hosts."),
+        click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True,
+                     help="Copies of each shard."),
+        click.option("--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True,
+                     help="MiB per rank and step."),
+        click.option("--durable", metavar="DIR", help="Durable tier of the scratch job."),
+    )  # fmt: skip
+    return functools.reduce(lambda found, option: option(found), reversed(options), verb)
+
+
+def prepare_ray() -> None:
+    """Set what Ray reads when it is imported, for a cluster of our own."""
+    for variable, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+
+
+@contextlib.contextmanager
+def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
+    """Hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
+    import secrets
+
+    from memstore.drills.sites.site import EmbeddedSite
+    from memstore.testing.clusters.embedded import EmbeddedCluster
+
+    config = config_or_usage(
+        store=f"drill{secrets.token_hex(4)}", arena_bytes=max(256 * MIB, ROOM * given["replicas"] * nbytes),
+        chunk_bytes=MIB, interface="127.0.0.1",
+    )  # fmt: skip
+    labels = {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(given["hosts_count"])}
+    with EmbeddedCluster(labels, config=config) as cluster:
+        site = EmbeddedSite(cluster)
+        try:
+            yield site
+        finally:
+            site.close()
+
+
+def place_problem(place: str) -> str | None:
+    """Return why clusters of this kind cannot be brought up here, or None; raylets alone ask for nothing."""
+    from memstore.drills.breaking.mounts import mount_problem
+    from memstore.testing.clusters.namespaces import available
+
+    if place == NAMESPACES:
+        return available()
+    return mount_problem() if place == TIGHT else None
+
+
+@contextlib.contextmanager
+def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the suite") -> Iterator[Site]:
+    """A cluster that the drill brings up: raylets, with much or little memory, or processes in network namespaces.
+
+    Raises:
+        click.ClickException: such a cluster cannot be made here; `name` is of what needs it.
+    """
+    why = place_problem(place)
+    if why is not None:
+        raise click.ClickException(f"{name} plays on {PLACES[place]}: it cannot be played here, because {why}")
+    opened: contextlib.AbstractContextManager[Site]
+    if place == NAMESPACES:
+        from memstore.drills.sites.site_namespaces import namespaces_site
+
+        # Two jobs at once: a network drill may have one on each side of a cut.
+        arena_bytes = max(256 * MIB, 2 * ROOM * given["replicas"] * nbytes)
+        opened = namespaces_site(given["hosts_count"], arena_bytes=arena_bytes)
+    elif place == TIGHT:
+        from memstore.drills.sites.site_tight import tight_site
+
+        opened = tight_site(given["hosts_count"], arena_bytes=max(64 * MIB, ROOM * given["replicas"] * nbytes))
+    else:
+        opened = embedded_site(given, nbytes)
+    with opened as site:
+        yield site
+
+
+@contextlib.contextmanager
+def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterator[Site]:
+    """The user's cluster: say what will be touched, ask, and touch no more than that."""
+    from memstore.drills.sites.site import Site
+
+    site = Site(config, given["address"])
+    try:
+        status = site.status()
+        victim = given.get("victim")
+        if victim is not None:
+            check_host(status, victim)
+        hosts = [row["host"] for row in status["hosts"] if row["status"] == "live"]
+        jobs = ", ".join(job["job"] for job in status["jobs"]) or "none"
+        confirm(
+            f"this touches, on store {config.store!r} ({len(hosts)} hosts, jobs: {jobs}): {touches}"
+            + (f"; victim: {victim}" if victim else ""),
+            is_agreed=given["yes"],
+        )
+        yield site
+    finally:
+        site.close()
+
+
+def confirm(words: str, *, is_agreed: bool) -> None:
+    """Say what will be touched; go on only if somebody says so.
+
+    Raises:
+        click.UsageError: nobody can be asked, and --yes was not given.
+    """
+    click.echo(words, err=True)
+    if is_agreed:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(
+            "the drill did not start this cluster and there is no terminal to ask on: nothing was touched. Pass --yes "
+            "to agree to the above, or --embedded for a cluster of its own"
+        )
+    click.confirm("Go on?", abort=True, err=True)
+
+
+def check_usage(entry: Drill, given: dict[str, Any]) -> None:
+    """Refuse, before anything is started, a drill that may not be played there.
+
+    Raises:
+        click.UsageError: says which option to add or leave out.
+    """
+    name, is_beyond = entry.name, given["beyond"]
+    if is_beyond and entry.beyond is None:
+        raise click.UsageError(f"{name} has no twin beyond the tolerance: leave --beyond out")
+    if entry.needs_root and os.geteuid() != 0:
+        raise click.UsageError(f"{name} mounts a file system of its own: it needs root")
+    if given["embedded"]:
+        return
+    if RUNNING not in entry.runs_on:
+        raise click.UsageError(f"{name} runs with --embedded only: it takes away what a cluster in use needs")
+    if is_beyond and RUNNING not in entry.beyond_runs_on:
+        raise click.UsageError(f"--beyond {name} destroys the memory of several hosts: it runs with --embedded only")
+    if entry.needs_victim and given["victim"] is None:
+        raise click.UsageError(f"{name} on a running cluster hits what is not its own: name the host with --victim")
+    if entry.needs_durable and given["durable"] is None:
+        raise click.UsageError(f"{name} needs a directory that every host reaches: name it with --durable")
+
+
+@contextlib.contextmanager
+def durable_directory(given: dict[str, Any], *, is_needed: bool) -> Iterator[str | None]:
+    """The directory that was named, a new empty one where one is needed, or None."""
+    if given["durable"] or not is_needed:
+        yield os.path.abspath(given["durable"]) if given["durable"] else None
+        return
+    with tempfile.TemporaryDirectory(prefix="memstore-drill-") as made:
+        yield made
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
+    log = logging.getLogger("memstore")
+    before = log.level
+    log.setLevel(logging.ERROR)  # what the fault makes the driver's own link say
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def teller(as_json: bool) -> Callable[[str], None]:
+    """Return what writes a line for people: to stderr if stdout carries JSON."""
+    words = sys.stderr if as_json else sys.stdout
+
+    def tell(line: str) -> None:
+        click.echo(line, file=words)
+
+    return tell

@@ -1,0 +1,127 @@
+"""The cluster for memory that runs out: arenas on a small file system of their own, one host with little left.
+
+The last host's raylet is started when all else is up, with a limit for Ray's memory monitor a little above what the
+machine uses then: whatever takes more on that host is killed by Ray long before the machine itself has none left.
+Read `scenes_tight.py` next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from memstore.config import MIB, Config
+from memstore.drills.breaking.mounts import mount_tmpfs, unmount
+from memstore.drills.sites.site import EmbeddedSite
+from memstore.errors import DrillError
+from memstore.shell.arena.memory_limits import measure
+from memstore.testing.clusters.embedded import EmbeddedCluster
+
+BESIDE_BYTES = 4 * MIB  # per host, beside its arena: slot table, manifests, journal
+HOST_BYTES = 384 * MIB  # what a host's raylet, holder and rank still take after the limit was set
+HOG_BYTES = 1536 * MIB  # what is left to the one who takes too much
+MONITOR_MS = 100
+# Ray kills until it is this far below the limit, by default 5 % of the memory: whoever is newest would go as well.
+KILL_BUFFER_BYTES = 16 * MIB
+
+
+class TightSite(EmbeddedSite):
+    """An embedded cluster with the file system of its arenas, and the host whose raylet has a low limit."""
+
+    def __init__(self, cluster: EmbeddedCluster, pressed: str, threshold: float) -> None:
+        super().__init__(cluster)
+        self.pressed, self.threshold = pressed, threshold
+
+    @property
+    def arenas(self) -> Path:
+        """Where the file system of the arenas is mounted."""
+        return Path(self.config.arena_dir)
+
+
+def memory_in_use(folder: Path) -> tuple[int, int]:
+    """Return (bytes in use, bytes there are) of this machine or of the cgroup around us, as Ray's monitor counts."""
+    found = measure(folder)
+    if found.cgroup_limit_bytes is not None and found.cgroup_limit_bytes <= found.ram_total_bytes:
+        return found.cgroup_used_bytes or 0, found.cgroup_limit_bytes
+    return found.ram_used_bytes, found.ram_total_bytes
+
+
+def low_threshold(used: int, total: int, hosts_count: int) -> float:
+    """Return the part of a machine's memory at which Ray shall kill.
+
+    Raises:
+        DrillError: the machine has no room for that.
+    """
+    limit = used + hosts_count * HOST_BYTES + HOG_BYTES
+    if limit > 0.9 * total:
+        raise DrillError(
+            f"{used >> 20} MiB of {total >> 20} MiB are in use: there is no room for {hosts_count} hosts and for "
+            f"{HOG_BYTES >> 20} MiB that are taken until Ray kills who takes them; try again when less is in use"
+        )
+    return limit / total
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for as long as something is started that reads them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def arenas_mounted(nbytes: int) -> Iterator[Path]:
+    """A memory file system of its own for arenas; DrillError if none can be mounted."""
+    with tempfile.TemporaryDirectory(prefix="memstore-drill-") as made:
+        folder = Path(made)
+        mount_tmpfs(folder, nbytes)
+        try:
+            yield folder
+        finally:
+            unmount(folder)
+
+
+@contextlib.contextmanager
+def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
+    """Hosts h1, h2, ... by turns in two racks; the first is Ray's head, the last has the low limit. Needs root.
+
+    Raises:
+        DrillError: nothing can be mounted, or the machine has too little memory left.
+    """
+    names = [f"h{i + 1}" for i in range(hosts_count)]
+    labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)}
+    pressed = names[-1]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(arenas_mounted(hosts_count * (arena_bytes + BESIDE_BYTES)))
+        config = Config(
+            store=f"drill{secrets.token_hex(4)}", arena_dir=str(folder), arena_bytes=arena_bytes, chunk_bytes=MIB,
+            interface="127.0.0.1",
+        )  # fmt: skip
+        others = {name: labels[name] for name in names[:-1]}
+        # What Ray kills for lack of memory it would start again for ever: then nobody hears that it was killed.
+        cluster = stack.enter_context(EmbeddedCluster(others, config=config, ray_settings={"task_oom_retries": 0}))
+        threshold = low_threshold(*memory_in_use(folder), hosts_count)
+        limits = {
+            "RAY_memory_usage_threshold": f"{threshold:.6f}",
+            "RAY_memory_monitor_refresh_ms": str(MONITOR_MS),
+            "RAY_max_kill_memory_buffer_bytes": str(KILL_BUFFER_BYTES),
+        }
+        with environment(limits):
+            cluster.add_node(pressed, labels[pressed])
+        site = TightSite(cluster, pressed, threshold)
+        try:
+            site.wait_hosts_live(names)
+            yield site
+        finally:
+            site.close()

@@ -1,0 +1,1 @@
+"""One host's arena: its folder, its file of slots, the replicas in it."""

@@ -1,0 +1,400 @@
+"""The shelf with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
+
+In:  bytes, digest, slot header, manifest (temp + rename), then the caller acknowledges.
+Out: unlink the manifest, then free the slots.
+
+Digesting and copying happen outside the lock, on slots that nobody else may write (receiving) or
+that are referenced (sealed). Read core/shelf.py and core/slots.py first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memstore.core.arena.replica_index import OWN_DRAFT, Draft, Shelf, Shelved, StagedKey
+from memstore.core.arena.share import Share
+from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
+from memstore.core.format.manifest import (
+    Chunk,
+    Manifest,
+    chunk_digest,
+    chunk_sizes,
+    decode_manifest,
+    encode_manifest,
+    shard_digest,
+    spec_of,
+)
+from memstore.errors import CapacityError, DigestMismatch, IntegrityError
+from memstore.shell.arena.adoption import adopt
+from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.lock import is_alive
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.slot_headers import SlotHeader
+from memstore.shell.arena.slot_headers import SlotState as HeaderState
+from memstore.shell.arena.vault_room import Admit, VaultRoom
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.peer.outgoing_shard import Fresh
+
+PIN_S = 600.0  # longest a reader may keep a replica (R7)
+DROPPED_READ_S = 2.0  # the same once it was dropped: puts wait for its slots, by default 5 s (R11)
+Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
+VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
+
+
+class Clock(Protocol):
+    """Seconds: of the day, and since some moment. The `time` module is one."""
+
+    def time(self) -> float:
+        """Return the time of day."""
+
+    def monotonic(self) -> float:
+        """Return a time that never goes back."""
+
+
+class Vault:
+    """Everything one host stores, behind one lock."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        manifests: ManifestFolder,
+        *,
+        limit_bytes: int,
+        chunk_bytes: int,
+        limit_why: str = "arena_bytes",
+        admit: Admit | None = None,
+        clock: Clock = time,
+        is_alive: Callable[[int, int], bool] = is_alive,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.arena, self.manifests, self.clock = arena, manifests, clock
+        self.chunk_bytes, self.room = chunk_bytes, VaultRoom(self, limit_bytes, limit_why, admit)
+        self.table = SlotTable(arena.slots_count)
+        self.shelf = Shelf(self.table)
+        self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
+        self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
+        self.flush()
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
+        admit: Admit | None = None,
+    ) -> Vault:  # fmt: skip
+        """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
+        arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
+        return cls(
+            arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, limit_why=limit_why,
+            admit=admit,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Unmap; the files stay for the next holder."""
+        with self.lock:
+            self.arena.close()
+            self.manifests.close()
+
+    # -- headers ------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write the headers of changed slots; the caller holds the lock."""
+        for number in sorted(self.table.take_dirty()):
+            slot = self.table.slots[number]
+            self.arena.headers.write(
+                number,
+                SlotHeader(
+                    state=HeaderState(int(slot.state)),
+                    nbytes=slot.nbytes,
+                    digest=slot.digest or bytes(16),
+                    owner_pid=slot.owner.pid if slot.owner else 0,
+                    owner_start=slot.owner.start if slot.owner else 0,
+                    attempt=slot.attempt,
+                    generation=slot.owner.link if slot.owner else 0,
+                    last_verified=slot.verified_s,
+                ),
+            )
+
+    # -- room (R9, R10) -----------------------------------------------------------------------
+
+    def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+        """Reserve room for a job; see VaultRoom.claim."""
+        self.room.claim(job, share, on_step)
+
+    def ensure_free(self, count: int) -> None:
+        """Have so many slots free for staging; see VaultRoom.ensure_free."""
+        self.room.ensure_free(count)
+
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, heirs: Sequence[Owner] = ()) -> list[int]:
+        """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
+        with self.lock:
+            count = self.shelf.leasable(job, rank, self.table.held_count([owner, *heirs]))
+            numbers = self.table.lease(owner, count, attempt=attempt)
+            self.flush()
+            return numbers
+
+    # -- a put (R7, R14) ----------------------------------------------------------------------
+
+    def seal_local(
+        self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
+        fresh: Fresh | None = None,
+    ) -> Shelved:  # fmt: skip
+        """Digest handed-over slots, in order, and store the shard; they are in state receiving. `fresh` hears of it."""
+        left = set(slots)  # not in the draft yet
+        try:
+            sizes = chunk_sizes(nbytes, self.chunk_bytes)
+            digests = []
+            for number, size in zip(slots, sizes, strict=True):
+                digests.append(chunk_digest(self.arena.view(number, size)))
+                if fresh is not None:
+                    fresh.add(digests[-1])  # its pushes may send this chunk now
+            self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
+            now = self.clock.time()
+            with self.lock:
+                draft = self.shelf.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
+                for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
+                    left.discard(number)
+                    self.shelf.fill(draft, index, number, digest, size, now)
+                self.flush()
+            chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
+            manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
+            with self.lock:
+                shelved = self.finish(OWN_DRAFT, encode_manifest(manifest))
+                if fresh is not None:
+                    fresh.seal(shelved)
+            return shelved
+        except BaseException:
+            self.abort_draft(OWN_DRAFT, shard)
+            self.give_back(sorted(left))
+            raise
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Free handed-over slots of a put that will not be stored."""
+        with self.lock:
+            for number in slots:
+                self.table.release(number)
+            self.flush()
+
+    # -- receiving from a peer or from durable storage ------------------------------------------
+
+    def open_draft(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        excerpt: tuple[int, ...] | None = None,
+    ) -> Draft:  # fmt: skip
+        """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
+        self.verify_old(digests, sizes, age_s=0.0)
+        with self.lock:
+            draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
+        self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
+        return draft
+
+    def expect(self, draft: Draft, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]) -> list[int]:
+        """Name chunks of a draft, hold those whose content is here, return the others (R13). IntegrityError."""
+        self.verify_old(digests, sizes)
+        with self.lock:
+            if not any(draft is known for known in self.shelf.drafts.values()):
+                raise IntegrityError(f"the draft of {draft.shard} was aborted meanwhile: offer it again")
+            for index, digest, size in zip(indices, digests, sizes, strict=True):
+                if not self.shelf.expect(draft, index, digest):
+                    raise IntegrityError(f"chunk {index} of {draft.shard} was announced with two digests")
+                self.shelf.hold_known(draft, index, size)
+            return [i for i in indices if draft.slots[i] is None]
+
+    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
+        """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
+        now = self.clock.time()
+        with self.lock:
+            known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
+            # A moment that is yet to come was taken by a clock that was set back since: it says nothing.
+            old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > age_s}
+        for number in old:
+            for hurt in self.verify_slot(number):
+                self.on_hurt(hurt)
+
+    def take_slots(self, count: int) -> list[int]:
+        """Take up to `count` slots to receive into; CapacityError if none is free."""
+        with self.lock:
+            numbers = [n for n in (self.table.receive() for _ in range(count)) if n is not None]
+            self.flush()
+        if count and not numbers:
+            raise CapacityError("no free slot to receive into: the arena's shares are used up")
+        return numbers
+
+    def take_slots_growing(self, count: int) -> list[int]:
+        """Take slots for a restore, growing the arena if its shares are used up (R10); CapacityError at the limit."""
+        while True:
+            self.ensure_free(count)
+            with self.lock:
+                if count <= len(self.table.free):  # else others were quicker
+                    return self.take_slots(count)
+
+    def keep_chunks(self, draft: Draft, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
+        """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
+        bad = [index for index, _, _, digest in came if digest != draft.digests[index]]
+        with self.lock:
+            is_known = any(draft is known for known in self.shelf.drafts.values())
+            for index, number, nbytes, digest in came:
+                if is_known and index not in bad:
+                    self.shelf.fill(draft, index, number, digest, nbytes, self.clock.time())
+                else:
+                    self.table.release(number)
+            self.flush()
+        return bad
+
+    def finish(self, name: str, manifest_data: bytes) -> Shelved:
+        """Save the manifest and turn the draft into a stored replica.
+
+        One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
+
+        Raises:
+            IntegrityError: The draft was aborted meanwhile, lacks chunks, or has others than the manifest says.
+        """
+        manifest = decode_manifest(manifest_data)
+        digest = shard_digest(manifest_data)
+        with self.lock:
+            draft = self.shelf.draft(name, manifest.shard)
+            sizes = [self.table.slots[n].nbytes for n in (draft.slots if draft else ()) if n is not None]
+            if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
+                what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
+                raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
+            known = self.shelf.find(manifest.shard, digest)
+            if known is None or known.is_nameless:  # else only lost chunks came back: it is there
+                self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
+            shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
+            self.flush()
+        return shelved
+
+    def abort_draft(self, name: str, shard: ShardId, *, only: Draft | None = None) -> None:
+        """Give back what a draft holds; with `only`, if it is still that one."""
+        with self.lock:
+            if only is None or self.shelf.draft(name, shard) is only:
+                self.shelf.abort_draft(name, shard)
+                self.flush()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def manifest(self, shelved: Shelved) -> bytes:
+        """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
+        data = self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+        found = shard_digest(data)
+        if found != shelved.spec.digest:
+            raise DigestMismatch(
+                f"the manifest of {shelved.shard} has digest {found}, expected {shelved.spec.digest}: its file was "
+                "damaged after it was written; call get() again, which brings it from another copy",
+                shard=str(shelved.shard),
+            )
+        return data
+
+    def mend_manifest(self, shelved: Shelved, data: bytes) -> None:
+        """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
+        with self.lock:
+            if self.shelf.find(shelved.shard, shelved.spec.digest) is shelved:
+                self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
+                shelved.is_nameless = False
+
+    def pin(self, shard: ShardId, digest: str | None = None, *, is_reader: bool = False) -> tuple[Shelved, int] | None:
+        """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
+        with self.lock:
+            shelved = self.shelf.find(shard, digest)
+            if shelved is None or shelved.is_doomed:
+                return None
+            return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
+
+    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> None:
+        """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
+        with self.lock:
+            self._discard(self.shelf.keep_staged(key, shelved, pin))
+            if key not in self.shelf.staged:
+                raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
+
+    def unpin(self, shelved: Shelved, pin: int) -> None:
+        """Release a pin."""
+        with self.lock:
+            self._discard([gone] if (gone := self.shelf.unpin(shelved, pin)) is not None else [])
+
+    def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
+        """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
+        number = shelved.slots[index]
+        return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
+
+    def verify(self, shelved: Shelved, spread: Spread = map) -> list[int]:
+        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
+
+        `on_hurt` hears of the other replicas that used the same slots. `spread` is a `map` that may use threads.
+        """
+        hurt: dict[int, Shelved] = {}
+        held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
+        views = [self.arena.view(number, shelved.spec.chunk_nbytes(index)) for index, number in held]
+        for (index, number), digest in zip(held, spread(chunk_digest, views), strict=True):
+            if digest != shelved.digests[index]:
+                with self.lock:
+                    if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
+                        hurt.update({id(s): s for s in self.shelf.condemn(number) if s is not shelved})
+                        self.flush()
+        for other in hurt.values():
+            self.on_hurt(other)
+        return sorted(shelved.missing)
+
+    def verify_slot(self, number: int) -> list[Shelved]:
+        """Re-digest one slot if it is sealed; return the replicas hurt if it is bad (R30)."""
+        with self.lock:
+            slot = self.table.slots[number]
+            if slot.state is not SlotState.SEALED or slot.refs <= 0:
+                return []
+            digest, view = slot.digest, self.arena.view(number, slot.nbytes)
+            self.table.hold(number)
+        is_good = chunk_digest(view) == digest
+        with self.lock:
+            slot.verified_s = self.clock.time() if is_good else slot.verified_s
+            hurt = [] if is_good else self.shelf.condemn(number)
+            self.table.unhold(number)
+            self.flush()
+        return hurt
+
+    # -- dropping -----------------------------------------------------------------------------
+
+    def drop(self, shard: ShardId) -> None:
+        """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
+        with self.lock:
+            self._discard(self.shelf.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
+
+    def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
+        """Remove shards, and the room of a removed job: [job, attempt] (R10)."""
+        for shard in shards:
+            self.drop(shard)
+        if removed is not None:
+            with self.room.lock, self.lock:  # after a claim that is under way, which would put it back
+                self.shelf.drop_share(str(removed[0]), int(removed[1]))
+            self.room.release()
+
+    def expire_pins(self) -> None:
+        """Let go of what readers kept past their deadline."""
+        with self.lock:
+            expired = self.shelf.expire_pins(self.clock.monotonic())
+            self.room.overlooked.update(n for shelved in expired for n in shelved.slots if n is not None)
+            self._discard(expired)
+
+    def _discard(self, gone: Sequence[Shelved]) -> None:
+        """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
+        for shelved in gone:
+            self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+            self.shelf.free(shelved)
+            self.flush()
+
+    def stats(self) -> dict[str, int]:
+        """Bytes used, reserved, claimed and allowed, for status."""
+        with self.lock:
+            used = self.table.claimed_count - len(self.table.free)
+            reserved = sum(share.total for share in self.shelf.shares.values())
+            return {
+                "used_bytes": used * self.chunk_bytes,
+                "reserved_bytes": max(reserved, used) * self.chunk_bytes,
+                "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
+                "limit_bytes": self.room.limit_bytes,
+                "shards": len(self.shelf.shards),
+                "leased_slots": sum(len(n) for n in self.table.leases.values()),
+            }

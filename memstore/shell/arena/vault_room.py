@@ -1,0 +1,93 @@
+"""Room for what a vault is to hold: slots with memory behind them, claimed up to a limit as jobs reserve (R9, R10)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memstore.core.arena.share import Share
+from memstore.errors import CapacityError
+from memstore.shell.arena.memory_limits import beyond_limit, gib
+
+if TYPE_CHECKING:
+    from memstore.shell.arena.replica_store import Vault
+
+Admit = Callable[[int, int], str | None]  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None
+
+
+class VaultRoom:
+    """Grows and empties one vault's arena; `lock` is held meanwhile, and never the vault's lock for long."""
+
+    def __init__(self, vault: Vault, limit_bytes: int, limit_why: str, admit: Admit | None) -> None:
+        self._vault, self._admit = vault, admit
+        self.limit_bytes, self.limit_why = limit_bytes, limit_why
+        self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
+        self.lock = threading.Lock()
+
+    def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+        """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
+
+        A share that was refused elsewhere shrinks again, and so does that of a job that ended: what no job has reserved
+        then is given back. Guests that only moved to another host come again, and their room stays.
+        """
+        vault = self._vault
+        with self.lock:
+            with vault.lock:
+                needed, before = vault.shelf.slots_needed(job, share), vault.shelf.shares.get(job)
+            self.grow_to(needed, on_step)
+            with vault.lock:
+                vault.shelf.set_share(job, share)
+        if before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values())):
+            self.release()
+
+    def ensure_free(self, count: int) -> None:
+        """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
+        table = self._vault.table
+        while len(table.free) < count:
+            with self.lock:
+                with self._vault.lock:
+                    needed = table.claimed_count + count - len(table.free)
+                self.grow_to(needed)
+
+    def grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+        """Have so many slots with pages; the caller holds `lock`.
+
+        Raises:
+            CapacityError: They are beyond the limit, or not to be had.
+        """
+        arena, table, chunk_bytes = self._vault.arena, self._vault.table, self._vault.chunk_bytes
+        missing = slots_count - table.claimed_count
+        if missing <= 0:
+            return
+        claimed_bytes, asked_bytes = table.claimed_count * chunk_bytes, slots_count * chunk_bytes
+        if asked_bytes > self.limit_bytes:
+            raise CapacityError(
+                f"the arena needs {gib(asked_bytes)}, may take {gib(self.limit_bytes)} ({self.limit_why}), has "
+                f"{gib(claimed_bytes)} now; do one of: {beyond_limit(self.limit_why)}",
+                asked_bytes=asked_bytes,
+                limit_bytes=self.limit_bytes,
+            )
+        refusal = self._admit(asked_bytes, claimed_bytes) if self._admit else None
+        if refusal is not None:
+            raise CapacityError(refusal, asked_bytes=asked_bytes)
+        hollow = table.hollow[:missing]
+        if hollow:
+            arena.fill(hollow, on_step)
+            with self._vault.lock:
+                table.fill(hollow)
+        if missing > len(hollow):
+            arena.grow(arena.slots_count + missing - len(hollow), on_step=on_step)
+            with self._vault.lock:
+                table.grow(arena.slots_count)
+
+    def release(self) -> None:
+        """Give back the pages of free slots that no job has reserved, but for those that some process still needs."""
+        vault = self._vault
+        with self.lock:
+            with vault.lock:
+                vault.flush()  # what is free is written down as free before it loses its bytes
+                chosen = vault.table.empty(vault.shelf.spare_count(), self.overlooked)
+            kept = vault.arena.give_back(chosen)
+            with vault.lock:
+                vault.table.fill(kept)

@@ -1,0 +1,1 @@
+"""From a live state to its stored bytes and back."""

@@ -1,0 +1,149 @@
+"""Pack a state: plan first, refusing what cannot be stored, then one copy straight into slots.
+
+The stream is deterministic, so that equal states on two ranks give equal chunks: extents of 64 KiB
+and more in state order, aligned to 64 bytes; then small ones; then byte strings. Gaps are zeroed.
+Both steps run on the training thread, between two optimizer steps: nothing may change the state
+between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memstore.core.format.layout import decode_layout, encode_layout
+from memstore.core.format.manifest import LAYOUT_BYTES_MAX
+from memstore.core.format.tensor_paths import name_at
+from memstore.errors import UnsupportedState
+from memstore.shell.codec.walk import StateWalk
+from memstore.shell.device.side_stream import DeviceWrite, order_all
+from memstore.shell.tensors.memory import Leaf, Source, components, dense_bytes
+from memstore.shell.tensors.slot_stream import Move, SlotStream, address_of, move_all
+
+LARGE_BYTES = 64 << 10
+LARGE_ALIGNMENT_BYTES = 64  # a cache line
+SMALL_ALIGNMENT_BYTES = 16  # the largest element
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Where every byte of a state will stand: `placed` holds (stream offset, source) in stream order."""
+
+    layout: bytes
+    nbytes: int
+    placed: tuple[tuple[int, Source], ...]
+    shared_chunks: int | None = None  # leading chunks that other ranks put too; None: the rank names no shard (R34)
+    parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
+
+    def name_at(self, offset: int) -> str:
+        """Return the path of the tensor whose bytes begin at a stream offset; slow, for messages."""
+        parts = self.parts or (("state", 0, self.layout),)
+        name, start, layout = [part for part in parts if part[1] <= offset][-1]
+        return name_at(decode_layout(layout), offset - start, name)
+
+
+def plan_state(state: object) -> StatePlan:
+    """Lay out a state without copying it; calls state_dict() on Stateful objects.
+
+    The plan refers to the state's memory: copy it before the state changes.
+
+    Raises:
+        UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
+    """
+    walk = StateWalk(state)
+    try:
+        groups = components(walk.leaves)
+    except ValueError as error:
+        raise UnsupportedState(f"the state cannot be stored: {error}. Nothing was copied.") from None
+    order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
+    order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
+    placed: list[tuple[int, Source]] = []
+    extents, end = [], 0
+    tensors = [_empty_row(leaf) for leaf in walk.leaves]
+    for number, group in enumerate(order):
+        source = group.source
+        nbytes = source.nbytes
+        alignment = LARGE_ALIGNMENT_BYTES if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES
+        end = -(-end // alignment) * alignment
+        extents.append((end, nbytes))
+        placed.append((end, source))
+        end += nbytes
+        for index, (offset, strides, flags) in zip(group.leaves, group.rows):  # noqa: B905  equal by construction
+            row = tensors[index]
+            row[0], row[1], row[4], row[5] = number, offset, strides, flags
+    blobs = []
+    for blob in walk.blobs:
+        blobs.append((end, len(blob)))
+        placed.append((end, Source(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
+        end += len(blob)
+    layout = encode_layout(end, extents, tensors, blobs, walk.tree)
+    if len(layout) > LAYOUT_BYTES_MAX:
+        raise UnsupportedState(
+            f"the state's plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+            "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+        )
+    return StatePlan(layout, end, tuple(placed))
+
+
+def cuda_device_of(plan: StatePlan) -> int | None:
+    """Return the index of the CUDA device that the first of a state's bytes there lie on, or None."""
+    if not torch.cuda.is_initialized():
+        return None
+    owners = (source.owner for _, source in plan.placed if isinstance(source.owner, torch.Tensor))
+    return next((owner.device.index for owner in owners if owner.is_cuda), None)
+
+
+def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> None:
+    """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
+
+    Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
+
+    Raises:
+        ValueError: the views are too few, too small or read-only.
+    """
+    copy_all_but(plan, slot_stream(plan, views, chunk_bytes), ())
+
+
+def slot_stream(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> SlotStream:
+    """Return the slots as one stream to write to; raises what `copy_into` does."""
+    if any(view.readonly for view in views):
+        raise ValueError("a slot's view is read-only")
+    return SlotStream(views, chunk_bytes, plan.nbytes)
+
+
+def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> None:
+    """Copy the planned stream but for the sources of these numbers in `plan.placed`."""
+    writes: list[DeviceWrite] = []
+    moves: list[Move] = []
+    end = 0
+    for number, (offset, source) in enumerate(plan.placed):
+        if offset > end:
+            stream.zero(end, offset - end)
+        if number in late:
+            pass
+        elif source.address is not None:
+            stream.plan_write(offset, source.address, source.nbytes, moves)
+        else:
+            flat = dense_bytes(source.owner)
+            if flat.is_cpu:
+                stream.write(offset, flat.data_ptr(), source.nbytes)
+            else:
+                writes.append(DeviceWrite(flat, stream.host_pieces(offset, flat.numel())))
+        end = offset + source.nbytes
+    if plan.nbytes > end:
+        stream.zero(end, plan.nbytes - end)
+    ordered = order_all(writes)
+    try:
+        move_all(moves)  # while device copies are under way
+    finally:
+        ordered.wait()  # also if a move raises: the caller gives the slots back
+
+
+def _empty_row(leaf: Leaf) -> list[Any]:
+    # Only the kind of device: ranks on cuda:0 and cuda:1 give equal layouts.
+    kind = leaf.device.partition(":")[0] if leaf.device else None
+    return [None, 0, leaf.dtype, leaf.shape, None, leaf.flags, kind]

@@ -1,0 +1,239 @@
+"""Reads of a shard whose slots others may yet lose: copied chunk by chunk, each digested right after (R7, R26).
+
+A chunk is copied and then digested where it lay, piece by piece, while the copy has left the piece in the cache: that
+costs a tenth of the copy, a pass of its own over memory costs half of it. The digest after proves the copy. A chunk
+found bad is brought again from another copy and copied again; only when none is good does the read fail.
+
+A GPU copies chunks itself from where they lie, on a stream of its own, some flights of them at a time; each is digested
+when the event behind its copy has come, on other threads, while the next are on their way: the same proof.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from memstore.core.format.layout import pieces
+from memstore.core.format.manifest import Manifest, chunk_digest, chunk_hasher
+from memstore.errors import DigestMismatch, MemstoreError, StepDropped
+from memstore.shell.device.side_stream import (
+    FLIGHT_BYTES,
+    FLIGHTS_MAX,
+    Arrival,
+    Piece,
+    SideStream,
+    copy_in,
+    has_streams,
+)
+from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
+
+MEND_TRIES = 3  # the first may only find out that this host's copy is bad, and the next is planned without it
+
+Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
+DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
+Views = list[tuple[int, memoryview]]  # of chunks, by index
+
+
+class Copies(NamedTuple):
+    """What is to be copied out of each chunk."""
+
+    host: dict[int, list[Move]]
+    device: dict[int, list[DeviceMove]]
+
+
+class ChunkSource(Protocol):
+    """Chunks of one shard on this host, unverified."""
+
+    def take(self, wanted: Sequence[int]) -> Views:
+        """Return those of the chunks that have come, at least one; wait for it. What it leaves out may come later."""
+
+    def pin(self, views: Views, device: int) -> None:
+        """Let a CUDA device read chunks that were taken where they lie; not called in a thread that computes."""
+
+    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+        """Bring chunks again, from copies that were digested, and let `use` have them."""
+
+
+class CheckedStream:
+    """One shard's stream. Reads are planned; `settle` makes them. Used by one thread."""
+
+    def __init__(self, manifest: Manifest, source: ChunkSource) -> None:
+        self._manifest, self._source = manifest, source
+        self._copies = Copies({}, {})  # planned
+        self._private: dict[int, bytes] = {}  # verified copies of the few chunks that plain objects lie in
+        self.mended: set[int] = set()  # chunks that were bad here and came from another copy
+        self.has_written = False
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned."""
+        for chunk, start, done, size in pieces(offset, nbytes, self._manifest.chunk_bytes):
+            self._copies.host.setdefault(chunk, []).append((address + done, start, size))
+
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Plan a copy to flat uint8 device memory, likewise; False if its device has no streams."""
+        if not has_streams(target.device):
+            return False
+        for chunk, start, done, size in pieces(offset, target.numel(), self._manifest.chunk_bytes):
+            self._copies.device.setdefault(chunk, []).append((target, done, start, size))
+        return True
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Return verified stream bytes now."""
+        parts = pieces(offset, nbytes, self._manifest.chunk_bytes)
+        return b"".join(self._own(chunk)[start : start + size] for chunk, start, _, size in parts)
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return None: nobody may look into slots that were not verified."""
+        return None
+
+    def settle(self) -> None:
+        """Make every planned copy and verify every chunk that it came from.
+
+        Raises:
+            DigestMismatch: Some chunk is bad in every copy there is; what was read is unusable.
+            StepDropped: There is no copy any more.
+        MemstoreError: The source's, if chunks do not come.
+        """
+        copies, self._copies = self._copies, Copies({}, {})
+        self._copy(copies, is_target=True)
+
+    def _own(self, chunk: int) -> bytes:
+        """Return a verified copy of one chunk."""
+        if chunk not in self._private:
+            data = np.empty(self._manifest.chunks[chunk].nbytes, np.uint8)
+            self._copy(Copies({chunk: [(address_of(data), 0, data.size)]}, {}))
+            self._private[chunk] = data.tobytes()
+        return self._private[chunk]
+
+    def _copy(self, copies: Copies, *, is_target: bool = False) -> None:
+        left, bad = dict.fromkeys([*copies.host, *copies.device]), []
+        streams: dict[torch.device, SideStream] = {}
+        # What copies itself needs threads for its digests alone, however few torchrun leaves to torch (one).
+        wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
+        threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
+        with ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers:  # starts them on demand
+            while left:
+                views = self._source.take(list(left))
+                self.has_written |= is_target
+                for index, _ in views:
+                    del left[index]
+                bad += self._copy_to_devices([v for v in views if v[0] in copies.device], copies, streams, workers)
+                views = [v for v in views if v[0] not in copies.device]
+                size = max(1, -(-len(views) // threads_count))  # neighbours stay together: blocks copy a tenth faster
+                jobs = [views[first : first + size] for first in range(0, len(views), size)]
+                spread = map if len(jobs) == 1 else workers.map
+                bad += [index for found in spread(lambda job: self._copy_job(job, copies), jobs) for index in found]
+        if bad:
+            self._mend(sorted(bad), copies)
+
+    def _copy_job(self, views: Views, copies: Copies) -> list[int]:
+        """Copy chunks to host memory; return those that did not hold afterwards what the manifest names."""
+        return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i))]
+
+    def _copy_to_devices(
+        self, views: Views, copies: Copies, streams: dict[torch.device, SideStream], workers: ThreadPoolExecutor
+    ) -> list[int]:
+        """Have devices copy chunks, and digest each flight once it has arrived; return the bad ones."""
+        under_way: deque[tuple[list[Arrival], Views]] = deque()
+        jobs: list[Future[list[int]]] = []
+
+        def land() -> None:
+            arrivals, flight = under_way.popleft()
+            for arrival in arrivals:
+                arrival.wait()
+            jobs.append(workers.submit(self._copy_job, flight, copies))
+
+        try:
+            for flight in flights_of(views):
+                for index in {move[0].device.index for i, _ in flight for move in copies.device[i] if move[0].is_cuda}:
+                    workers.submit(self._source.pin, flight, index).result()
+                if len(under_way) == FLIGHTS_MAX:
+                    land()
+                under_way.append((order_chunks(flight, copies.device, streams), flight))
+        finally:
+            while under_way:
+                land()
+        return [index for job in jobs for index in job.result()]
+
+    def _digest(self, index: int) -> bytes:
+        return self._manifest.chunks[index].digest
+
+    def _mend(self, bad: list[int], copies: Copies) -> None:
+        left = set(bad)
+
+        def use(views: Mapping[int, memoryview]) -> None:
+            for index in sorted(left & set(views)):
+                for arrival in order_chunks([(index, views[index])], copies.device, {}):
+                    arrival.wait()
+                if copy_chunk(views[index], copies.host.get(index, ()), self._digest(index)):
+                    left.discard(index)
+
+        problem: MemstoreError | None = None
+        for _ in range(MEND_TRIES):
+            try:
+                self._source.mend(sorted(left), use)
+            except StepDropped:
+                raise
+            except MemstoreError as exc:
+                problem = exc
+            if not left:
+                self.mended.update(bad)
+                return
+        raise DigestMismatch(
+            f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
+            f"{f': {problem}' if problem else ''}"
+        ) from problem
+
+
+def flights_of(views: Views) -> Iterator[Views]:
+    """Yield the chunks in order, at most `FLIGHT_BYTES` together or one alone."""
+    flight: Views = []
+    total = 0
+    for index, view in views:
+        if flight and total + view.nbytes > FLIGHT_BYTES:
+            yield flight
+            flight, total = [], 0
+        flight.append((index, view))
+        total += view.nbytes
+    if flight:
+        yield flight
+
+
+def order_chunks(
+    flight: Views, moves: Mapping[int, list[DeviceMove]], streams: dict[torch.device, SideStream]
+) -> list[Arrival]:
+    """Have devices copy parts of chunks from where they lie; return the end of it, for each device."""
+    copies: dict[torch.device, list[Piece]] = {}
+    for index, view in flight:
+        for target, first, start, nbytes in moves.get(index, ()) if view.nbytes else ():
+            address = address_of(np.frombuffer(view, np.uint8)) + start
+            copies.setdefault(target.device, []).append((target, address, first, nbytes))
+    for device in copies:
+        if device not in streams:
+            streams[device] = SideStream(device)
+    return [streams[device].order(pieces_of, copy_in) for device, pieces_of in copies.items()]
+
+
+def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes) -> bool:
+    """Copy parts of a chunk; tell whether it held, after that, the bytes of this digest."""
+    if not view.nbytes:  # lost after it was staged
+        return False
+    address, memmove = address_of(np.frombuffer(view, np.uint8)), ctypes.memmove
+    hasher, done, is_proved = chunk_hasher(), 0, True
+    for target, start, nbytes in sorted(moves, key=lambda move: move[1]):
+        is_proved &= start >= done  # else these bytes were digested before this copy of them
+        for at in range(0, nbytes, MOVE_BYTES):
+            end = start + min(at + MOVE_BYTES, nbytes)
+            memmove(target + at, address + start + at, end - start - at)
+            if end - done >= MOVE_BYTES:
+                hasher.update(view[done:end])
+                done = end
+    hasher.update(view[done:])
+    return (hasher.digest() if is_proved else chunk_digest(view)) == digest

@@ -1,0 +1,288 @@
+"""From a live state to the tree of its layout, with every tensor and byte string noted, none copied.
+
+Everything that cannot be stored is refused here, by path and type, before anything is copied.
+Containers met twice are stored twice; a tensor met twice is stored once.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from memstore.core.format.object_tree import NESTING_MAX, Tag
+from memstore.errors import UnsupportedState
+from memstore.shell.tensors import registry, subclasses
+from memstore.shell.tensors.memory import Leaf, describe_dtype, leaf_of_array, leaf_of_tensor
+
+INLINE_BYTES_MAX = 128  # longer byte strings go to the stream
+TEXT_CHARS_MAX = 4096  # longer text goes to the stream
+FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, set, frozenset, tuple, int, float, complex, bool, str, bytes)
+}
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+
+
+class _Refused(Exception):
+    """Collects the path on its way out, so that an accepted state pays nothing for it."""
+
+    def __init__(self, reason: str, value: object) -> None:
+        super().__init__(reason)
+        self.reason, self.value = reason, value
+        self.path: list[str] = []
+
+
+class StateWalk:
+    """One walk over one state; `tree`, `leaves` and `blobs` are its result.
+
+    Raises:
+        UnsupportedState: an object cannot be stored; names its path and type.
+    """
+
+    def __init__(self, state: object) -> None:
+        self.leaves: list[Leaf] = []
+        self.blobs: list[bytes | bytearray] = []
+        self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
+        self._open: set[int] = set()  # containers that the walk is inside of
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            str: self._text,
+            int: self._int,
+            dict: self._dict,
+            list: lambda value: self._sequence(Tag.LIST, value),
+            tuple: lambda value: self._sequence(Tag.TUPLE, value),
+            torch.Size: lambda value: self._sequence(Tag.SIZE, value),
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            np.ndarray: self._array,
+            collections.OrderedDict: self._ordered,
+            collections.defaultdict: self._defaultdict,
+            set: lambda value: self._set(Tag.SET, value),
+            frozenset: lambda value: self._set(Tag.FROZENSET, value),
+            bytes: lambda value: [Tag.BYTES, self._bytes(value)],
+            bytearray: lambda value: [Tag.BYTEARRAY, self._bytes(value)],
+            complex: lambda value: [Tag.COMPLEX, struct.pack("<dd", value.real, value.imag)],
+            torch.dtype: lambda value: [Tag.DTYPE, str(value).removeprefix("torch.")],
+            torch.device: lambda value: [Tag.DEVICE, str(value)],
+            torch.layout: lambda value: [Tag.TORCH_LAYOUT, str(value).removeprefix("torch.")],
+            torch.memory_format: lambda value: [Tag.MEMORY_FORMAT, str(value).removeprefix("torch.")],
+        }
+        try:
+            self.tree = self._node(state)
+        except _Refused as refused:
+            path = "state" + "".join(reversed(refused.path))
+            kind = type(refused.value)
+            raise UnsupportedState(
+                f"{path} is a {kind.__module__}.{kind.__qualname__}: {refused.reason}. Nothing was copied.",
+                path=path,
+                type_name=f"{kind.__module__}.{kind.__qualname__}",
+            ) from None
+        finally:
+            self._handlers.clear()  # they hold this walk, and it every tensor: a cycle would wait for a collector
+
+    def _node(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is float or kind is bool or value is None:
+            return value
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            return handler(value)
+        return self._other(value)
+
+    def _other(self, value: Any) -> Any:
+        """Encode what is not of an exact built-in type."""
+        kind = type(value)
+        if isinstance(value, enum.Enum):
+            return self._enum(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor_subclass(value)
+        if isinstance(value, np.generic):
+            array = np.asarray(value)
+            return [Tag.SCALAR, [self._described(value, array.dtype), array.tobytes()]]
+        if isinstance(value, np.dtype):
+            return [Tag.ARRAY_DTYPE, self._described(value, value)]
+        if is_stateful(value):
+            self._enter(value)
+            node = self._node(value.state_dict())
+            self._open.discard(id(value))
+            return node
+        if registry.is_registered(kind):
+            fields = kind._fields if registry.is_namedtuple(kind) else list(kind.__dataclass_fields__)
+            tag = Tag.NAMEDTUPLE if registry.is_namedtuple(kind) else Tag.DATACLASS
+            return self._record(tag, value, fields)
+        raise _Refused(
+            "its type cannot be stored without pickle; convert it, give it state_dict() and load_state_dict(), "
+            "or pass an enum, dataclass or named tuple to memstore.register()",
+            value,
+        )
+
+    def _enter(self, value: object) -> None:
+        """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
+
+        Whoever enters discards the id when it is done; a refusal ends the whole walk.
+        """
+        if id(value) in self._open:
+            raise _Refused("it contains itself", value)
+        if len(self._open) >= NESTING_MAX:
+            raise _Refused(f"it is nested deeper than {NESTING_MAX} containers", value)
+        self._open.add(id(value))
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        return [Tag.DICT, None, self._pairs(value)]
+
+    def _pairs(self, value: dict[Any, Any]) -> list[Any]:
+        self._enter(value)
+        out: list[Any] = []
+        key: Any = None
+        try:
+            for key, item in value.items():
+                is_short_text = type(key) is str and len(key) <= TEXT_CHARS_MAX and key.isascii()
+                out.append(key if is_short_text else self._key(key))
+                out.append(self._node(item))
+        except _Refused as refused:
+            refused.path.append(f"[{_shown(key)}]")
+            raise
+        self._open.discard(id(value))
+        return out
+
+    def _key(self, key: Any) -> Any:
+        """Encode what is hashed: inside the layout, so that `into` can be compared without the stream."""
+        leaves, blobs = len(self.leaves), len(self.blobs)
+        node = self._node(key)
+        if len(self.leaves) != leaves or len(self.blobs) != blobs:
+            what = "a tensor" if len(self.leaves) != leaves else f"text or bytes over {INLINE_BYTES_MAX} bytes"
+            raise _Refused(f"{what} cannot be a key or an element of a set", key)
+        return node
+
+    def _sequence(self, tag: Tag, value: Iterable[Any]) -> Any:
+        self._enter(value)
+        out: list[Any] = []
+        try:
+            for item in value:
+                out.append(self._node(item))  # noqa: PERF401  its length is the index of a refused item
+        except _Refused as refused:
+            refused.path.append(f"[{len(out)}]")
+            raise
+        self._open.discard(id(value))
+        return [tag, None, out]
+
+    def _set(self, tag: Tag, value: Iterable[Any]) -> Any:
+        try:
+            nodes = [self._key(item) for item in value]
+        except _Refused as refused:
+            refused.path.append("{...}")
+            raise
+        # Iteration order depends on the hash seed; the packed bytes do not (equal states, equal bytes).
+        return [tag, None, sorted(nodes, key=msgpack.packb)]
+
+    def _ordered(self, value: collections.OrderedDict[Any, Any]) -> Any:
+        return [Tag.ORDERED, None, [self._node(getattr(value, "_metadata", None)), *self._pairs(value)]]
+
+    def _defaultdict(self, value: collections.defaultdict[Any, Any]) -> Any:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and FACTORIES.get(name) is not factory:
+            raise _Refused(f"its default_factory {factory!r} is not one of {', '.join(FACTORIES)}", value)
+        return [Tag.DEFAULT, name, self._pairs(value)]
+
+    def _record(self, tag: Tag, value: Any, fields: Iterable[str]) -> Any:
+        self._enter(value)
+        names, nodes = list(fields), []
+        for name in names:
+            try:
+                nodes.append(self._node(getattr(value, name)))
+            except _Refused as refused:
+                refused.path.append(f".{name}")
+                raise
+        self._open.discard(id(value))
+        return [tag, [registry.class_name(type(value)), names], nodes]
+
+    def _enum(self, value: enum.Enum) -> Any:
+        kind = type(value)
+        if not registry.is_registered(kind):
+            raise _Refused("its class is not registered; call memstore.register() on it", value)
+        member: Any = value.name if value.name in kind.__members__ else value.value
+        return [Tag.ENUM, [registry.class_name(kind), member]]
+
+    def _text(self, value: str) -> Any:
+        if value.isascii() and len(value) <= TEXT_CHARS_MAX:
+            return value
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) <= TEXT_CHARS_MAX and b"\xed" not in data:  # 0xED starts every lone surrogate
+            return value
+        return [Tag.TEXT, self._bytes(data)]
+
+    def _int(self, value: int) -> Any:
+        if _INT_MIN <= value <= _INT_MAX:
+            return value
+        return [Tag.INT, self._bytes(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))]
+
+    def _bytes(self, value: bytes | bytearray) -> Any:
+        if len(value) <= INLINE_BYTES_MAX:
+            return bytes(value)
+        self.blobs.append(value)
+        return len(self.blobs) - 1
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        index = self._indices.get(id(value))
+        if index is None:
+            try:
+                self.leaves.append(leaf_of_tensor(value))
+            except ValueError as error:
+                raise _Refused(str(error), value) from None
+            index = self._indices[id(value)] = len(self.leaves) - 1
+        return [Tag.TENSOR, index]
+
+    def _array(self, value: np.ndarray) -> Any:
+        index = self._indices.get(id(value))
+        if index is None:
+            try:
+                self.leaves.append(leaf_of_array(value))
+            except ValueError as error:
+                raise _Refused(str(error), value) from None
+            index = self._indices[id(value)] = len(self.leaves) - 1
+        return [Tag.ARRAY, index]
+
+    def _tensor_subclass(self, value: torch.Tensor) -> Any:
+        if subclasses.is_dtensor(value):
+            try:
+                described = subclasses.describe_dtensor(value)
+            except ValueError as error:
+                raise _Refused(str(error), value) from None
+            return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
+        if not subclasses.is_wrapper(value):
+            raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
+        inner, context = subclasses.flatten_wrapper(value)
+        leaves = len(self.leaves)
+        try:
+            nodes = [self._node(item) for item in inner.values()]
+            leaves = len(self.leaves)
+            nodes.append(self._node(context))
+        except _Refused as refused:
+            raise _Refused(f"one of its parts cannot be stored: {refused.reason}", value) from None
+        if len(self.leaves) != leaves:
+            raise _Refused("its flatten context holds tensors", value)
+        return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner)], nodes]
+
+    def _described(self, value: object, dtype: np.dtype[Any]) -> Any:
+        try:
+            return describe_dtype(dtype)
+        except ValueError as error:
+            raise _Refused(str(error), value) from None
+
+
+def is_stateful(value: object) -> bool:
+    """Tell whether `value` follows torch's Stateful protocol."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _shown(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 80 else text[:77] + "..."

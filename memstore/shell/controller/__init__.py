@@ -1,0 +1,1 @@
+"""The controller's process: sessions to all holders, a clock, the state machine between them."""

@@ -1,0 +1,82 @@
+"""Writes what happened as JSON lines, and gives it to whoever counts it, on a thread of its own.
+
+Lines go through the logger `memstore.events`: INFO, but DEBUG for the one or two that every step leaves (put, commit,
+durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller hands over and
+goes on: a disk that hangs costs lines, which are counted, never a decision.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from memstore.core.report.event_ring import ROUTINE, Chronicle, Happening
+
+log = logging.getLogger("memstore.events")
+WAITING_MAX = 4096
+CLOSE_S = 2.0
+
+
+class EventLog:
+    """Follows the chronicle of one controller, over all its terms."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
+        self.dropped_count = 0  # came too fast for the writer
+        self.failed_count = 0  # could not be written
+        self.counters: list[Callable[[Happening], None]] = []  # each gets every happening that was not dropped
+        self._seen_seq = 0
+        self._problem = ""
+        self._waiting: queue.Queue[Happening | None] = queue.Queue(WAITING_MAX)
+        self._thread = threading.Thread(target=self._run, name="memstore-events", daemon=True)
+        self._thread.start()
+
+    def take(self, chronicle: Chronicle) -> None:
+        """Queue what is new, dropping what the writer is too late for; never waits."""
+        if chronicle.last_seq <= self._seen_seq:
+            return
+        for happening in chronicle.since(self._seen_seq):
+            try:
+                self._waiting.put_nowait(happening)
+            except queue.Full:
+                self.dropped_count += 1
+        self._seen_seq = chronicle.last_seq
+        chronicle.unwritten_count = self.dropped_count + self.failed_count
+
+    def close(self) -> None:
+        """Write what waits, as far as it can be written soon."""
+        try:
+            self._waiting.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return  # the writer hangs; it is a daemon
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (happening := self._waiting.get()) is not None:
+            for work in (self._write, *self.counters):
+                try:
+                    work(happening)
+                except Exception as exc:
+                    self._complain(exc)
+
+    def _write(self, happening: Happening) -> None:
+        level = logging.DEBUG if happening.kind in ROUTINE else logging.INFO
+        if not self.path and not log.isEnabledFor(level):
+            return
+        line = json.dumps(happening.to_dict(), ensure_ascii=False, default=str)
+        log.log(level, "%s", line)
+        if self.path:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def _complain(self, exc: Exception) -> None:
+        """Say once what is wrong, not for every line."""
+        self.failed_count += 1
+        if str(exc) != self._problem:
+            self._problem = str(exc)
+            logging.getLogger("memstore").warning("an event could not be written or counted: %r", exc)

@@ -1,0 +1,73 @@
+"""A controller's session with one holder: what is queued for it, and the threads that read and write (R16, R28).
+
+A stuck host holds up nobody: its thread waits, at most SEND_S, and its session ends. Other end: controller_session.py.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from memstore.errors import MemstoreError, TransportError
+from memstore.shell.net.channel import Channel
+
+SEND_S = 10.0
+
+
+class Session:
+    """One holder's connection: a reader thread and a writer thread."""
+
+    def __init__(
+        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None], *,
+        asked_s: float = -math.inf,
+    ) -> None:  # fmt: skip
+        self.host_id, self.channel = host_id, channel
+        self.announced = self.incarnation = incarnation  # the holder's own word, once it comes, is the newer one
+        self.asked_s = asked_s  # when it was asked for, monotonic (R17)
+        self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
+        self._on_event = on_event
+        self.why = ""
+        self.is_up = False  # its inventory was taken: what was decided before is no order for it
+
+    def start(self) -> None:
+        """Begin to read and write, once the controller knows the session."""
+        host_id = self.host_id
+        threading.Thread(target=self._read, name=f"memstore-read-{host_id}", daemon=True).start()
+        threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
+
+    def _read(self) -> None:
+        pages: list[Any] = []  # of the journal, before the inventory
+        try:
+            while True:
+                body = self.channel.recv(timeout_s=None).body
+                if body.get("k") == "journal":
+                    pages += body["records"]
+                    continue
+                if body.get("k") == "up":
+                    body["journal"] = [*pages, *body["journal"]]
+                self._on_event(self, body)
+        except MemstoreError as exc:
+            self.why = str(exc)
+        finally:
+            self.close()
+            self._on_event(self, {"k": "ended", "why": self.why})
+
+    def _write(self) -> None:
+        while True:
+            frame = self.outbox.get()
+            if frame is None:
+                return
+            try:
+                self.channel.send_frame(frame, deadline_s=SEND_S)
+            except TransportError as exc:
+                self.why = str(exc)
+                self.channel.close()
+                return
+
+    def close(self) -> None:
+        """End both threads."""
+        self.channel.close()
+        self.outbox.put(None)

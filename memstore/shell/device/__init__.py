@@ -1,0 +1,1 @@
+"""Copies between device memory and host memory, and copies that overlap training."""

@@ -1,0 +1,99 @@
+"""Copies out of device memory that are ordered while training computes, a few at a time (R11).
+
+made at the put, behind training's stream --the copy thread, flight by flight--> ordered --event--> in the slots
+a fence orders what is left, and lets the stream of the optimizer's step wait for it; the host waits for nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from memstore.shell.device.side_stream import (
+    FLIGHTS_MAX,
+    Arrival,
+    DeviceWrite,
+    Piece,
+    SideStream,
+    by_device,
+    copy_out,
+    flights,
+)
+from memstore.shell.threads.safe_condition import is_of_handler
+
+
+class LateFlights:
+    """The device copies of one put. Made by the thread that computes; any thread may order and wait."""
+
+    def __init__(self, writes: Sequence[DeviceWrite]) -> None:
+        self._lock = threading.Lock()
+        self._left: deque[tuple[SideStream, list[Piece]]] = deque()
+        self._under_way: deque[Arrival] = deque()
+        self._problem: RuntimeError | None = None
+        self._last: dict[SideStream, Arrival] = {}  # the newest of each: those before it come first
+        self._addresses = {id(write.source): write.source.data_ptr() for write in writes}
+        for device, mine in by_device(writes):
+            side = SideStream(device)
+            self._left.extend((side, flight) for flight in flights(mine))
+
+    def work(self) -> None:
+        """Order what is left, `FLIGHTS_MAX` flights under way, and return when all that was ordered is in the slots.
+
+        Raises:
+            RuntimeError: The device's own errors, and memory that is gone. What was ordered before is waited for.
+        """
+        while True:
+            with self._lock:
+                if self._left and len(self._under_way) < FLIGHTS_MAX:
+                    self._order_next()
+                    continue
+                if not self._under_way:
+                    break
+                arrival = self._under_way[0]  # left there: another thread that looks must wait for it, too
+            arrival.wait()
+            with self._lock:
+                if self._under_way and self._under_way[0] is arrival:
+                    self._under_way.popleft()
+        if self._problem is not None:
+            raise self._problem
+
+    def order_rest(self, deadline_s: float) -> bool:
+        """Order everything that is left; False if the deadline (monotonic) passed before. What fails, `work` raises."""
+        while True:
+            with self._lock:
+                if not self._left:
+                    return True
+                self._order_next()
+            if time.monotonic() > deadline_s:
+                return False
+
+    def hold_current(self) -> None:
+        """Let this thread's current streams wait for what was ordered; the host does not."""
+        with self._lock:
+            last = list(self._last.values())
+        for arrival in last:
+            arrival.hold_current()
+
+    def drop(self) -> bool:
+        """Order nothing more; tell whether nothing is under way either."""
+        with self._lock:
+            self._left.clear()
+            return not self._under_way
+
+    def _order_next(self) -> None:
+        side, flight = self._left.popleft()
+        try:
+            if any(source.data_ptr() != self._addresses[id(source)] for source, *_ in flight):
+                raise RuntimeError("memory was freed or resized before the fence")
+            self._last[side] = side.order(flight, copy_out)
+            self._under_way.append(self._last[side])
+        except BaseException as exc:  # Ctrl-C as well: of this flight nobody knows how far it came
+            self._problem = RuntimeError(f"a flight was interrupted: {exc!r}")
+            self._left.clear()
+            with contextlib.suppress(RuntimeError):
+                self._under_way.append(side.mark())  # what of it was ordered still writes
+            if not isinstance(exc, Exception) or is_of_handler(exc):
+                raise

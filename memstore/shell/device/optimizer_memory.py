@@ -1,0 +1,83 @@
+"""Which memory does not change before an optimizer's step: that of its parameters and of its state (R11)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from memstore.core.format.layout import is_dense
+from memstore.errors import ConfigError
+from memstore.shell.device.side_stream import has_streams
+from memstore.shell.tensors import subclasses
+from memstore.shell.tensors.memory import Source, is_flat
+
+# Smaller ones in host memory are copied at once: that costs less than to keep an eye on them. On a device it would
+# make the host wait for what training has queued there.
+STEADY_BYTES_MIN = 64 << 10
+
+Place = tuple[str, int]  # device, address
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield an optimizer's parameters and the tensors that its state holds for each of them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for values in optimizer.state.values():
+        if isinstance(values, dict):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+class SteadyMemory:
+    """The memory of some tensors, found by device and address.
+
+    Small ones of host memory are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+
+    Raises:
+        ConfigError: Something else than a tensor is among them.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found: dict[Place, tuple[int, tuple[torch.Tensor, ...]]] = {}
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:  # else one would be its rows
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    "overlap= takes True or the tensors that may be copied late, and a "
+                    f"{type(tensor).__name__} is among them: pass model.parameters(), or the values of a state_dict()",
+                    field="overlap",
+                )
+            local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor
+            if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference():
+                continue
+            if _fills_its_extent(local) and _is_large_or_elsewhere(local):
+                owners = (local,) if local is tensor else (tensor, local)
+                found[str(local.device), local.data_ptr()] = local.nbytes, owners
+        self._starts = sorted(found)
+        self._found = [found[start] for start in self._starts]
+
+    def owners_of(self, source: Source) -> tuple[torch.Tensor, ...]:
+        """Return the tensors whose version counters tell of writes to a source, the one with its memory last, or ()."""
+        if source.address is not None:
+            if source.nbytes < STEADY_BYTES_MIN:
+                return ()
+            place = "cpu", source.address
+        elif is_flat(source.owner):
+            place = str(source.owner.device), source.owner.data_ptr()
+        else:
+            return ()  # what is gathered is a copy, made at once
+        index = bisect_right(self._starts, place) - 1
+        if index < 0:
+            return ()
+        (device, start), (nbytes, owners) = self._starts[index], self._found[index]
+        return owners if device == place[0] and place[1] + source.nbytes <= start + nbytes else ()
+
+
+def _is_large_or_elsewhere(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes >= STEADY_BYTES_MIN if tensor.is_cpu else tensor.nbytes > 0 and has_streams(tensor.device)
+
+
+def _fills_its_extent(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride(), 1)

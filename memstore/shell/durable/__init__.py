@@ -1,0 +1,1 @@
+"""Durable storage: files of a folder, objects of a store, the tier over both."""

@@ -1,0 +1,272 @@
+"""Durable files as objects of an object store (R31): names are those of `memstore/core/durable/paths.py`.
+
+An object appears whole or not at all, so what a directory needs renames and syncs for is one PUT here, and it is made
+only if there is none of that name (`If-None-Match`). Credentials are found by obstore in the environment or the
+instance's metadata; they are in no configuration, message or file of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from memstore.core.durable.paths import is_job_name, is_step_file, is_step_number, step_path
+from memstore.core.durable.slice_format import SLICE_LIMIT_BYTES
+from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
+from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
+from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "az")
+_PROBE = ".probe"  # starts with a dot, as no job does
+_START_BYTES = 4096  # of an object, read when it is opened: more than a slice's header
+# A request that takes longer is tried again, and one that fails for longer is given up: the write waits for the next
+# durable step, the restore asks again. A slice of 64 MiB needs 0.6 MB/s.
+_REQUEST_S, _CONNECT_S, _RETRY_S, _RETRIES = SLICE_LIMIT_BYTES / 600e3, 5.0, 60.0, 8
+_BACKOFF_S = (0.1, 10.0)
+_STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"\?\S+")  # of a signed URL: not for logs
+_CLOUDS = ("AWS", "GOOGLE", "AZURE")
+_DELETES = 1000  # in one call
+
+
+class ObjectFiles(DurableFiles):
+    """Objects below a URL that every host of the job reaches."""
+
+    def __init__(self, url: str) -> None:
+        """Name the place; nothing is asked of it until the first call.
+
+        Raises:
+            ConfigError: obstore is not installed, a URL with credentials, a query or a fragment, or no bucket.
+        """
+        self.where = check_url(url)
+        self.store = _store(self.where)
+        self._readers: dict[str, _ObjectReader] = {}  # an object never changes: its start is read once
+
+    def path(self, job: str, *names: object) -> str:
+        """Return an URL for messages; see `step_path`."""
+        return step_path(self.where, job, *names)
+
+    def probe(self) -> None:
+        """Write an object, read it back and remove it."""
+        import obstore
+
+        key = f"{_PROBE}-{secrets.token_hex(8)}"
+        try:
+            with mapped("write", f"{self.where}/{key}"):
+                obstore.put(self.store, key, b"memstore", use_multipart=False)
+                obstore.delete(self.store, key)
+        except MemstoreError as exc:
+            raise ConfigError(
+                f"durable={self.where!r} cannot be written on this host: {exc}; "
+                "create the bucket, give the credentials in the holder's environment the right to put, get, list and "
+                "delete, or choose another place",
+                path=self.where,
+            ) from exc
+
+    def write(
+        self, job: str, step: StepId, name: str, pieces: Sequence[bytes | memoryview], *,
+        should_stop: Callable[[], bool], is_once: bool,
+    ) -> Wrote:  # fmt: skip
+        """Put an object, in one request."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+
+        path, key = self.path(job, step.attempt, step.step, name), _key(job, step, name)
+        if should_stop():
+            return "stopped"
+        whole = [piece for piece in pieces if len(piece)]
+        with mapped("write", path):
+            try:
+                obstore.put(self.store, key, whole, use_multipart=False, mode="create" if is_once else "overwrite")
+            except AlreadyExistsError:
+                return "there"
+            except NotSupportedError:  # a store without conditional puts: names hold digests, nothing is mixed up
+                obstore.put(self.store, key, whole, use_multipart=False)
+        self._readers.pop(key, None)
+        return "written"
+
+    @contextmanager
+    def opened(self, job: str, step: StepId, name: str) -> Iterator[DurableReader]:
+        """Open an object: its size and first bytes are read."""
+        path, key = self.path(job, step.attempt, step.step, name), _key(job, step, name)
+        reader = self._readers.get(key)
+        if reader is None:
+            reader = self._readers[key] = _ObjectReader(self.store, key, path)
+        yield reader
+
+    def names(self, job: str, step: StepId) -> set[str]:
+        """Return what lies in a step."""
+        import obstore
+
+        path, key = self.path(job, step.attempt, step.step), _key(job, step)
+        with mapped("list", path):
+            found = [str(meta["path"]) for metas in obstore.list(self.store, key, chunk_size=1000) for meta in metas]
+        return {name.removeprefix(key + "/") for name in found}
+
+    def has(self, job: str, step: StepId, name: str) -> bool:
+        """Ask for the object's head."""
+        import obstore
+
+        try:
+            with mapped("read", self.path(job, step.attempt, step.step, name)):
+                obstore.head(self.store, _key(job, step, name))
+        except IntegrityError:
+            return False
+        return True
+
+    def steps(self, job: str) -> tuple[list[StepId], list[str]]:
+        """Return the job's steps, oldest first; nothing can lie in the way of one."""
+        self.path(job)
+        attempts = [int(name) for name in self._folders(job) if is_step_number(name)]
+        steps = [
+            StepId(attempt, int(name))
+            for attempt in attempts
+            for name in self._folders(f"{job}/{attempt}")
+            if is_step_number(name)
+        ]
+        return sorted(steps), []
+
+    def jobs(self) -> list[str]:
+        """Return the names of all jobs that have an object, sorted."""
+        return sorted(name for name in self._folders(None) if is_job_name(name))
+
+    def remove_step(self, job: str, step: StepId, first: str) -> None:
+        """Remove `first`, then the rest."""
+        import obstore
+
+        found = self.names(job, step)
+        ours = [_key(job, step, name) for name in sorted(found) if is_step_file(name) and name != first]
+        with mapped("remove", self.path(job, step.attempt, step.step)):
+            if first in found:
+                obstore.delete(self.store, _key(job, step, first))
+            for at in range(0, len(ours), _DELETES):
+                obstore.delete(self.store, ours[at : at + _DELETES])
+        self._readers.clear()
+
+    def remove_job(self, job: str) -> None:
+        """A job without objects is gone by itself."""
+        self.path(job)
+
+    def tidy(self, job: str, step: StepId) -> None:
+        """Nothing is ever half written."""
+
+    def _folders(self, prefix: str | None) -> list[str]:
+        """Return the names directly below a prefix that have something below them."""
+        import obstore
+
+        with mapped("list", self.where):
+            found = obstore.list_with_delimiter(self.store, prefix)["common_prefixes"]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+
+class _ObjectReader(DurableReader):
+    """One object: its size, its first bytes, and ranges of the rest."""
+
+    def __init__(self, store: ObjectStore, key: str, path: str) -> None:
+        import obstore
+
+        self.store, self.key, self.path = store, key, path
+        with mapped("read", path):
+            got = obstore.get(store, key, options={"range": (0, _START_BYTES)})
+            self.nbytes, self.start = int(got.meta["size"]), bytes(got.bytes())
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`."""
+        import obstore
+
+        end = offset + view.nbytes
+        if end > self.nbytes:
+            raise IntegrityError(f"{self.path} ends at byte {self.nbytes}, {end - self.nbytes} more were promised")
+        if end <= len(self.start):
+            view[:] = self.start[offset:end]
+            return
+        with mapped("read", self.path):
+            got = memoryview(obstore.get_range(self.store, self.key, start=offset, end=end))
+            if got.nbytes != view.nbytes:
+                raise TransportError(f"{self.path}: {got.nbytes} bytes came of {view.nbytes} from byte {offset}")
+            view[:] = got
+
+
+def check_url(url: str) -> str:
+    """Return an object store's URL without a slash at its end.
+
+    Raises:
+        ConfigError: it has credentials, a query, a fragment, no bucket, or steps upwards. Nothing of it that may be
+            a secret is repeated.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise ConfigError(f"durable: {exc}: it is no URL") from exc
+    if "@" in url or parts.query or parts.fragment:  # anywhere: a secret key may have a slash in it
+        raise ConfigError(
+            f"durable={parts.scheme}://...: credentials, queries and fragments have no place in it, for it is logged "
+            "and stored; put credentials into the environment of the holders (AWS_ACCESS_KEY_ID and the like)"
+        )
+    names = parts.path.split("/")
+    if not parts.netloc or ".." in names or "." in names or "" in names[1:-1] or not url.isprintable():
+        raise ConfigError(f"durable={url!r}: write {parts.scheme}://bucket/folder")
+    return url.rstrip("/")
+
+
+@contextmanager
+def mapped(action: str, path: str) -> Iterator[None]:
+    """Turn an error of the object store into the one of ours that says what it proves; our own errors pass."""
+    import obstore.exceptions as theirs
+
+    try:
+        yield
+    except MemstoreError:
+        raise
+    except (theirs.BaseError, OSError, ValueError) as exc:
+        words = _QUERY.sub("?...", str(exc).partition("\n")[0])[:400]
+        what = f"cannot {action} {path}: {words}"
+        status = _STATUS.search(words)
+        code = int(status[1]) if status else 0
+        if code == 507 or any(word in str(exc) for word in ("QuotaExceeded", "StorageFull", "InsufficientStorage")):
+            raise CapacityError(f"{what}: free room there, or lower durable_keep", path=path) from exc
+        if isinstance(exc, (theirs.PermissionDeniedError, theirs.UnauthenticatedError)) or "NoSuchBucket" in str(exc):
+            raise ConfigError(f"{what}: create the bucket, or mend the holder's credentials", path=path) from exc
+        if isinstance(exc, FileNotFoundError) or code == 416:
+            raise IntegrityError(f"{what}: it is gone, or shorter than it was", path=path) from exc
+        raise TransportError(f"{what}: nothing is known about the bytes, it may be tried again", path=path) from exc
+
+
+@functools.lru_cache(maxsize=8)
+def _store(url: str) -> ObjectStore:
+    """Return the store behind a URL; its connections and credentials are shared by all who use it."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as exc:
+        raise ConfigError(f"durable={url!r} needs the package obstore on every host: pip install obstore") from exc
+    retry: Any = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=_RETRY_S),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1]),
+        },
+    }  # fmt: skip
+    client: Any = {
+        "timeout": timedelta(seconds=_REQUEST_S), "connect_timeout": timedelta(seconds=_CONNECT_S),
+        # obstore reads this one from the environment only where no client option is given.
+        "allow_http": any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in _CLOUDS),
+    }  # fmt: skip
+    try:
+        return from_url(url, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as exc:
+        raise ConfigError(f"durable={url!r} is no object store that can be used: {exc}") from exc
+
+
+def _key(job: str, step: StepId, *names: str) -> str:
+    return "/".join((job, str(step.attempt), str(step.step), *names))

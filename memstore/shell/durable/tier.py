@@ -1,0 +1,288 @@
+"""The durable tier: parts cut into slices, the marker last, on files of a directory or objects of a store (R31).
+
+Formats are in `memstore/core/durable/slice_format.py` and `durable_marker.py`; when to write, who writes what and what to keep
+is decided by `memstore/core/schedule/durable_interval.py` and `durable_orders.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import xxhash
+
+from memstore.core.durable.marker_format import MARKER_LIMIT_BYTES, MarkerRecord, decode_marker, encode_marker
+from memstore.core.durable.paths import MARKER, slice_name
+from memstore.core.durable.slice_format import (
+    MANIFEST_LIMIT_BYTES,
+    SliceHeader,
+    decode_header,
+    header_nbytes,
+    slice_chunks,
+    slice_range,
+    slices_count,
+)
+from memstore.core.durable.storage_ports import DurableFiles, DurableReader, DurableTier
+from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, InternalError
+from memstore.shell.durable.codec import Codec, read_key
+from memstore.shell.durable.directory import DirectoryFiles
+from memstore.shell.durable.objects import SCHEMES, ObjectFiles
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+LOOK_THREADS = 16  # slices looked at at once: a request each, of an object store
+
+
+class PartsTier(DurableTier):
+    """Durable parts and markers on `files`, which every host of the job sees alike."""
+
+    def __init__(self, files: DurableFiles, codec: Codec | None = None, read_under: str | None = None) -> None:
+        """Read slices whose names carry the key `read_under`; by default those under the codec's own key."""
+        self.files, self.codec = files, codec or Codec()
+        self.key = self.codec.key_name
+        self.read_under = self.key if read_under is None else read_under
+
+    def probe(self) -> None:
+        """Raise ConfigError unless a file can be written here."""
+        self.files.probe()
+
+    def write_slice(
+        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
+        should_stop: Callable[[], bool],
+    ) -> int | None:  # fmt: skip
+        """Write one slice whole or not at all; see `DurableTier.write_slice`.
+
+        The chunks are copied first: their slots may be given away while slow storage takes its time (R7).
+        """
+        if len(manifest) > MANIFEST_LIMIT_BYTES:
+            raise CapacityError(f"manifest of {len(manifest)} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
+        name = slice_name(shard.rank, number, spec.digest, self.key)
+        head = manifest if number == 0 else b""
+        pieces: list[bytes] = []
+        for chunk in chunks:
+            if should_stop():
+                return None
+            pieces.append(bytes(chunk))
+        found, wanted = [len(piece) for piece in pieces], slice_range(spec, number)
+        if found != [spec.chunk_nbytes(index) for index in wanted]:
+            raise InternalError(f"slice {number} of {shard} has chunks {wanted} and was given {found} bytes")
+        stored = self.codec.seal(spec, number, head, pieces)
+        wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
+        return None if wrote == "stopped" else sum(len(piece) for piece in stored)
+
+    def write_marker(self, job: str, marker: DurableMarker, lineage: Mapping[str, Any]) -> None:
+        """Write the marker of a step whose parts are all there; see `DurableTier.write_marker`."""
+        record, path = encode_marker(job, marker, lineage), self.files.path(job, marker.step.attempt, marker.step.step)
+        found = self.files.names(job, marker.step)
+        missing = sorted(rank for rank in marker.specs if not found.issuperset(_part_names(marker, rank)))
+        if missing:
+            raise IntegrityError(
+                f"{path} as seen from this host lacks {len(missing)} of {marker.world_size} parts, or slices of them, "
+                f"first ranks {missing[:10]}: no marker was written; every host must see the same storage there"
+            )
+        for is_once in (True, False):
+            wrote = self.files.write(job, marker.step, MARKER, [record], should_stop=lambda: False, is_once=is_once)
+            if wrote == "written" or self._has_equal_marker(job, marker, path):
+                return
+
+    def _has_equal_marker(self, job: str, marker: DurableMarker, path: str) -> bool:
+        """Say whether this very marker is there.
+
+        One that is damaged, or names another key, may be replaced; one of other bytes may not.
+        """
+        try:
+            there = self._read_marker(job, marker.step)
+        except IntegrityError:
+            return False
+        if there is not None and replace(there.marker, key=marker.key) != marker:
+            raise IntegrityError(f"{path} is marked complete with other parts: remove the step first")
+        return there is not None and there.marker.key == marker.key
+
+    def markers(self, job: str) -> tuple[list[DurableMarker], list[str]]:
+        """Return the job's markers, oldest first, and what is wrong with the others."""
+        records, problems = self.marker_records(job)
+        return [record.marker for record in records], problems
+
+    def marker_records(self, job: str) -> tuple[list[MarkerRecord], list[str]]:
+        """Return the job's markers with their lineage, oldest first, and what is wrong with the others."""
+        records: list[MarkerRecord] = []
+        steps, problems = self.files.steps(job)
+        for step in steps:
+            try:
+                record = self._read_marker(job, step)
+            except IntegrityError as exc:
+                problems.append(f"{job} attempt {step.attempt} step {step.step} is not used: {exc}")
+                continue
+            if record is not None:
+                records.append(record)
+        return records, problems
+
+    def lacks(self, job: str, step: StepId) -> str:
+        """Look at the marker, and at the frame and size of every slice that it names, under whatever key."""
+        try:
+            record = self._read_marker(job, step)
+            if record is None:
+                return "durable storage does not have its marker"
+            marker = record.marker
+            with ThreadPoolExecutor(LOOK_THREADS, "memstore-look") as pool:  # what it costs is waiting for answers
+                list(pool.map(partial(self._look, job, marker), sorted(marker.specs)))
+        except IntegrityError as exc:
+            return str(exc)
+        return ""
+
+    def _look(self, job: str, marker: DurableMarker, rank: int) -> None:
+        """Open all slices of a rank's part; IntegrityError for one that is not there or not whole."""
+        shard = ShardId(job, marker.step.attempt, marker.step.step, rank)
+        for number, name in enumerate(_part_names(marker, rank)):
+            with self.files.opened(job, marker.step, name) as reader:
+                self._header(reader, shard, marker.specs[rank], number)
+
+    def jobs(self) -> list[str]:
+        """Return the names of all jobs that have anything stored, sorted."""
+        return self.files.jobs()
+
+    def read_manifest(self, shard: ShardId, spec: ShardSpec) -> bytes:
+        """Return the shard's manifest, checked against its digest."""
+        name = slice_name(shard.rank, 0, spec.digest, self.read_under)
+        with self.files.opened(shard.job, _step_of(shard), name) as reader:
+            header = self._header(reader, shard, spec, 0)
+            stored = bytearray(header.manifest_nbytes)
+            reader.read_into(header.nbytes, memoryview(stored))
+        with self._naming(f"{self._path(shard)}/{name}"):
+            manifest = self.codec.open_manifest(header, bytes(stored))
+        actual = xxhash.xxh3_128_hexdigest(manifest)
+        if actual != spec.digest:
+            raise DigestMismatch(
+                f"{self._path(shard)}/{name} has a manifest with digest {actual}, asked was {spec.digest}",
+                shard=shard,
+                expected=spec.digest,
+                actual=actual,
+            )
+        return manifest
+
+    def read_chunk_into(self, shard: ShardId, spec: ShardSpec, index: int, view: memoryview) -> None:
+        """Fill `view` with chunk `index`; a view of another size than the chunk's is an IntegrityError."""
+        if not 0 <= index < spec.chunks_count or view.nbytes != spec.chunk_nbytes(index):
+            raise IntegrityError(
+                f"{view.nbytes} bytes were asked of chunk {index} of {shard}, which has {spec.chunks_count} chunks "
+                f"of {spec.chunk_bytes} bytes, {spec.nbytes} in all"
+            )
+        number = index // slice_chunks(spec)
+        name = slice_name(shard.rank, number, spec.digest, self.read_under)
+        with self.files.opened(shard.job, _step_of(shard), name) as reader:
+            header = self._header(reader, shard, spec, number)
+            offset, nbytes, is_compressed = header.chunk_place(index)
+            if not (is_compressed or header.is_encrypted):
+                reader.read_into(offset, view.cast("B"))
+                return
+            stored = bytearray(nbytes)
+            reader.read_into(offset, memoryview(stored))
+        with self._naming(f"{self._path(shard)}/{name}"):
+            self.codec.open_chunk(header, index, bytes(stored), view.cast("B"))
+
+    def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
+        """Remove the marker, make that durable, then remove the parts; a step that is not there is fine."""
+        if only_unmarked and self.files.has(job, step, MARKER):
+            return
+        self.files.remove_step(job, step, MARKER)
+
+    def remove_job(self, job: str) -> None:
+        """Remove every step of the job, oldest first, then what is left of it."""
+        for step in self.files.steps(job)[0]:
+            self.remove_step(job, step)
+        self.files.remove_job(job)
+
+    def sweep(self, job: str, keep: Collection[StepId]) -> tuple[StepId, ...]:
+        """Remove what crashes left; see `DurableTier.sweep`."""
+        removed: list[StepId] = []
+        newest = max(keep, default=None)
+        for step in self.files.steps(job)[0]:
+            if newest is not None and (step in keep or step > newest):
+                continue
+            self.files.tidy(job, step)
+            if not self.files.has(job, step, MARKER):
+                self.remove_step(job, step)
+                removed.append(step)
+        return tuple(removed)
+
+    def _header(self, reader: DurableReader, shard: ShardId, spec: ShardSpec, number: int) -> SliceHeader:
+        """Read and check the header of a slice that is open."""
+        start = bytearray(min(reader.nbytes, header_nbytes(spec, number)))
+        try:
+            reader.read_into(0, memoryview(start))
+            return decode_header(bytes(start), spec, number, file_nbytes=reader.nbytes)
+        except IntegrityError as exc:
+            raise IntegrityError(f"{self._path(shard)}/rank-{shard.rank}, slice {number}: {exc}") from exc
+
+    def _read_marker(self, job: str, step: StepId) -> MarkerRecord | None:
+        """Return the step's marker, None if it has none; IntegrityError for one that is damaged or of another step."""
+        if not self.files.has(job, step, MARKER):
+            return None
+        path = f"{self.files.path(job, step.attempt, step.step)}/{MARKER}"
+        with self.files.opened(job, step, MARKER) as reader:
+            if reader.nbytes > MARKER_LIMIT_BYTES:
+                raise IntegrityError(f"{path} has {reader.nbytes} bytes, the limit is {MARKER_LIMIT_BYTES}")
+            data = bytearray(reader.nbytes)
+            reader.read_into(0, memoryview(data))
+        record = decode_marker(bytes(data))
+        if (record.job, record.marker.step) != (job, step):
+            found = record.marker.step
+            raise IntegrityError(f"{path} belongs to {record.job} attempt {found.attempt} step {found.step}")
+        return record
+
+    @contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        """Put the place before what the codec says."""
+        try:
+            yield
+        except (IntegrityError, ConfigError) as exc:
+            raise type(exc)(f"{path}: {exc}") from exc
+
+    def _path(self, shard: ShardId) -> str:
+        return self.files.path(shard.job, shard.attempt, shard.step)
+
+
+def _part_names(marker: DurableMarker, rank: int) -> list[str]:
+    """Return the names of all slices of a rank's part."""
+    spec = marker.specs[rank]
+    return [slice_name(rank, number, spec.digest, marker.key) for number in range(slices_count(spec))]
+
+
+def _step_of(shard: ShardId) -> StepId:
+    return StepId(shard.attempt, shard.step)
+
+
+def open_tier(place: Mapping[str, Any]) -> DurableTier:
+    """Return the tier of a job: `place` is what `durable_place.place_of` made of its configuration.
+
+    Raises:
+        ConfigError: an unknown scheme, a relative path, a URL with credentials, a missing package, or a bad key file.
+    """
+    key_file = place["key_file"]
+    codec = Codec(place["compression"] == "auto", read_key(str(key_file)) if key_file is not None else None)
+    return PartsTier(files_from_url(str(place["url"])), codec, place.get("key"))
+
+
+def files_from_url(url: str) -> DurableFiles:
+    """Return the files behind an absolute path, a file:// URL or an object store's URL.
+
+    file:// is a directory and not an object store's imitation of one: a rename after an fsync outlives a power cut.
+    """
+    scheme, is_url, rest = url.partition("://")
+    if not is_url:
+        return DirectoryFiles(url)
+    if scheme in SCHEMES:
+        return ObjectFiles(url)
+    if scheme != "file":
+        raise ConfigError(
+            f"durable: {scheme[:20]!r} is no storage that memstore knows; give an absolute path, file:///path, "
+            f"or a URL of {', '.join(name + '://' for name in SCHEMES)}; mount anything else and give its path"
+        )
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or "?" in path or "#" in path:
+        raise ConfigError(f"durable={url!r}: write file:///absolute/path, without host, query or fragment")
+    return DirectoryFiles(unquote(slash + path))

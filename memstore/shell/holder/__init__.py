@@ -1,0 +1,1 @@
+"""The holder's process: serves ranks and peers, executes the controller's orders."""

@@ -1,0 +1,149 @@
+"""Sees that files of a living holder's folder were removed, writes them again, and ends the holder (R2, R5, R35).
+
+    whole --a file is not where the holder made it--> lost --written again--> the holder ends: its successor adopts it
+                                                        '--not possible: said, tried again, served on from memory
+
+What a name was removed of is still there, as long as the holder has it open: bytes, slot table, manifests, journal. So
+nothing that is stored is lost with the names. But no rank can connect, and no successor would find a byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.arena.folder import is_at, make_folder, open_file, write_secret
+from memstore.shell.arena.incarnation import next_incarnation
+from memstore.shell.arena.journal_file import JOURNAL_NAME, Journal
+from memstore.shell.arena.lock import ArenaLock, LockOwner
+from memstore.shell.arena.manifests import ManifestFolder
+
+if TYPE_CHECKING:
+    from memstore.shell.holder.holder import Holder
+
+log = logging.getLogger("memstore")
+NOTE_NAME = "lost"  # tells the successor what its predecessor found removed
+NOTE_BYTES_MAX = 1000
+SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
+
+
+class FolderGuard:
+    """The folder of one holder. `look` is for one thread, a few times a second."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder, self.folder = holder, holder.folder
+        self.lost = _take_note(self.folder)  # what was removed in the life before, or is now
+        self.is_lost_now = False
+        self.problem = ""  # why it cannot be written again
+        self._at_start = {name: os.lstat(self.folder / name) for name in (".", "secret", "holder.sock")}
+
+    def stats(self) -> dict[str, Any]:
+        """Return what heartbeats carry: what was removed, and whether that is over."""
+        return {"files_lost": self.lost, "files_lost_now": self.is_lost_now, "files_problem": self.problem}
+
+    def look(self) -> None:
+        """End the holder if a file of its folder is not where it made it, once all of them are written again."""
+        missing = self.missing()
+        if not missing:
+            return
+        lost = ", ".join(missing)
+        if not self.is_lost_now or lost != self.lost:
+            log.error("host %s: %s removed from %s under this holder", self.holder.info.host_id, lost, self.folder)
+        self.lost, self.is_lost_now = lost, True
+        try:
+            self._take_folder()
+            self._check_room()
+        except (MemstoreError, OSError) as exc:
+            self.problem = str(exc)
+            if isinstance(getattr(exc, "owner", None), LockOwner):
+                self.holder.on_fatal(f"another holder has taken {self.folder}: {exc}")
+            return
+        self.holder.beat()
+        self.holder.stop_serving()
+        what = "written again, for another holder to adopt"
+        try:
+            self._write_again()
+        except (MemstoreError, OSError) as exc:
+            log.exception("host %s: not all of %s could be written again", self.holder.info.host_id, self.folder)
+            what = f"not all of it could be written again ({exc}); the rest is for peers to bring"
+        self.holder.on_fatal(f"{lost} were removed from {self.folder}: {what}")
+
+    def missing(self) -> list[str]:
+        """Return the names of what is gone, or is another file than the holder's."""
+        holder, vault = self.holder, self.holder.vault
+        found = {name: is_at(self.folder / name, status) for name, status in self._at_start.items()}
+        with vault.lock:
+            found |= {"manifests": vault.manifests.is_whole(), **vault.arena.files_present()}
+        found |= {"lock": holder.lock_file.is_current(), JOURNAL_NAME: holder.journal.is_current()}
+        return [{".": "the folder"}.get(name, name) for name, is_there in found.items() if not is_there]
+
+    def _take_folder(self) -> None:
+        """Have the folder, and its lock, so that no other holder begins in it."""
+        make_folder(self.holder.config.arena_dir, store=self.folder.parent.name, host=self.folder.name)
+        if not self.holder.lock_file.is_current():
+            self.holder.lock_file = ArenaLock.take(self.folder, timeout_s=0.0)
+
+    def _check_room(self) -> None:
+        """Raise CapacityError if the file system has no room for what is to be written: the bytes here are served on.
+
+        A chunk's bytes leave the old file when they are in the new one, so the arena itself takes one chunk more.
+        """
+        vault = self.holder.vault
+        with vault.lock:
+            sizes = [vault.arena.headers.file_bytes, self.holder.journal.nbytes, *vault.manifests.sizes()]
+        needed_bytes = sum(_in_pages(size) for size in sizes) + vault.chunk_bytes + SMALL_FILES_BYTES
+        room = os.statvfs(self.folder)
+        free_bytes = room.f_bavail * room.f_frsize
+        if free_bytes < needed_bytes:
+            raise CapacityError(
+                f"writing {self.folder} again needs {needed_bytes} bytes and its file system has {free_bytes} free; "
+                "remove what else lies there, or enlarge it (mount -o remount,size=...)",
+                needed_bytes=needed_bytes, free_bytes=free_bytes,
+            )  # fmt: skip
+
+    def _write_again(self) -> None:
+        """Write what a successor adopts: bytes, slot table, manifests, journal, and what it counts on besides."""
+        holder, vault = self.holder, self.holder.vault
+        write_secret(self.folder, holder.secret)
+        next_incarnation(self.folder, holder.info.incarnation)
+        _leave_note(self.folder, self.lost)
+        with vault.lock:
+            vault.flush()
+            vault.arena.write_again()
+            manifests = ManifestFolder.open(self.folder)
+            vault.manifests.copy_to(manifests)
+            manifests.close()
+        if not holder.journal.is_current():
+            records = holder.journal_records()
+            with contextlib.closing(Journal.open(self.folder / JOURNAL_NAME)) as journal:
+                journal.rewrite(records)
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _leave_note(folder: Path, lost: str) -> None:
+    fd = open_file(folder, NOTE_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, lost.encode()[:NOTE_BYTES_MAX])
+    finally:
+        os.close(fd)
+
+
+def _take_note(folder: Path) -> str:
+    """Return what the holder before this one found removed, or ""; said once."""
+    try:
+        fd = open_file(folder, NOTE_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(fd, NOTE_BYTES_MAX).decode(errors="replace")
+    finally:
+        os.close(fd)
+        (folder / NOTE_NAME).unlink(missing_ok=True)

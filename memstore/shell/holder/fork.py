@@ -1,0 +1,83 @@
+"""A host's part in a fork: manifests of a new job over slots that are there already, no byte copied (R7, R32)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.format.manifest import Manifest, decode_manifest, encode_manifest, shard_digest, spec_of
+from memstore.core.wire.messages import Body, shard_from_wire
+from memstore.errors import DigestMismatch
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.replica_store import Vault
+from recovery.inventory import ShardId
+
+
+def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
+    """Digest again what was verified too long ago; return [rank, digest under the new id, chunks lacking] (R13)."""
+    found: list[list[Any]] = []
+    for item in shards:
+        shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
+        pinned = vault.pin(shard, digest)
+        if pinned is None:
+            found.append([shard.rank, "", -1])
+            continue
+        try:
+            manifest = _renamed(vault, pinned[0], new)
+            vault.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
+            found.append([shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing)])
+        except DigestMismatch:
+            found.append([shard.rank, "", -1])  # of a copy whose manifest is damaged no fork is made
+        finally:
+            vault.unpin(*pinned)
+    return found
+
+
+def make(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+    """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
+
+    One that is not here any more is left out. One step under the lock for each: a crash leaves its manifest whole or
+    none, and references are counted from manifests (R6).
+
+    Raises:
+        CapacityError: There is no room for a manifest.
+    """
+    for item in shards:
+        shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
+        with vault.lock:
+            shelved = vault.shelf.find(shard, digest)
+            if shelved is None:
+                continue
+            manifest = _renamed(vault, shelved, new)
+            data = encode_manifest(manifest)
+            spec = spec_of(manifest, shard_digest(data))
+            known = vault.shelf.find(new, spec.digest)
+            if known is None:
+                vault.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
+                chunks = manifest.chunks
+                known = vault.shelf.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
+                vault.flush()
+        yield known
+
+
+def forked_body(body: Body, shards: list[list[Any]]) -> Body:
+    """Return the report of a look."""
+    return {"job": body["job"], "call": body["call"], "shards": shards}
+
+
+def drop_unknown_shares(vault: Vault, jobs: Collection[str]) -> None:
+    """Give back room that a controller claimed for what it did not live to record: no job, and no shard of it here."""
+    with vault.lock:
+        drafts = {draft.shard.job for draft in vault.shelf.drafts.values()}
+        known = {*jobs, *drafts, *(shard.job for shard, _ in vault.shelf.shards)}
+        unknown = [job for job in vault.shelf.shares if job not in known]
+        for job in unknown:
+            vault.shelf.drop_share(job, vault.shelf.shares[job].attempt)
+    if unknown:
+        vault.room.release()
+
+
+def _renamed(vault: Vault, shelved: Shelved, new: ShardId) -> Manifest:
+    return replace(decode_manifest(vault.manifest(shelved)), shard=new)

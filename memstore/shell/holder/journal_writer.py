@@ -1,0 +1,77 @@
+"""A holder's journal, and the facts that wait for room in it (R16).
+
+A full file system is no reason to lose the controller: what cannot be written waits, in order, and is acknowledged
+once it is written. Until then this host counts for no fact, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from memstore.core.journal.records import kept_records, whole_order
+from memstore.errors import CapacityError, IntegrityError
+from memstore.shell.arena.journal_file import Journal
+
+
+class FactKeeper:
+    """Writes what the controller sends, in its order. The caller keeps sessions apart: one thread at a time."""
+
+    def __init__(self, journal: Journal, on_written: Callable[[int], None]) -> None:
+        self.journal = journal
+        self.problem = ""  # why the oldest that waits could not be written
+        self._on_written = on_written
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._pages: list[bytes] = []  # of an order whose end has not come
+
+    def take(self, body: dict[str, Any]) -> None:
+        """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
+
+        Raises:
+            IntegrityError: What is to be kept is damaged: end the session, and show the next one what is left.
+        """
+        whole = whole_order(self._pages, body)
+        if whole is None:
+            return
+        if whole.get("reset"):
+            self._waiting.clear()
+        self._waiting.append(whole)
+        self.retry()
+
+    def retry(self) -> None:
+        """Write what waits, as far as there is room now."""
+        while self._waiting:
+            body = self._waiting[0]
+            try:
+                self._write(body)
+            except (
+                CapacityError,
+                FileNotFoundError,
+                NotADirectoryError,
+            ) as exc:  # no room, or no folder: `folder_guard` ends that
+                self.problem = str(exc)
+                return
+            except IntegrityError:
+                self._waiting.clear()
+                raise
+            self._waiting.popleft()
+            self._on_written(int(body["seq"]))
+        self.problem = ""
+
+    def _write(self, body: dict[str, Any]) -> None:
+        if "keep" in body:
+            dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
+            if self.journal.dropped_nbytes > dropped_nbytes:
+                raise IntegrityError(f"journal {self.journal.path} was damaged: it lacks facts that are to be kept")
+            self.journal.rewrite(kept_records(records, body["keep"], body["short"]))
+        elif body["reset"]:
+            self.journal.rewrite(body["records"])
+        else:
+            self.journal.append(body["records"])
+
+    def forget(self) -> None:
+        """Another session begins: it sends what the journal lacks then, and numbers of its own (R16)."""
+        self._waiting.clear()
+        self._pages.clear()
+        self.problem = ""

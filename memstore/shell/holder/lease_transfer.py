@@ -1,0 +1,88 @@
+"""Leases that a rank's process lends to a child of it, such as DCP's save process (R8, R20).
+
+    lent --adopt, by a child of the lender--> the child's own: it hands over, and its death frees them
+      '--unlend--> the lender's again          '--the lender says bye or is dead--> free
+
+The lender fills the slots, then lends them; from the adoption on it may not write them. Nobody has them twice: an
+adoption and an `unlend` are decided here, under one lock, and both are answered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memstore.core.arena.slot_table import Owner
+from memstore.errors import ConfigError
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.slot_sample import differing
+
+ANCESTORS_MAX = 16
+
+
+class Lendings:
+    """What is lent on one host. Callers hold the rank server's lock."""
+
+    def __init__(self, vault: Vault) -> None:
+        self.vault = vault
+        self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
+
+    def lend(self, lender: Owner, step: int, slots: list[int], arena: str, seen: dict[str, Any]) -> None:
+        """Offer filled slots to a child of the lender, in place of older offers of any of them.
+
+        LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
+        """
+        if arena != self.vault.arena.identity:
+            raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
+        with self.vault.lock:
+            is_its_own = self.vault.table.leases.get(lender, set()).issuperset(slots)
+        arena_slots = self.vault.arena.mapping
+        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
+            raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
+        for key, old in list(self.lent.items()):
+            if key[0] == lender and not set(old).isdisjoint(slots):
+                del self.lent[key]
+        if slots and is_its_own:  # else a child has them already
+            self.lent[lender, step] = slots
+
+    def unlend(self, lender: Owner, step: int, slots: list[int]) -> dict[str, Any]:
+        """Take the offer back; say which of the slots are leased to the lender."""
+        self.lent.pop((lender, step), None)
+        with self.vault.lock:
+            mine = self.vault.table.leases.get(lender, set())
+            return {"slots": sorted(mine.intersection(slots))}
+
+    def adopt(self, lender: Owner | None, heir: Owner, step: int) -> dict[str, Any]:
+        """Move the leases to the child. LookupError if they are not lent."""
+        slots = self.lent.pop((lender, step), None) if lender is not None else None
+        with self.vault.lock:
+            if lender is None or slots is None or not self.vault.table.transfer(lender, heir, slots):
+                raise LookupError(f"nothing staged for step {step} is lent any more: the training process gave it up")
+            self.vault.flush()
+        return {"slots": slots}
+
+    def forget(self, lender: Owner) -> None:
+        """The lender is gone, and its leases with it."""
+        for key in [key for key in self.lent if key[0] == lender]:
+            del self.lent[key]
+
+
+def check_child(pid: int, parent_pid: int, nonce: str) -> None:
+    """Raise ConfigError unless process `pid` descends from `parent_pid`, which joined as `nonce`."""
+    ancestor = pid
+    for _ in range(ANCESTORS_MAX):
+        ancestor = _parent_pid(ancestor)
+        if ancestor == parent_pid:
+            return
+        if ancestor <= 1:
+            break
+    raise ConfigError(f"process {pid} is no child of process {parent_pid}, which joined as {nonce!r}")
+
+
+def _parent_pid(pid: int) -> int:
+    """Return the parent of a process; 0 if there is none (proc(5), field 4)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[1])

@@ -1,0 +1,65 @@
+"""Questions of this host's ranks, and of the holder itself, that the controller has yet to answer (R4, R12).
+
+asked --relayed, again after every new session or link--> answered, or nobody waits for it any more
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.arena.slot_table import Owner
+
+if TYPE_CHECKING:
+    from memstore.shell.holder.holder import Holder
+
+
+@dataclass(frozen=True)
+class Call:
+    """A question; `owner` is None for what the holder asks by itself."""
+
+    owner: Owner | None
+    nonce: str
+    rank_id: int  # the rank's own number of it
+    verb: str
+    body: dict[str, Any]
+
+
+class Calls:
+    """All of one holder, by the holder's own numbers; any thread may use it."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Call] = {}
+        self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
+
+    def ask(self, call: Call) -> None:
+        """Send a question; a link that came back asks again: it is the same one, and its first answer ends it."""
+        with self._lock:
+            known = (n for n, c in self._waiting.items() if c.owner is not None and c.owner == call.owner)
+            number = next((n for n in known if self._waiting[n].rank_id == call.rank_id), None)
+            if number is None:
+                self._count += 1
+                number = self._count
+            self._waiting[number] = call
+        self._holder.relay(number, call.verb, call.body)
+
+    def ask_again(self) -> None:
+        """Another controller session has begun: whatever is not answered is asked again."""
+        with self._lock:
+            waiting = sorted(self._waiting.items())
+        for number, call in waiting:
+            self._holder.relay(number, call.verb, call.body)
+
+    def take(self, number: int) -> Call | None:
+        """Return the question that was answered; None if nobody waits for it."""
+        with self._lock:
+            return self._waiting.pop(number, None)
+
+    def forget(self, owner: Owner) -> None:
+        """A process or store is gone: nobody waits for its answers."""
+        with self._lock:
+            self._waiting = {n: call for n, call in self._waiting.items() if call.owner != owner}

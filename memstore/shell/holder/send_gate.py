@@ -1,0 +1,153 @@
+"""Holds copies of puts back while collectives of this host's ranks are under way (core/traffic_gate.py, D87)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from memstore.core.network.send_gate import Order, Sending, TrafficGate
+from memstore.errors import ProtocolError
+from memstore.shell.net.socket_options import Flight
+from memstore.shell.peer.outgoing_shard import Shipment
+from memstore.shell.rank.collective_marks import MarkReader, remove_marks
+
+log = logging.getLogger("memstore")
+Pace = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Traffic:
+    """The marks of this host's ranks and the pushes of their puts; any thread may use it."""
+
+    def __init__(self, folder: Path, hold_s: float) -> None:
+        """`hold_s`: the longest that one put is held back; 0: marks are ignored."""
+        self._folder, self._hold_s = folder, hold_s
+        self._gate = TrafficGate(hold_s)
+        self._readers: dict[str, MarkReader] = {}  # by the rank's nonce
+        self._lock = threading.Lock()
+        remove_marks(folder)
+
+    def watch(self, nonce: str, file: str) -> None:
+        """A rank has made a file of marks; one that cannot be read is no reason to end its link."""
+        try:
+            reader = MarkReader(self._folder, file)
+        except ProtocolError as exc:
+            log.warning("memstore: marks of rank process %s are ignored: %s", nonce, exc)
+            return
+        with self._lock:
+            self._drop(nonce)
+            self._readers[nonce] = reader
+            self._gate.ranks[nonce] = reader.spans
+
+    def forget(self, nonce: str, job: str, rank: int) -> None:
+        """A rank's link has ended: its marks say nothing any more."""
+        with self._lock:
+            self._drop(nonce)
+            self._gate.forget(job, rank)
+
+    def release(self, job: str, rank: int, order: Order) -> None:
+        """A put begins, or waits for room: copies of older ones of its rank are held no longer (R13)."""
+        with self._lock:
+            self._gate.release(job, rank, order)
+
+    def stats(self) -> dict[str, Any]:
+        """What a heartbeat carries."""
+        return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
+
+    @contextlib.contextmanager
+    def sending(self, shipment: Shipment) -> Iterator[Valve | None]:
+        """Give the valve for one push of a put; None if nothing holds it back."""
+        if not self._hold_s or not self._readers:
+            yield None
+            return
+        shard = shipment.shard
+        with self._lock:
+            self._read()
+            order = (shard.attempt, shard.step)
+            sending = self._gate.begin(time.monotonic(), shard.job, shard.rank, order)
+        try:
+            yield Valve(self, sending)
+        finally:
+            with self._lock:
+                self._gate.end(sending)
+
+    def allow(
+        self, sending: Sending, asked: int, stream: int, flight: Callable[[], Flight], held_s: float
+    ) -> tuple[int, float]:
+        """Return how many bytes may go now, and if none, when to ask again."""
+        with self._lock:
+            self._read()
+            unacked_bytes, rtt_s = flight()  # as of now, not of before the wait for the lock: rates follow from it
+            return self._gate.allow(time.monotonic(), sending, asked, stream, unacked_bytes, held_s, rtt_s)
+
+    def leave(self, stream: int) -> None:
+        """A stream has nothing to send now."""
+        with self._lock:
+            self._gate.leave(stream)
+
+    def _read(self) -> None:
+        for nonce, reader in list(self._readers.items()):
+            try:
+                reader.read()
+            except (OSError, ProtocolError) as exc:
+                log.warning("memstore: marks of rank process %s are ignored from now on: %s", nonce, exc)
+                self._drop(nonce)
+
+    def _drop(self, nonce: str) -> None:
+        reader = self._readers.pop(nonce, None)
+        self._gate.ranks.pop(nonce, None)
+        if reader is not None:
+            reader.close()
+
+
+class Valve:
+    """Lets a frame's bytes out piece by piece."""
+
+    def __init__(self, traffic: Traffic, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
+        self._traffic, self._sending, self._pace = traffic, sending, pace
+
+    def paced(self, pace: Pace) -> Valve:
+        """Return one that is inside `pace` while its bytes go."""
+        return Valve(self._traffic, self._sending, pace)
+
+    def parts(
+        self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
+    ) -> Iterator[list[memoryview]]:
+        """Cut a frame into parts, each given when it may go; ends early if the channel is closed.
+
+        Args:
+            views: Everything that is to be sent, of bytes.
+            flight: Tells what the kernel holds of this channel's bytes.
+            closed: The channel's end.
+        """
+        stream, began_s = threading.get_ident(), time.monotonic()
+        left = list(views)
+        asked = sum(view.nbytes for view in left)
+        try:
+            while asked and not closed.is_set():
+                held_s = time.monotonic() - began_s
+                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, flight, held_s)
+                if nbytes:
+                    part, left = _cut(left, nbytes)
+                    asked -= nbytes
+                    with self._pace():
+                        yield part
+                else:
+                    closed.wait(wait_s)
+        finally:
+            self._traffic.leave(stream)
+
+
+def _cut(views: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Return the first `nbytes` and the rest."""
+    first: list[memoryview] = []
+    for place, view in enumerate(views):
+        if view.nbytes >= nbytes:
+            return [*first, view[:nbytes]], [view[nbytes:], *views[place + 1 :]]
+        first.append(view)
+        nbytes -= view.nbytes
+    return first, []

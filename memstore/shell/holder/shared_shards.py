@@ -1,0 +1,210 @@
+"""What one holder knows of ranks with equal state: where copies go, whom to wait for, who differs (R13, R34).
+
+A twin's offer comes while this host still digests its own rank's equal shard. Its answer waits for that, so that what
+is here does not travel; one's own digesting waits for no twin, so twins never wait for one another. Ranks that were
+not declared twins are learned to be ones by their chunks, one put late.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.errors import MemstoreError
+from recovery.inventory import ShardId
+
+if TYPE_CHECKING:
+    from memstore.shell.holder.holder import Holder
+
+TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
+TOLD_CHUNKS_MAX = 64
+LEARN_SHARE = 0.5  # of the chunks that must be equal for two ranks to count as twins
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One local copier: the hosts of its copies, the ranks that copy the same."""
+
+    targets: tuple[str, ...]
+    twins: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Newest:
+    """The newest put that was sealed here of one rank."""
+
+    shard: ShardId
+    digests: tuple[bytes, ...]
+    shared_count: int | None  # leading chunks that twins have too; None: the rank names no shard
+    is_flagged: bool = False  # its chunks are those of the put before, and that was said
+
+
+class Twins:
+    """Of one holder."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder, self.vault = holder, holder.vault
+        self.changed = threading.Condition()
+        self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
+        # (job, rank elsewhere) -> attempt, local rank whose chunks were equal in the newest put
+        self.learned: dict[tuple[str, int], tuple[int, int]] = {}
+        self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
+        self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
+        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
+
+    def declare(self, job: str, attempt: int, rows: list[list[Any]]) -> None:
+        """The controller's word on this host's copiers."""
+        table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
+        with self.changed:
+            self.declared[job] = (attempt, table)
+            self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
+
+    def targets(self, shard: ShardId) -> list[str]:
+        """Where copies of a local rank's shard go."""
+        row = self._row(shard)
+        return list(row.targets if row is not None else self.holder.targets.get(shard.job, ()))
+
+    def _row(self, shard: ShardId) -> Row | None:
+        attempt, table = self.declared.get(shard.job, (0, {}))
+        return table.get(shard.rank) if attempt == shard.attempt else None
+
+    def own_of(self, shard: ShardId) -> int | None:
+        """The local rank that holds what a shard from elsewhere holds."""
+        attempt, table = self.declared.get(shard.job, (0, {}))
+        if attempt == shard.attempt:
+            for rank, row in table.items():
+                if shard.rank in row.twins:
+                    return rank
+        learned_in, own = self.learned.get((shard.job, shard.rank), (0, None))
+        return own if learned_in == shard.attempt else None  # ranks sit elsewhere in another attempt
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def await_own(self, shard: ShardId) -> None:
+        """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it.
+
+        A rank that one offer awaited in vain, frozen or slow, holds up no other until it has sealed again (D104).
+        """
+        own = self.own_of(shard)
+        if own is None:
+            return
+        stopping = self.holder.stopping
+        with self.changed:
+            if not self.changed.wait_for(lambda: stopping.is_set() or self.is_over(shard, own), TWIN_WAIT_S):
+                self.gave_up(shard, own)
+                self.changed.notify_all()
+
+    def is_over(self, shard: ShardId, own: int) -> bool:
+        """Say whether an offered shard has nothing to wait for in a local rank's put."""
+        if self.late.get((shard.job, own)) == shard.attempt:
+            return True
+        known = self.newest.get((shard.job, own))
+        return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
+
+    def gave_up(self, shard: ShardId, own: int) -> None:
+        """An offer waited for a local rank in vain."""
+        self.late[shard.job, own] = shard.attempt
+        self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
+
+    def forget(self, job: str, attempt: int) -> None:
+        """The job was removed after this attempt."""
+        with self.changed:
+            if self.declared.get(job, (0, {}))[0] <= attempt:
+                self.declared.pop(job, None)
+            self.differing = {key for key in self.differing if key[0] != job or key[1] > attempt}
+            self.learned = {key: at for key, at in self.learned.items() if key[0] != job or at[0] > attempt}
+            self.late = {key: at for key, at in self.late.items() if key[0] != job or at > attempt}
+            self.newest = {key: n for key, n in self.newest.items() if key[0] != job or n.shard.attempt > attempt}
+
+    def wake(self) -> None:
+        """The holder stops: nobody waits any more."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- seals ----------------------------------------------------------------------------------
+
+    def put_sealed(self, shelved: Shelved, shared_count: int | None) -> int | None:
+        """A local rank's put is sealed. Return the step before if this one repeats its chunks, for the first time."""
+        shard = shelved.shard
+        now = Newest(shard, shelved.digests, shared_count)
+        with self.changed:
+            before = self.newest.get((shard.job, shard.rank))
+            if before is not None and before.shard == shard:
+                return None  # handed over again by a link that came back
+            is_same = before is not None and before.shard.attempt == shard.attempt and _repeats(before, now)
+            now.is_flagged = is_same
+            self.newest[shard.job, shard.rank] = now
+            self.late.pop((shard.job, shard.rank), None)
+            self.changed.notify_all()
+        return before.shard.step if before is not None and is_same and not before.is_flagged else None
+
+    def compare(self, shard: ShardId) -> None:
+        """A shard was sealed here: what do the others of its step say, a local rank's of copies and the other way?"""
+        with self.vault.lock:
+            found = [s for s in self.vault.shelf.shards.values() if _step(s.shard) == _step(shard)]
+        with self.changed:
+            mine = {n.shard: n for n in self.newest.values() if _step(n.shard) == _step(shard)}
+        for copy in found:
+            for own in mine.values():
+                # Two ranks of this host are compared if they said that they are twins; nothing is learned of them.
+                is_apart = copy.shard not in mine or own.shared_count is not None
+                if is_apart and shard in (own.shard, copy.shard):
+                    self._compare(own, copy)
+
+    def _compare(self, own: Newest, other: Shelved) -> None:
+        """Learn of two ranks that their chunks are equal, or tell that declared twins' are not."""
+        job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
+        if own.shared_count is None:
+            common = len(set(own.digests) & set(other.digests))
+            with self.changed:
+                if own.digests and common >= LEARN_SHARE * max(len(own.digests), len(other.digests)):
+                    self.learned[job, twin] = (attempt, rank)
+                elif self.learned.get((job, twin)) == (attempt, rank):
+                    del self.learned[job, twin]
+            return
+        row = self._row(own.shard)
+        if row is None or twin not in row.twins or rank > twin:
+            return  # the host of the higher rank compares the same two
+        count = own.shared_count
+        theirs = (*other.digests[:count], *[b""] * (count - len(other.digests)))
+        unequal = [i for i, (a, b) in enumerate(zip(own.digests[:count], theirs, strict=True)) if a != b]
+        key = (job, attempt, rank, twin)
+        with self.changed:
+            is_new = bool(unequal) != (key in self.differing)
+            self.differing.add(key) if unequal else self.differing.discard(key)
+        if is_new:
+            self._tell(own.shard, twin, unequal)
+
+    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
+        """Let the rank, which knows tensors, say what differs, or that nothing does any more."""
+        event = {
+            "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
+            "chunks": unequal[:TOLD_CHUNKS_MAX],
+        }  # fmt: skip
+        for link in self.holder.ranks.of_job(shard.job):
+            if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:
+                link.send(event)
+
+
+def shared_count(body: dict[str, Any], chunks_count: int) -> int | None:
+    """Return how many of a hand-over's first chunks its rank shares; None if it names no shard. MemstoreError."""
+    value = body.get("shared_chunks")
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value <= chunks_count:
+        raise MemstoreError(f"a put of {chunks_count} chunks shares {str(value)[:40]} of them")
+    return value
+
+
+def _step(shard: ShardId) -> tuple[str, int, int]:
+    return shard.job, shard.attempt, shard.step
+
+
+def _repeats(before: Newest, now: Newest) -> bool:
+    """Two puts have the same chunks; of a rank that names a shard, the same shared ones, as its own may well stay."""
+    if before.shared_count != now.shared_count or now.shared_count == 0 or not now.digests:
+        return False
+    end = now.shared_count
+    return before.digests[:end] == now.digests[:end]

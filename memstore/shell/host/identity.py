@@ -1,0 +1,183 @@
+"""Which host is this: the id under which a machine's memory is known, and how a rank finds it (R1, R4).
+
+Imports neither torch nor ray. The id names a folder, so it is checked like a file name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from memstore.config import check_name
+from memstore.errors import ConfigError
+from memstore.shell.arena.folder import commands_for
+
+HOST_LABEL = "host"
+HOST_VARIABLE = "MEMSTORE_HOST"
+_BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+_HOSTNAME_CHARS = 40  # with "-" and 8 characters of boot id well under the 64 of a name
+_BOOT_ID_CHARS = 8
+
+
+@dataclass(frozen=True)
+class HostIdentity:
+    """What a holder registers as: one unit of loss and the labels that say with whom it shares fate.
+
+    `machine` is the boot id. `is_explicit` says that the node carries a `host` label: only two hosts that both do
+    count as distinct on one machine (R1); MEMSTORE_HOST names a host but does not vouch for it.
+    """
+
+    host_id: str
+    machine: str
+    is_explicit: bool
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def host_identity(labels: Mapping[str, str], env: Mapping[str, str], *, hostname: str, boot_id: str) -> HostIdentity:
+    """Return the identity of a node: its `host` label, else MEMSTORE_HOST, else hostname and boot id (R1).
+
+    Never the Ray node id, which is new after every restart of the raylet while the memory is still there.
+
+    Raises:
+        ConfigError: the label or variable is not usable as a name; says which.
+    """
+    label, variable = labels.get(HOST_LABEL, ""), env.get(HOST_VARIABLE, "")
+    if label:
+        host_id = check_name(f"host (node label {HOST_LABEL})", label)
+    elif variable:
+        host_id = check_name(f"host ({HOST_VARIABLE})", variable)
+    else:
+        host_id = f"{_short_hostname(hostname)}-{boot_id[:_BOOT_ID_CHARS]}"
+    return HostIdentity(host_id, boot_id, bool(label), dict(labels))
+
+
+def local_identity(labels: Mapping[str, str], env: Mapping[str, str]) -> HostIdentity:
+    """Return `host_identity` with this machine's hostname and boot id."""
+    return host_identity(labels, env, hostname=socket.gethostname(), boot_id=read_boot_id())
+
+
+def read_boot_id(path: str = _BOOT_ID_PATH) -> str:
+    """Return the kernel's boot id, equal for all containers of one machine and new after a reboot.
+
+    Raises:
+        ConfigError: the kernel does not tell it; names the variable to set instead.
+    """
+    try:
+        text = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"cannot read the machine's boot id from {path} ({exc}): memstore needs Linux with /proc mounted",
+            field=HOST_VARIABLE,
+        ) from exc
+    if not re.fullmatch(r"[0-9a-f-]{8,64}", text):
+        raise ConfigError(f"the boot id in {path} is {text!r}, not 8 to 64 hex digits", field=HOST_VARIABLE)
+    return text
+
+
+def current_node_labels() -> dict[str, str] | None:
+    """Return the labels of the Ray node this process is connected to; None where Ray is not in use."""
+    ray = sys.modules.get("ray")
+    is_initialised = getattr(ray, "is_initialized", None)
+    if ray is None or is_initialised is None or not is_initialised():
+        return None
+    # Kept by the process since it connected: no call to the GCS, which may be down (R4).
+    return {str(key): str(value) for key, value in ray.get_runtime_context().get_node_labels().items()}
+
+
+def rank_host(
+    env: Mapping[str, str], arena_root_dir: str | os.PathLike[str], ray_node_labels: Mapping[str, str] | None
+) -> str:
+    """Return the host id of the holder that a rank on this machine talks to (R4).
+
+    MEMSTORE_HOST, else the host of the rank's Ray node, else the machine's only holder.
+
+    Args:
+        env: The rank's environment.
+        arena_root_dir: `<arena_dir>/memstore-<uid>/<store>`, with one folder per host.
+        ray_node_labels: From `current_node_labels`; None for a rank outside of Ray.
+
+    Raises:
+        ConfigError: none or several holders, all of them listed.
+    """
+    if env.get(HOST_VARIABLE):
+        return check_name(f"host ({HOST_VARIABLE})", env[HOST_VARIABLE])
+    if ray_node_labels is not None:
+        return local_identity(ray_node_labels, env).host_id
+    answering = holder_hosts(arena_root_dir)
+    hosts = [host for host, is_answering in answering.items() if is_answering] or list(answering)
+    if len(hosts) == 1:
+        return hosts[0]
+    if not hosts:
+        advice = commands_for(Path(arena_root_dir) / "host", "run `memstore up`")
+        raise ConfigError(
+            f"no holder on this machine ({arena_root_dir} has no host folder): {advice}, "
+            f"connect from a process of the Ray cluster, or set {HOST_VARIABLE}",
+            field=HOST_VARIABLE,
+            hosts=[],
+        )
+    shown = ", ".join(hosts[:10]) + (f" and {len(hosts) - 10} more" if len(hosts) > 10 else "")
+    raise ConfigError(
+        f"{len(hosts)} holders on this machine ({shown}) and nothing says which one serves this process: "
+        f"set {HOST_VARIABLE} to one of them",
+        field=HOST_VARIABLE,
+        hosts=hosts,
+    )
+
+
+def holder_hosts(arena_root_dir: str | os.PathLike[str]) -> dict[str, bool]:
+    """Return the host folders of a store on this machine, sorted; True where a holder's socket answers."""
+    try:
+        folders = sorted(entry.path for entry in os.scandir(arena_root_dir) if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return {}
+    return {os.path.basename(path): _is_answering(path) for path in folders}
+
+
+def _is_answering(folder: str) -> bool:
+    """Return whether some Unix socket in `folder` has a listener; a frozen one counts, its backlog accepts."""
+    try:
+        directory_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone, or another user's
+    try:
+        names = os.listdir(directory_fd)
+        return any(_has_listener(directory_fd, name) for name in names)
+    finally:
+        os.close(directory_fd)
+
+
+def _has_listener(directory_fd: int, name: str) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # connecting to a Unix socket never waits: it is there, refused, or full
+        try:
+            # Through the folder's descriptor, because a socket's address may have 107 bytes and a path has more.
+            probe.connect(f"/proc/self/fd/{directory_fd}/{name}")
+        except BlockingIOError:
+            return True  # the backlog is full: somebody listens, and is slow
+        except OSError:
+            return False
+        return True
+
+
+def _short_hostname(hostname: str) -> str:
+    """Return `hostname` as a legal name of at most 40 characters; what is cut off is kept as a digest.
+
+    Pods of one deployment differ only in the last characters of a long name.
+    """
+    legal = re.sub(r"[^A-Za-z0-9._-]", "-", hostname).lstrip("._-") or "host"
+    if len(legal) <= _HOSTNAME_CHARS and legal == hostname:
+        return legal
+    digest = hashlib.blake2b(hostname.encode(), digest_size=4).hexdigest()
+    return f"{legal[: _HOSTNAME_CHARS - 9]}-{digest}"

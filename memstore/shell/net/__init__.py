@@ -1,0 +1,1 @@
+"""Connections: sockets, TLS, proof of the secret, frames, pacing."""

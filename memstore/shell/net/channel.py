@@ -1,0 +1,398 @@
+"""One connected stream socket as a sequence of frames, with a deadline on every wait. No policy, no threads.
+
+Sockets are non-blocking and every wait is a poll with what is left of the caller's time: a socket timeout would be
+shared by the sending and the receiving thread. A failure in the middle of a frame ends the channel, because the next
+header could not be found again; a timeout between frames leaves it usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from memstore import errors
+from memstore.core.wire import frame as wire
+from memstore.core.wire.frame import Kind
+from memstore.shell.net import socket_options
+from memstore.shell.net.tls import Tls, TlsStream
+
+if TYPE_CHECKING:
+    from memstore.shell.holder.send_gate import Valve
+
+UNIX_BUFFER_BYTES = 4 << 20
+"""AF_UNIX buffers do not grow by themselves. TCP's do, and setting them would switch that off (see `_tune`)."""
+USER_TIMEOUT_S = 30.0
+"""TCP resets a connection whose peer acknowledged nothing for this long; our own deadlines are shorter."""
+REST_OF_FRAME_S = 30.0
+"""How long a frame that has begun may take when the caller waits without limit for one to begin."""
+SKIP_BUFFER_BYTES = 256 << 10
+WAKE_BYTES = 1 << 20
+"""A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
+PIECE_BYTES = 1 << 20
+"""Most that is received before the one who looks at every piece sees it: well within a core's share of the cache."""
+_UCRED = struct.Struct("3i")
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+class Frame(NamedTuple):
+    """A received header and body; `bulk_bytes` still wait in the connection."""
+
+    kind: Kind
+    request_id: int
+    body: dict[str, Any]
+    bulk_bytes: int
+
+
+class Channel:
+    """Frames over a connected TCP or AF_UNIX socket, which it owns from then on.
+
+    One thread may receive while others send. `identity` is what the peer said of itself and proved. Every error is a
+    TransportError: PeerTimeout (operation, waited_s, limit_s), PeerUnreachable (peer; eof=True if the peer closed
+    between two frames), ProtocolError. Close it in the end, whatever happened.
+    """
+
+    def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
+        self._sock: socket.socket | TlsStream = sock
+        self.peer = peer if peer is not None else describe_peer(sock)
+        self.identity: dict[str, Any] = {}
+        self.authenticated = True
+        self.binding = b""  # under TLS the digest of the server's certificate, which auth.py's proofs then name
+        self._closed = threading.Event()
+        self._send_lock = threading.Lock()
+        self._recv_lock = threading.Lock()
+        self._bulk_left = 0
+        self._last_request = 0
+        self._low_water = 1
+        self._header = bytearray(wire.HEADER_BYTES)
+        sock.setblocking(False)
+        self._writable, self._readable = select.poll(), select.poll()
+        self._writable.register(sock, select.POLLOUT)
+        self._readable.register(sock, select.POLLIN)
+        _tune(sock)
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the channel can carry nothing more."""
+        return self._closed.is_set()
+
+    def secure(self, tls: Tls, *, is_server: bool, timeout_s: float) -> None:
+        """Put TLS below the frames, before the first of them; both ends show a certificate within `timeout_s`.
+
+        Raises AuthenticationError, PeerTimeout or PeerUnreachable; the channel is of no use then.
+        """
+        self.authenticated = False
+        clock = _Clock("TLS handshake", timeout_s)
+        with self._held(self._send_lock, clock), self._held(self._recv_lock, clock):
+            if isinstance(self._sock, TlsStream):
+                raise errors.InternalError(f"{self.peer}: TLS runs already")
+            try:
+                stream = self._sock = tls.wrap(self._sock, is_server=is_server)
+                if self.is_closed:  # an abort in this moment met the socket that TLS has taken over
+                    self._end()
+                while wanted := stream.shake():
+                    self._wait(self._readable if wanted == "read" else self._writable, clock, mid_frame=True)
+            except OSError as error:
+                if isinstance(error, errors.MemstoreError):
+                    raise
+                self._lost(f"{clock.operation}: {error}", cause=error)
+            self.binding = stream.server_digest()
+
+    def send(
+        self,
+        kind: Kind,
+        request_id: int = 0,
+        body: Mapping[str, Any] | None = None,
+        bulk: Sequence[memoryview] = (),
+        *,
+        deadline_s: float,
+        valve: Valve | None = None,
+    ) -> None:
+        """Send one frame within `deadline_s` seconds from now; the bulk views are sent from where they lie.
+
+        A valve lets its bytes out in parts; its pauses count.
+        """
+        packed = wire.pack_body(body) if body else b""
+        views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
+        header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
+        clock = _Clock(f"send {kind.name}", deadline_s)
+        with self._held(self._send_lock, clock):
+            everything = [memoryview(header), memoryview(packed), *views]
+            if valve is None:
+                self._send_all(everything, clock)
+                return
+            started = False
+            for part in valve.parts(everything, lambda: socket_options.flight(self._sock), self._closed):
+                self._send_all(part, clock, started=started)
+                started = True
+            if self.is_closed:
+                self._lost("closed between two parts of a frame")
+
+    def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
+        """Send a frame of `wire.pack_frame` within `deadline_s` seconds from now."""
+        clock = _Clock("send a packed frame", deadline_s)
+        with self._held(self._send_lock, clock):
+            self._send_all([memoryview(frame)], clock)
+
+    def recv(self, *, timeout_s: float | None) -> Frame:
+        """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
+        clock = _Clock("receive a frame", timeout_s)
+        with self._held(self._recv_lock, clock):
+            if self._bulk_left:
+                raise errors.InternalError(f"{self._bulk_left:,} bulk bytes of the last frame were not taken")
+            self._fill(memoryview(self._header), clock, at_boundary=True)
+            try:
+                header = wire.unpack_header(self._header, authenticated=self.authenticated)
+                data = bytearray(header.body_bytes)
+                self._fill(memoryview(data), clock)
+                wire.check_crc(self._header, data)
+                body = wire.unpack_body(data, authenticated=self.authenticated) if data else {}
+            except errors.ProtocolError as error:
+                self._end()
+                raise errors.ProtocolError(f"{self.peer}: {error}", peer=self.peer) from error
+            self._bulk_left = header.bulk_bytes
+            return Frame(header.kind, header.request_id, body, header.bulk_bytes)
+
+    def recv_bulk_into(
+        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Fill `view` with the next bulk bytes of the last frame; several views may share one frame's bulk.
+
+        `seen` is called with the pieces, in order and while they are in the processor's cache.
+        """
+        view = view.cast("B")
+        clock = _Clock(f"receive {view.nbytes:,} bulk bytes", timeout_s)
+        with self._held(self._recv_lock, clock):
+            if view.nbytes > self._bulk_left:
+                raise errors.InternalError(f"{view.nbytes:,} bulk bytes wanted, the frame has {self._bulk_left:,} left")
+            self._fill(view, clock, seen=seen)
+            self._bulk_left -= view.nbytes
+
+    def skip_bulk(self, *, timeout_s: float) -> None:
+        """Read and drop what is left of the last frame's bulk."""
+        clock = _Clock("skip bulk bytes", timeout_s)
+        with self._held(self._recv_lock, clock):
+            scratch = memoryview(bytearray(min(self._bulk_left, SKIP_BUFFER_BYTES)))
+            while self._bulk_left:
+                part = scratch[: self._bulk_left]
+                self._fill(part, clock)
+                self._bulk_left -= part.nbytes
+
+    def request(self, body: Mapping[str, Any], bulk: Sequence[memoryview] = (), *, timeout_s: float) -> Frame:
+        """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
+
+        For one thread on a channel that carries nothing else; answers to calls that timed out earlier are dropped.
+        """
+        clock = _Clock("call", timeout_s)
+        self._last_request += 1
+        wanted = self._last_request
+        self.send(Kind.CALL, wanted, body, bulk, deadline_s=timeout_s)
+        while True:
+            frame = self.recv(timeout_s=clock.left_s())
+            if frame.kind not in (Kind.REPLY, Kind.ERROR) or frame.request_id > wanted:
+                self._end()
+                story = f"{frame.kind.name} {frame.request_id} came as the answer to call {wanted}"
+                raise errors.ProtocolError(f"{self.peer}: {story}", peer=self.peer)
+            if frame.request_id < wanted:
+                self.skip_bulk(timeout_s=clock.left_s() or 0.0)
+            elif frame.kind is Kind.ERROR:
+                raise wire.error_from_body(frame.body)
+            else:
+                return frame
+
+    def credentials(self) -> tuple[int, int]:
+        """Return (pid, uid) of an AF_UNIX peer when it connected, by the kernel's word."""
+        if isinstance(self._sock, TlsStream):
+            raise errors.InternalError(f"{self.peer} is no AF_UNIX peer")
+        try:
+            answer = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        except OSError as error:
+            self._lost(f"its credentials cannot be read: {error}", cause=error)
+        pid, uid, _ = _UCRED.unpack(answer)
+        return pid, uid
+
+    def classify(self, dscp: int) -> None:
+        """Send from now on in a class of the network's."""
+        socket_options.classify(self._sock, dscp)
+
+    def pace(self, bytes_per_s: int) -> None:
+        """Send no faster from now on."""
+        socket_options.pace(self._sock, bytes_per_s)
+
+    def close(self) -> None:
+        """End the channel, wake whoever waits in it, and free the socket; may be called twice and from any thread."""
+        self._end()
+        # The descriptor's number must not be reused while another thread still polls it; shutdown has woken them.
+        with contextlib.ExitStack() as stack:
+            for lock in (self._send_lock, self._recv_lock):
+                if not lock.acquire(timeout=5.0):
+                    return
+                stack.callback(lock.release)
+            self._sock.close()
+
+    def forget(self) -> None:
+        """Free the descriptor without ending the connection: for a forked child, whose parent goes on using it (R8)."""
+        self._closed.set()
+        self._sock.close()
+
+    def abort(self) -> None:
+        """End the channel at once without freeing the socket: its owner's waits fail, and the owner closes it."""
+        self._end()
+
+    def _end(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _held(self, lock: threading.Lock, clock: _Clock) -> Iterator[None]:
+        left_s = clock.left_s()
+        if not lock.acquire(timeout=-1 if left_s is None else left_s):
+            clock.expired(self.peer)
+        try:
+            if self.is_closed:
+                raise errors.PeerUnreachable(f"the channel to {self.peer} is closed", peer=self.peer, eof=False)
+            yield
+        finally:
+            lock.release()
+
+    def _send_all(self, views: list[memoryview], clock: _Clock, *, started: bool = False) -> None:
+        # TLS may have sent part of a record when it asks us to wait.
+        started, index = started or isinstance(self._sock, TlsStream), 0
+        while True:
+            while index < len(views) and not views[index].nbytes:
+                index += 1
+            if index == len(views):
+                return
+            try:
+                sent = self._sock.sendmsg(views[index : index + _IOV_MAX], (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._wait(self._writable, clock, mid_frame=started)
+                continue
+            except OSError as error:
+                self._lost(f"{clock.operation}: {error}", cause=error)
+            started = True
+            while sent:
+                step = min(sent, views[index].nbytes)
+                sent -= step
+                if step == views[index].nbytes:
+                    index += 1
+                else:
+                    views[index] = views[index][step:]
+
+    def _fill(
+        self, view: memoryview, clock: _Clock, *, at_boundary: bool = False,
+        seen: Callable[[memoryview], object] | None = None,
+    ) -> None:  # fmt: skip
+        done = 0
+        while done < view.nbytes:
+            try:
+                got = self._sock.recv_into(view[done:] if seen is None else view[done : done + PIECE_BYTES])
+            except BlockingIOError:
+                self._wake_at(min(view.nbytes - done, WAKE_BYTES))
+                self._wait(self._readable, clock, mid_frame=not at_boundary or done > 0)
+                continue
+            except OSError as error:
+                self._lost(f"{clock.operation}: {error}", cause=error)
+            if not got:
+                eof = at_boundary and not done
+                self._lost("it closed the connection" + ("" if eof else " in the middle of a frame"), eof=eof)
+            if at_boundary and not done:
+                clock.limit_from_now()
+            if seen is not None:
+                seen(view[done : done + got])
+            done += got
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Ask to be woken when `nbytes` are there or the peer is gone: waking for every segment costs more."""
+        # What TLS has read of a record already will not come again, so it cannot be counted in advance.
+        if nbytes != self._low_water and isinstance(self._sock, socket.socket) and self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low_water = nbytes
+
+    def _wait(self, poll: select.poll, clock: _Clock, *, mid_frame: bool) -> None:
+        left_s = clock.left_s()
+        # Rounded up, so that the last millisecond is not spent in a busy loop.
+        if (left_s is None or left_s > 0) and poll.poll(None if left_s is None else int(left_s * 1000) + 1):
+            return
+        if mid_frame:
+            self._end()
+        clock.expired(self.peer)
+
+    def _lost(self, why: str, *, eof: bool = False, cause: OSError | None = None) -> NoReturn:
+        ours = self.is_closed
+        self._end()
+        if isinstance(cause, ssl.SSLError) and not self.authenticated and not ours:
+            message = f"{self.peer} and this side do not agree on TLS, or on who signs certificates: {why}"
+            raise errors.AuthenticationError(message, peer=self.peer) from cause
+        story = f"the channel to {self.peer} was closed here" if ours else f"lost {self.peer}: {why}"
+        raise errors.PeerUnreachable(story, peer=self.peer, eof=eof and not ours) from cause
+
+
+class _Clock:
+    """One operation's time: what it is called, when it began, when it must end."""
+
+    def __init__(self, operation: str, limit_s: float | None) -> None:
+        self.operation = operation
+        self.limit_s = limit_s
+        self.started = time.monotonic()
+        self._until = None if limit_s is None else self.started + limit_s
+
+    def left_s(self) -> float | None:
+        """Seconds left, never negative; None without a limit."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def limit_from_now(self) -> None:
+        """A frame has begun: without a limit of the caller's it gets REST_OF_FRAME_S."""
+        if self._until is None:
+            self.started = time.monotonic()
+            self.limit_s = REST_OF_FRAME_S
+            self._until = self.started + REST_OF_FRAME_S
+
+    def expired(self, peer: str) -> NoReturn:
+        """Raise PeerTimeout for this operation."""
+        waited_s = time.monotonic() - self.started
+        raise errors.PeerTimeout(
+            f"{peer}: {self.operation} took {waited_s:.3f} s, the limit is {self.limit_s} s",
+            peer=peer,
+            operation=self.operation,
+            waited_s=waited_s,
+            limit_s=self.limit_s,
+        )
+
+
+def describe_peer(sock: socket.socket) -> str:
+    """Return "tcp:address:port" or "unix:path" of the other end, for messages."""
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return "a peer that is gone"
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{name or 'client'}"
+    return f"tcp:[{name[0]}]:{name[1]}" if sock.family == socket.AF_INET6 else f"tcp:{name[0]}:{name[1]}"
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
+        return
+    # No SO_SNDBUF/SO_RCVBUF: the kernel grows TCP buffers to tcp_rmem/tcp_wmem, an explicit size stops that and is
+    # itself cut to rmem_max (208 KiB on a stock kernel); on loopback 0.5, 1 and 4 MiB were no faster than growing.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(USER_TIMEOUT_S * 1000))

@@ -1,0 +1,69 @@
+"""How bytes of copies leave this host: in a low class, and no faster than asked, by the kernel's own means.
+
+Class and pace are of connections that this host opened, so of what it pushes: what a peer fetches here, to restore,
+runs on connections of the peer's, at full speed. Source: RFC 8622 (the class "lower effort", DSCP 1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from memstore.shell.net.channel import Channel
+
+CHUNK_S = 10.0  # a chunk may be on its way for so long at most: its receiver gives up after 30 s
+BULK_NICE = 10  # a thread that computes gets ten times the share of one of these
+
+
+class Lane:
+    """All outgoing bulk connections of one host; any thread may use it."""
+
+    def __init__(self, dscp: int, bytes_per_s: int, chunk_bytes: int) -> None:
+        """`bytes_per_s` is for all connections together, 0: no limit; `dscp` 0: the network's default class.
+
+        A connection is never so slow that a chunk would miss its deadline: with many of them the limit is exceeded.
+        """
+        self.dscp, self.bytes_per_s = dscp, bytes_per_s
+        self.pace_min = int(chunk_bytes / CHUNK_S)
+        self._lock = threading.Lock()
+        self._sending: list[Channel] = []
+
+    def enter(self, channel: Channel) -> Channel:
+        """Take a new connection."""
+        if self.dscp:
+            channel.classify(self.dscp)
+        return channel
+
+    @contextlib.contextmanager
+    def sending(self, channel: Channel) -> Iterator[None]:
+        """While inside, the connection has its share of the limit: as much as every other that sends."""
+        if not self.bytes_per_s:
+            yield
+            return
+        self._change(channel, is_begun=True)
+        try:
+            yield
+        finally:
+            self._change(channel, is_begun=False)
+
+    def _change(self, channel: Channel, *, is_begun: bool) -> None:
+        with self._lock:
+            if is_begun:
+                self._sending.append(channel)
+            else:
+                self._sending.remove(channel)
+            for each in self._sending:
+                each.pace(max(self.pace_min, self.bytes_per_s // len(self._sending)))
+
+
+def give_way() -> None:
+    """Lower the calling thread's priority: it moves or digests bulk bytes, and training has the processors first.
+
+    Not for threads of heartbeats or of a rank's calls (R28). Relative, because Ray starts actors at a nice value of
+    their own.
+    """
+    with contextlib.suppress(OSError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + BULK_NICE))

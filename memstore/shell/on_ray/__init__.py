@@ -1,0 +1,1 @@
+"""What runs on Ray: actors, membership in the GCS, metrics."""

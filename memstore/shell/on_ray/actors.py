@@ -1,0 +1,279 @@
+"""Ray actors around the holder and the controller, and the supervision of holders (R1-R4, R17).
+
+Ray starts, finds and names processes; what they say to each other goes over memstore's own sockets.
+Holders have max_restarts=0: the controller's supervisor starts a successor, which adopts the arena.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from memstore.config import Config
+from memstore.errors import ConfigError, MemstoreError, TransportError
+from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.arena_limit import arena_limit
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.lock import is_held, owner
+from memstore.shell.controller.controller import Controller, collect_rarely
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, local_identity
+from memstore.shell.host.parent_watch import end_with_parent
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.net.tls import Tls
+from memstore.shell.on_ray.membership import RayMembership
+from memstore.shell.on_ray.metrics import feed_from_controller, feed_from_holder
+from memstore.shell.rank.admin_link import Tool
+
+log = logging.getLogger("memstore")
+NAMESPACE = "memstore"
+SUPERVISE_S = 0.5
+RETRY_S = 5.0  # a node whose holder could not start is tried again after this
+START_S = 60.0
+DRAIN_S = 600.0  # for a node that Ray takes away without naming the moment
+PROBE_S = 2.0
+
+
+def controller_name(store: str) -> str:
+    """Return the Ray name of a store's controller."""
+    return f"memstore-{store}-controller"
+
+
+class HolderActor:
+    """One host's holder in a Ray worker process."""
+
+    def __init__(self, fields: dict[str, Any], secret: bytes, labels: dict[str, str], hosts_on_machine: int) -> None:
+        logging.basicConfig(level=logging.INFO)
+        end_with_parent()
+        self.config = Config().with_fields(fields)
+        self.secret = secret
+        self.identity: HostIdentity = local_identity(labels, os.environ)
+        self.hosts_on_machine = hosts_on_machine
+        self.membership = RayMembership(self.config.store)
+        self.holder: Holder | None = None
+
+    def start(self) -> dict[str, Any]:
+        """Take the arena and serve; or say that this host is served already by another node's holder (R1)."""
+        host = self.identity.host_id
+        self._refuse_double(host)
+        folder = arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+        cluster = ray.get_runtime_context().gcs_address
+        if folder.is_dir() and is_held(folder):
+            holding = owner(folder)
+            if holding is not None and holding.is_alive() and holding.cluster == cluster and self._answers():
+                return {"host": host, "shared": True}
+        limit = arena_limit(self.config, folder, hosts_on_machine=self.hosts_on_machine)
+        self.holder = Holder(
+            self.identity, self.config, secret=self.secret, cluster=cluster, on_fatal=lambda why: os._exit(1),
+            arena_limit_bytes=limit.nbytes, limit_words=(limit.why, limit.warning),
+        )  # fmt: skip
+        feed_from_holder(self.holder)
+        info = self.holder.info
+        record = {
+            "address": info.address, "port": info.port, "incarnation": info.incarnation, "machine": info.machine,
+            "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(),
+        }  # fmt: skip
+        self.membership.announce(host, record)
+        return {"host": host, "shared": False, **record}
+
+    def _answers(self) -> bool:
+        """Say whether the announced holder of this host accepts connections: a frozen one does not (R2)."""
+        record = self.membership.hosts().get(self.identity.host_id)
+        try:
+            if record is None:
+                return False
+            self._probe(record)
+            return True
+        except TransportError:
+            return False
+
+    def _probe(self, record: dict[str, Any]) -> None:
+        connect_tcp(
+            str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
+            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(self.config),
+        ).close()  # fmt: skip
+
+    def _refuse_double(self, host: str) -> None:
+        """Two live holders of one id on different machines are refused, with both addresses (R1)."""
+        record = self.membership.hosts().get(host)
+        if record is None or record.get("machine") in (None, self.identity.machine):
+            return
+        try:
+            self._probe(record)
+        except TransportError:
+            return
+        here = ray.util.get_node_ip_address()
+        raise ConfigError(
+            f"host id {host!r} is claimed by two machines: {record['address']}:{record['port']} and {here}. Give each "
+            "its own `host` label (ray start --labels host=...)"
+        )
+
+    def ask(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask the controller, for a process on a machine without a holder."""
+        if self.holder is None:
+            raise ConfigError("this holder has not started")
+        with Tool(self.holder.folder) as tool:
+            return tool.ask(verb, body, timeout_s)
+
+    def close(self, discard: bool) -> str:
+        """Stop serving; with `discard` remove the arena and everything in it."""
+        if self.holder is None:
+            return self.identity.host_id
+        folder = self.holder.folder
+        self.holder.close()
+        self.membership.withdraw(self.identity.host_id)
+        if discard:
+            Arena.destroy(folder)
+        return self.identity.host_id
+
+
+class ControllerActor:
+    """The store's controller in a detached Ray actor, with the supervisor of its holders."""
+
+    def __init__(self, fields: dict[str, Any], secret: bytes) -> None:
+        logging.basicConfig(level=logging.INFO)
+        end_with_parent()
+        self.fields, self.secret = fields, secret
+        config = Config().with_fields(fields)
+        collect_rarely()
+        self.membership = RayMembership(config.store)
+        self.controller = Controller(config, self.membership, secret=secret, on_exit=lambda why: os._exit(0))
+        self.actors: dict[str, Any] = {}  # node id -> holder actor
+        self.hosts: dict[str, str] = {}  # node id -> host id, once known
+        self.errors: dict[str, str] = {}  # node id -> why its holder does not run
+        self.retry_s: dict[str, float] = {}
+        self.starting: set[str] = set()
+        self.drains: dict[str, float] = {}  # host -> when Ray takes its node away (wall clock)
+        self.stopping = threading.Event()
+        feed_from_controller(self.controller, self.stopping)
+        threading.Thread(target=self._supervise, name="memstore-supervise", daemon=True).start()
+
+    def describe(self) -> dict[str, Any]:
+        """The store's fields and where its holders stand."""
+        return {
+            "fields": self.fields, "hosts": dict(self.hosts), "errors": dict(self.errors), "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "connected": self.controller.connected(), "nodes": sorted(n["NodeID"] for n in live_nodes()),
+            "is_serving": self.controller.is_serving(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Stop supervising and deciding; holders keep everything."""
+        self.stopping.set()
+        self.controller.close()
+
+    # -- supervision (R3) ---------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        while not self.stopping.wait(SUPERVISE_S):
+            try:
+                self._start_missing(live_nodes())
+                self._notice_drains()
+            except Exception as exc:  # the GCS may be down: what runs goes on (R4)
+                log.warning("memstore cannot supervise its holders now: %s", exc)
+
+    def _notice_drains(self) -> None:
+        """Tell the store of nodes that Ray will take away: a spot node's preemption notice, the autoscaler (R29)."""
+        moments_ms = ray._private.state.state.get_draining_nodes()
+        last_s = time.time() + DRAIN_S
+        self.drains = {
+            host: moments_ms[node] / 1000 if moments_ms[node] else self.drains.get(host, last_s)
+            for node, host in self.hosts.items()
+            if node in moments_ms
+        }
+        if self.drains:
+            self.controller.drains_seen(self.drains)
+
+    def _start_missing(self, nodes: list[dict[str, Any]]) -> None:
+        connected = self.controller.connected()
+        alive = {node["NodeID"] for node in nodes}
+        for node_id in [n for n in self.hosts if n not in alive]:
+            self.hosts.pop(node_id)
+            self.actors.pop(node_id, None)
+        machines: dict[str, int] = {}
+        for node in nodes:
+            machines[node["NodeManagerAddress"]] = machines.get(node["NodeManagerAddress"], 0) + 1
+        for node in nodes:
+            node_id = node["NodeID"]
+            host = self.hosts.get(node_id)
+            if node_id in self.starting or (host is not None and host in connected):
+                continue
+            if time.monotonic() < self.retry_s.get(node_id, 0.0):
+                continue
+            self.starting.add(node_id)
+            count = machines[node["NodeManagerAddress"]]
+            threading.Thread(target=self._start, args=(node, count), daemon=True).start()
+
+    def _start(self, node: dict[str, Any], hosts_on_machine: int) -> None:
+        node_id = node["NodeID"]
+        # Long enough for a new holder to be dialled before it counts as missing again.
+        self.retry_s[node_id] = time.monotonic() + RETRY_S
+        actor: Any = None
+        try:
+            actor = (
+                ray.remote(HolderActor)
+                .options(
+                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}", namespace=NAMESPACE,
+                    lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=4,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                )
+                .remote(self.fields, self.secret, dict(node.get("Labels") or {}), hosts_on_machine)
+            )  # fmt: skip
+            started = ray.get(actor.start.remote(), timeout=START_S)
+            self.hosts[node_id] = str(started["host"])
+            self.errors.pop(node_id, None)
+            if started["shared"]:
+                ray.kill(actor)
+            else:
+                # The one before it is dead or frozen: its successor has the lock.
+                old, self.actors[node_id] = self.actors.get(node_id), actor
+                if old is not None:
+                    ray.kill(old)
+        except Exception as exc:
+            if actor is not None:
+                ray.kill(actor)  # a holder that could not start must not wait for ever beside the next try
+            cause = getattr(exc, "cause", None) or exc
+            self.errors[node_id] = f"{type(cause).__name__}: {cause}"
+            log.warning("memstore: no holder on node %s: %s", node_id[:12], self.errors[node_id])
+        finally:
+            self.starting.discard(node_id)
+
+    def close_holders(self, discard: bool) -> list[str]:
+        """Close every holder; return the hosts that did."""
+        self.stopping.set()
+        calls = {node: actor.close.remote(discard) for node, actor in self.actors.items()}
+        closed = []
+        for node, call in calls.items():
+            try:
+                closed.append(str(ray.get(call, timeout=START_S)))
+            except Exception as exc:
+                log.warning("memstore: holder of node %s did not close: %s", node[:12], exc)
+        for actor in self.actors.values():
+            ray.kill(actor)
+        return closed
+
+    def ask(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask through any holder, for a process on a machine without one."""
+        problems = []
+        for actor in list(self.actors.values()):
+            try:
+                return dict(ray.get(actor.ask.remote(verb, body, timeout_s), timeout=timeout_s + PROBE_S))
+            except ray.exceptions.RayTaskError as exc:
+                if isinstance(exc.cause, MemstoreError):
+                    raise exc.cause from None
+                problems.append(str(exc))
+            except Exception as exc:
+                problems.append(str(exc))
+        raise TransportError(f"no holder answers: {problems[:3]}")
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    """Ray nodes that are alive and not labelled memstore=off (R1)."""
+    return [n for n in ray.nodes() if n["Alive"] and (n.get("Labels") or {}).get("memstore") != "off"]

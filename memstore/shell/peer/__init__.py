@@ -1,0 +1,1 @@
+"""Copies of shards between holders."""

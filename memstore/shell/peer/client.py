@@ -1,0 +1,330 @@
+"""Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
+
+A `Peer` keeps a pool of authenticated connections to one holder. `push` offers a shard and sends what
+the peer lacks; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from memstore.core.arena.replica_index import Draft
+from memstore.core.format.manifest import shard_digest
+from memstore.core.wire.frame import Kind, error_from_body
+from memstore.core.wire.messages import shard_to_wire
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.holder.send_gate import Valve
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.net.pacing import Lane, give_way
+from memstore.shell.net.tls import Tls
+from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
+from memstore.shell.peer.corruption_counts import Damage
+from memstore.shell.peer.outgoing_shard import Shipment
+from recovery.inventory import ShardId
+
+CALL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+_T = TypeVar("_T")
+SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
+
+
+class Peer:
+    """One other holder."""
+
+    def __init__(
+        self,
+        host_id: str,
+        address: str,
+        port: int,
+        *,
+        secret: bytes,
+        store: str,
+        identity: dict[str, Any],
+        streams: int,
+        damage: Damage,
+        lane: Lane,
+        tls: Tls | None = None,
+    ) -> None:
+        self.host_id, self.address, self.port = host_id, address, port
+        self._secret, self._store, self._identity = secret, store, identity
+        self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
+        self._tls, self._lane = tls, lane
+        self._idle: list[Channel] = []
+        self._borrowed: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._damage = damage
+        self._workers = ThreadPoolExecutor(self._streams, f"memstore-peer-{host_id}", give_way)
+        self.is_closed = False
+        self.sent_bytes = 0
+
+    def close(self) -> None:
+        """Drop all connections; calls under way fail."""
+        with self._lock:
+            self.is_closed = True
+            idle, self._idle = [*self._idle, *self._borrowed], []
+        for channel in idle:
+            channel.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """Borrow a connection; it is returned only if nothing went wrong on it."""
+        with self._lock:
+            if self.is_closed:
+                raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
+            channel = self._idle.pop() if self._idle else None
+        if channel is None:
+            channel = connect_tcp(
+                self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
+                timeout_s=CONNECT_TIMEOUT_S, tls=self._tls,
+            )  # fmt: skip
+            self._lane.enter(channel)
+        with self._lock:
+            self._borrowed.add(channel)
+        try:
+            yield channel
+        except BaseException as exc:
+            channel.close()
+            if isinstance(exc, ProtocolError):
+                self._damage.frame(exc)
+            raise
+        finally:
+            with self._lock:
+                self._borrowed.discard(channel)
+        with self._lock:
+            if not self.is_closed and len(self._idle) < self._streams:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def connect(self) -> None:
+        """Open every stream and keep it; those that are idle count."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(self._streams):
+                stack.enter_context(self.channel())
+
+    def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """One request, one reply."""
+        return self._converse(lambda channel: channel.request(body, timeout_s=timeout_s).body)
+
+    def _converse(self, work: Callable[[Channel], _T]) -> _T:
+        """Run `work`, which may be repeated, on a connection; one that went stale while idle is replaced once."""
+        with self._lock:
+            had_idle = bool(self._idle)
+        try:
+            with self.channel() as channel:
+                return work(channel)
+        except PeerUnreachable:
+            if not had_idle:
+                raise
+        self.drop_idle()
+        with self.channel() as channel:
+            return work(channel)
+
+    def drop_idle(self) -> None:
+        """Forget idle connections: the peer has restarted."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def over_streams(
+        self,
+        requests: Iterable[list[int]],
+        work: Callable[[list[int]], None],
+        before: Callable[[list[int]], object] = lambda batch: None,
+    ) -> None:
+        """Run `work` on every batch over the streams; the first error is raised after all have ended.
+
+        `before` waits in the caller's thread for what a batch needs: the streams belong to all pushes and fetches.
+        """
+        futures: list[Future[None]] = []
+        try:
+            for batch in requests:
+                before(batch)
+                futures.append(self._workers.submit(work, batch))
+        except RuntimeError as exc:  # its workers are shut down
+            raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
+        finally:
+            wait(futures)
+        for future in futures:
+            if future.cancelled():  # its workers were shut down meanwhile: the peer has moved or is dead
+                raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
+            error = future.exception()
+            if error is not None:
+                raise error
+
+    # -- push ---------------------------------------------------------------------------------
+
+    def push(
+        self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None],
+        valve: Valve | None = None,
+    ) -> int:  # fmt: skip
+        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError.
+
+        Args:
+            throttle: Waits before each run of so many bytes.
+            valve: Lets a run's bytes out in parts.
+        """
+        shard = shard_to_wire(shipment.shard)
+        offer = self.call(
+            {
+                "do": "offer", "shard": shard, "digest": shipment.digest, "attempt": attempt, "sender": sender,
+                "count": len(shipment.sizes),
+            }
+        )  # fmt: skip
+        if not offer["ok"]:
+            raise PeerRefused(str(offer["why"]), is_final=bool(offer["is_final"]))
+        if offer["have"]:
+            return 0
+        try:
+            return self._send_and_seal(shipment, sender, throttle, valve)
+        except MemstoreError:
+            with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
+                self.call({"do": "abort", "shard": shard, "sender": sender})
+            raise
+
+    def _send_and_seal(
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None
+    ) -> int:
+        shard, before = shard_to_wire(shipment.shard), self.sent_bytes
+        wanted = list(range(len(shipment.sizes)))
+        for _ in range(SEAL_ROUNDS_MAX):
+            send = functools.partial(self._send_batch, shipment, sender, throttle, valve)
+            if valve is None:
+                self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
+            else:  # one stream sends at a time, and what it waits for is no reason for others to wait
+                for batch in batches(wanted, 1):
+                    send(batch)
+            body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
+            sealed = self.call(body)
+            if sealed["ok"]:
+                return self.sent_bytes - before
+            wanted = [int(i) for i in sealed["missing"]]
+            if not wanted:
+                raise PeerRefused(str(sealed["why"]), is_final=True)
+        raise PeerRefused(
+            f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
+        )
+
+    def _send_batch(
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None, batch: list[int]
+    ) -> None:
+        digests = shipment.digests(batch)
+
+        def send(channel: Channel) -> None:
+            request_id = next_request_id()
+            body = {
+                "do": "chunks", "shard": shard_to_wire(shipment.shard), "sender": sender, "want": batch,
+                "digests": digests, "sizes": [shipment.sizes[i] for i in batch],
+            }  # fmt: skip
+            channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
+            answer = channel.recv(timeout_s=CALL_TIMEOUT_S)
+            if answer.kind is not Kind.EVENT:  # an ERROR, or the reply that there is no such draft
+                raise PeerRefused(str(answer.body.get("why") or error_from_body(answer.body)), is_final=False)
+            lack = [int(i) for i in answer.body["lack"]]
+            for part in runs([shipment.sizes[i] for i in lack]):
+                views = [shipment.view(i) for i in lack[part]]
+                if None in views:
+                    raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
+                nbytes = sum(shipment.sizes[i] for i in lack[part])
+                throttle(nbytes)
+                paced = functools.partial(self._lane.sending, channel)
+                with paced() if valve is None else contextlib.nullcontext():
+                    held = valve and valve.paced(paced)  # while it waits, its share of the pace is the others'
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, valve=held)
+                self.sent_bytes += nbytes
+            if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
+                raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
+
+        self._converse(send)
+
+    # -- fetch --------------------------------------------------------------------------------
+
+    def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
+        """Return the manifest, checked against the shard's digest (R14)."""
+        data = self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"]
+        if type(data) is not bytes:
+            raise ProtocolError(f"host {self.host_id} sent a {type(data).__name__} for a manifest")
+        if shard_digest(data) != digest:
+            raise DigestMismatch(
+                f"the manifest of {shard_to_wire(shard)} from host {self.host_id} has digest {shard_digest(data)}, "
+                f"expected {digest}",
+                shard=str(shard), holder=self.host_id,
+            )  # fmt: skip
+        return data
+
+    def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
+        """Pull chunks into the draft over several streams; return the indices that the peer itself says it lacks.
+
+        A chunk that arrives damaged makes the peer digest its own bytes again and report them: they count as bad only
+        on its word (R25). What it holds undamaged stays open in the draft, to be asked for again.
+
+        Raises:
+            IntegrityError: the peer does not hold the shard.
+            TransportError: the connection failed; says nothing about the bytes.
+            CapacityError: no room here.
+        """
+        bad: list[int] = []
+        fetch = functools.partial(self._fetch_batch, vault, draft, digest)
+        self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
+        if not bad:
+            return []
+        answer = self.call({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
+        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+
+    def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
+        """Return the indices that came damaged or not at all."""
+
+        def fetch(channel: Channel) -> list[int]:
+            bad: list[int] = []
+            want = [i for i in batch if draft.slots[i] is None]
+            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": want}
+            channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
+            while want:
+                run = receive_run(
+                    channel, vault, draft, want, take=vault.take_slots_growing, damage=self._damage,
+                    timeout_s=CALL_TIMEOUT_S,
+                )  # fmt: skip
+                bad += run.bad
+                want = want[run.answered :]
+            channel.recv(timeout_s=CALL_TIMEOUT_S)
+            return bad
+
+        return self._converse(fetch)
+
+
+_request_ids = iter(range(1, 1 << 62))
+_request_lock = threading.Lock()
+
+
+def next_request_id() -> int:
+    """Return a number unique in this process."""
+    with _request_lock:
+        return next(_request_ids)
+
+
+class RateLimit:
+    """Sleeps so that at most `bytes_per_s` pass; for repair and scrub (R29, R30)."""
+
+    def __init__(self, bytes_per_s: float, stop: threading.Event) -> None:
+        self.bytes_per_s, self._stop = bytes_per_s, stop
+        self._due_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._due_s = max(self._due_s, now - 0.1) + nbytes / self.bytes_per_s
+            wait_s = self._due_s - now
+        if wait_s > 0:
+            self._stop.wait(wait_s)

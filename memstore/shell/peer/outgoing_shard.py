@@ -1,0 +1,129 @@
+"""What a push sends: a stored replica, or a fresh one whose digests come while its first chunks are on the wire.
+
+    Fresh: handed over --digested--> sealed, pinned once for every push --a push ends--> one pin less
+                 '--> failed: its pushes abort at the peers
+
+A peer checks every chunk on arrival and seals nothing before it has the manifest, which exists only once this
+host has sealed (R7, R13, R14): sending early puts no byte at risk, it only saves the time of a pass over them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.errors import PeerRefused
+from memstore.shell.arena.replica_store import PIN_S, Vault
+from recovery.inventory import ShardId
+
+DIGEST_S = 60.0  # longest wait for this host's own digests
+
+
+class Stored:
+    """A replica on the shelf, pinned by the caller."""
+
+    def __init__(self, vault: Vault, shelved: Shelved) -> None:
+        self.vault, self.shelved = vault, shelved
+        self.shard, self.digest = shelved.shard, shelved.spec.digest
+        self.sizes = [shelved.spec.chunk_nbytes(i) for i in range(shelved.spec.chunks_count)]
+
+    def digests(self, batch: Sequence[int]) -> list[bytes]:
+        """Return the digests of these chunks."""
+        return [self.shelved.digests[i] for i in batch]
+
+    def view(self, index: int) -> memoryview | None:
+        """Return a chunk's bytes, or None if this host lacks it."""
+        return self.vault.chunk_view(self.shelved, index)
+
+    def manifest(self) -> bytes:
+        """Return the manifest."""
+        return self.vault.manifest(self.shelved)
+
+
+class Fresh:
+    """A shard that this host is digesting now. The sealing thread calls add, seal and fail; pushes call the rest."""
+
+    digest = ""  # not known before the last chunk is digested
+
+    def __init__(self, vault: Vault, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        self.vault, self.shard = vault, shard
+        self.slots, self.sizes = list(slots), list(sizes)
+        self._changed = threading.Condition()
+        self._known: list[bytes] = []
+        self._shelved: Shelved | None = None
+        self._readers = 0  # pushes that have begun and not ended
+        self._pins: list[int] = []
+        self._why = ""
+
+    def add(self, digest: bytes) -> None:
+        """The next chunk is digested."""
+        with self._changed:
+            self._known.append(digest)
+            self._changed.notify_all()
+
+    def seal(self, shelved: Shelved) -> None:
+        """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
+        with self._changed:
+            deadline_s = self.vault.clock.monotonic() + PIN_S
+            self._pins = [self.vault.shelf.pin(shelved, deadline_s) for _ in range(self._readers)]
+            self._shelved = shelved
+            self._changed.notify_all()
+
+    def fail(self, why: str) -> None:
+        """It will not be stored."""
+        with self._changed:
+            self._why = self._why or why
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """A push will read it: each begin needs one release."""
+        with self._changed:
+            self._readers += 1
+
+    def digests(self, batch: Sequence[int]) -> list[bytes]:
+        """Return the digests of these chunks as soon as they are known; PeerRefused if the put failed here."""
+        last = max(batch, default=-1)
+        self._wait(lambda: len(self._known) > last)
+        return [self._known[i] for i in batch]
+
+    def view(self, index: int) -> memoryview | None:
+        """Return a chunk's bytes.
+
+        The slot of a chunk whose content was here already is recycled when the shard is sealed; if that happens
+        under a send, the peer's digest refuses the chunk and it is sent again from where it lies then.
+        """
+        with self._changed:
+            shelved = self._shelved
+        if shelved is not None:
+            return self.vault.chunk_view(shelved, index)
+        return self.vault.arena.view(self.slots[index], self.sizes[index])
+
+    def manifest(self) -> bytes:
+        """Return the manifest as soon as the shard is sealed; PeerRefused if the put failed here."""
+        return self.vault.manifest(self.sealed())
+
+    def sealed(self) -> Shelved:
+        """Return the stored replica as soon as there is one; PeerRefused if the put failed here."""
+        self._wait(lambda: self._shelved is not None)
+        if self._shelved is None:
+            raise PeerRefused(f"{self.shard} was not sealed here", is_final=True)
+        return self._shelved
+
+    def release(self) -> None:
+        """One push is over."""
+        with self._changed:
+            self._readers -= 1
+            pin, shelved = (self._pins.pop() if self._pins else None), self._shelved
+        if pin is not None and shelved is not None:
+            self.vault.unpin(shelved, pin)
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._why) or is_there(), DIGEST_S):
+                raise PeerRefused(f"{self.shard} was not digested within {DIGEST_S:g} s", is_final=False)
+            if self._why:
+                raise PeerRefused(f"the put failed on its own host: {self._why}", is_final=True)
+
+
+Shipment = Stored | Fresh

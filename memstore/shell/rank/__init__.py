@@ -1,0 +1,1 @@
+"""A rank's side of its link to the holder."""

@@ -1,0 +1,148 @@
+"""A call that every rank makes and the controller answers for all alike; the log says for whom it waits (R20, R23)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from memstore.errors import ClosedError, PeerTimeout
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.threads.answers import answer_of
+
+log = logging.getLogger("memstore")
+FIRST_WORD_S = 5.0  # ranks of one launch come within this of each other where nothing is wrong
+NEXT_WORD_S = 30.0
+ANSWER_S = 5.0  # the controller answers within this if it is there
+OPEN_S = 30.0  # once all ranks have come: storage is listed and hosts refuse older ranks, each with a limit of its own
+_NAMES = {"join": "connect to", "reserve": "room for the puts of"}  # others by their verb
+CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
+
+
+@contextlib.contextmanager
+def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float]:
+    """Threads of one rank ask one after the other: a rank has one place in a round (R23). Gives the seconds left.
+
+    Raises:
+        PeerTimeout: Another thread's call took all of `timeout_s`.
+    """
+    since_s = time.monotonic()
+    is_mine = lock.acquire(blocking=False)
+    waited_s = 0.0
+    if not is_mine:
+        is_mine = lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        waited_s = time.monotonic() - since_s
+    if not is_mine:
+        raise PeerTimeout(
+            f"{what}: another thread of this process was still in such a call after {timeout_s:g} s",
+            operation=what, limit_s=timeout_s,
+        )  # fmt: skip
+    try:
+        yield max(0.0, timeout_s - waited_s)
+    finally:
+        lock.release()
+
+
+def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Ask, withdraw when the deadline passes, and take the result if it is already decided.
+
+    Raises:
+        PeerTimeout: It was decided, and not carried out within the deadline again.
+        MemstoreError: What the controller refused it with.
+    """
+    future, roll = link.call_soon(verb, body), RollCall(link, verb, body, timeout_s)
+    roll.wait([future], timeout_s)
+    if not future.done():
+        try:
+            link.call("withdraw", body, CALL_SLACK_S)
+        except PeerTimeout:
+            link.forget_call(future)
+            raise
+        roll.wait([future], CALL_SLACK_S + timeout_s)
+    if not future.done():
+        link.forget_call(future)
+        raise PeerTimeout(
+            f"{verb}() of job {body['job']!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+            f"{link.commands('`memstore status`')}, or raise timeout_s",
+            operation=verb, limit_s=timeout_s,
+        )  # fmt: skip
+    return answer_of(future)
+
+
+def ask_with_all(link: RankLink, verb: str, body: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+    """Ask what nobody can withdraw from.
+
+    Raises:
+        PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's word; OPEN_S more if all have come.
+    """
+    if link.closed.is_set():
+        raise ClosedError("this store is closed: connect again")
+    future, roll = link.call_soon(verb, body), RollCall(link, verb, body, limit_s)
+    roll.wait([future], limit_s + ANSWER_S)
+    if roll.look([future]) and roll.is_complete:
+        roll.wait([future], OPEN_S - ANSWER_S)
+        roll.look([future])
+    if not future.done():
+        link.forget_call(future)
+        raise PeerTimeout(
+            f"{verb} of job {body['job']!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
+            f"({link.commands('memstore status')})",
+            operation=verb, waited_s=roll.waited_s, limit_s=limit_s,
+        )  # fmt: skip
+    return answer_of(future)
+
+
+class RollCall:
+    """A rank's wait for a call that every rank makes: after FIRST_WORD_S, and every NEXT_WORD_S, the log says for whom.
+
+    Attributes: words (who has come, who is awaited), is_complete (all ranks have come), as of the last look.
+    """
+
+    def __init__(self, link: RankLink, verb: str, body: dict[str, Any], limit_s: float) -> None:
+        """The call is made already; `limit_s` is what the log says."""
+        self._link, self._verb, self._job, self._limit_s = link, verb, str(body["job"]), limit_s
+        self._name = "agree of" if body.get("is_agreement") else _NAMES.get(verb, f"{verb} of")
+        self._began_s, self._word_s = time.monotonic(), FIRST_WORD_S
+        self.words, self.is_complete = "", False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began_s
+
+    def wait(self, futures: Sequence[Future[Any]], limit_s: float) -> None:
+        """Wait for the first of `futures`, at most `limit_s`."""
+        last_s = self.waited_s + limit_s
+        while True:
+            if wait(futures, max(0.0, min(self._word_s, last_s) - self.waited_s), FIRST_COMPLETED).done:
+                return
+            if self.waited_s >= last_s or not self.look(futures):
+                return
+            level = logging.INFO if self.is_complete else logging.WARNING
+            log.log(level, "memstore: %s job %s: %s (up to %.0f s)", self._name, self._job, self.words, self._limit_s)
+            self._word_s = self.waited_s + NEXT_WORD_S
+
+    def look(self, futures: Sequence[Future[Any]]) -> bool:
+        """Ask the controller who has come; False if one of `futures` is done first."""
+        if any(future.done() for future in futures):
+            return False
+        waited_s = self.waited_s
+        asked = self._link.call_soon("roll_call", {"job": self._job, "of": self._verb})
+        done = wait([*futures, asked], ANSWER_S, FIRST_COMPLETED).done
+        self._link.forget_call(asked)
+        if done - {asked}:
+            return False
+        answer = asked.result() if asked in done and asked.exception() is None else {}
+        found, after = answer.get("found") or {}, f"after {waited_s:.0f} s"
+        self.is_complete = bool(found.get("is_complete"))
+        if found:
+            self.words = f"{found['come']} {after}, waiting for {found['awaited']}"
+        elif answer:
+            self.words = f"no answer {after}, waiting for the controller, which knows of no such call: it is new"
+        else:
+            self.words = f"the controller does not answer yet {after}, waiting for it"
+        return True

@@ -1,0 +1,200 @@
+"""Which slots of the arena a rank may write, and what became of the others (R8, R11).
+
+    granted --pages entered--> free --acquire--> a put's --hand_over--> the holder's
+                                ^                  |--lend--> a child may have them
+                                '-- the put is over'
+
+Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
+is over still has is free: a put that a signal's handler ends by an exception, wherever it was, loses nothing.
+
+All of it belongs to one arena, that of `mapping`. With another arena nothing of before is ours: who still copies into
+the old one, through the mapping that his put began with, is refused when he hands over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memstore.shell.rank.arena_view import RankMapping
+from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
+
+
+class Tenant:
+    """Who has slots; once it is over they are free to fill."""
+
+    def __init__(self, *, is_over: bool = False) -> None:
+        self.is_over = is_over
+
+
+NOBODY = Tenant(is_over=True)
+ENTERING = Tenant()  # their pages are being entered
+CHILD = Tenant()  # offered to a child, which may have them, or be done with them, by now
+
+
+@dataclass(eq=False)
+class Handover(Tenant):
+    """Slots on their way to the holder; kept until sealed, to be sent again if the holder dies."""
+
+    attempt: int
+    step: int
+    slots: tuple[int, ...]
+    body: dict[str, Any]
+    is_over: bool = False
+    is_sent: bool = False  # on the link as it is now
+
+
+class Taken(NamedTuple):
+    """Slots for one put, and what they are to be filled through."""
+
+    slots: list[int]
+    mapping: RankMapping
+
+
+class LeasedSlots:
+    """A rank's slots; `room` guards all of it."""
+
+    def __init__(self, mapping: RankMapping) -> None:
+        self.room = SafeCondition()
+        self.mapping = mapping
+        self._retired: list[RankMapping] = []  # of earlier arenas, as far as CUDA knows them
+        self.tenants: dict[int, Tenant] = {}  # of every slot that is leased to us, as far as we know
+        # By step: what is offered, and what the offer says besides. A holder that restarts forgets it.
+        self.offers: dict[int, tuple[Sequence[int], dict[str, Any]]] = {}
+        self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
+        self.closed = threading.Event()
+        self.fenced_by = 0
+
+    @property
+    def pool(self) -> list[int]:
+        """Slots that are free to fill."""
+        return [n for n, tenant in list(self.tenants.items()) if tenant.is_over]
+
+    @property
+    def in_copy(self) -> set[int]:
+        """Slots of puts that are not over."""
+        return {
+            n for n, tenant in list(self.tenants.items())
+            if not tenant.is_over and tenant not in (ENTERING, CHILD) and not isinstance(tenant, Handover)
+        }  # fmt: skip
+
+    @property
+    def granting(self) -> set[int]:
+        """Slots whose pages are being entered."""
+        return {n for n, tenant in list(self.tenants.items()) if tenant is ENTERING}
+
+    @property
+    def lent(self) -> set[int]:
+        """Slots that are offered to a child."""
+        return {n for n, tenant in list(self.tenants.items()) if tenant is CHILD}
+
+    def held(self) -> list[int]:
+        """Return every slot that is leased to us, as far as we know."""
+        with self.room:
+            return sorted(self.tenants)
+
+    def take_arena(self, mapping: RankMapping, stale: Collection[int]) -> None:
+        """Go on with the slots of the arena that the holder maps; never again write a slot that is not ours (R6, R8).
+
+        Args:
+            mapping: Of that arena. If it is another one than before, all that was held is stale.
+            stale: What the holder says is not ours.
+        """
+        with self.room:
+            if mapping.arena != self.mapping.arena:
+                # Its memory goes with the last put that has it; pages that CUDA knows have to stay.
+                if self.mapping.has_pins:
+                    self._retired.append(self.mapping)
+                self.mapping = mapping
+                self.offers.clear()
+            self._drop_stale(set(stale))
+            self.room.notify_all()
+
+    def _drop_stale(self, stale: set[int]) -> None:
+        self._drop(stale)
+        # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
+        # was leased to us anew is ours to fill.
+        for key, handover in self.handovers.items():
+            if stale.intersection(handover.slots):
+                self._move(handover.slots, handover, NOBODY)
+                body = {**handover.body, "lost": True}
+                self.handovers[key] = Handover(handover.attempt, handover.step, (), body)
+
+    def _drop(self, slots: Collection[int]) -> None:
+        for n in slots:
+            self.tenants.pop(n, None)
+
+    def _move(self, slots: Collection[int], before: Tenant, after: Tenant) -> None:
+        """Pass on, in one step, what of these slots is still the former tenant's."""
+        self.tenants.update({n: after for n in slots if self.tenants.get(n) is before})
+
+    def grant(self, slots: Sequence[int]) -> RankMapping:
+        """Take new slots, whose pages are still to be entered; return the mapping for that."""
+        with self.room:
+            self.tenants.update(dict.fromkeys(slots, ENTERING))
+            return self.mapping
+
+    def granted(self, slots: Sequence[int], mapping: RankMapping) -> None:
+        """Offer entered slots to puts, as far as they are ours: the link may have broken meanwhile (R8)."""
+        with self.room:
+            if mapping is self.mapping:
+                self._move(slots, ENTERING, NOBODY)
+            self.room.notify_all()
+
+    def acquire(self, tenant: Tenant, count: int, budget_s: float) -> Taken | None:
+        """Take `count` leased slots, waiting at most `budget_s`; None if there are not enough (R11, R12)."""
+        with self.room:
+            free = self._wait_free(count, budget_s)
+            if free is None:
+                return None
+            self.tenants.update(dict.fromkeys(free, tenant))
+            return Taken(free, self.mapping)
+
+    def wait_free(self, count: int, budget_s: float) -> None:
+        """Wait until so many slots are free to fill, at most `budget_s`."""
+        with self.room:
+            self._wait_free(count, budget_s)
+
+    def _wait_free(self, count: int, budget_s: float) -> list[int] | None:
+        deadline_s = time.monotonic() + budget_s
+        while len(free := self.pool) < count:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self.fenced_by or self.closed.is_set():
+                return None
+            self.room.wait(min(left_s, LOOK_S))
+        return free[:count]
+
+    def put_back(self, slots: Collection[int], tenant: Tenant) -> None:
+        """A put needs some of its slots no more, or, being over, none: tell who waits for them."""
+        with self.room:
+            self._move(slots, tenant, NOBODY)
+            self.room.notify_all()
+
+    def begin_sending(self, handover: Handover) -> bool:
+        """Note that a hand-over is sent now; False if it is not to be: it was answered, or torn, and is forgotten."""
+        with self.room:
+            key = handover.attempt, handover.step
+            if self.handovers.get(key) is not handover:
+                return False
+            handover.is_sent = all(self.tenants.get(n) is handover for n in handover.slots)
+            if not handover.is_sent:
+                del self.handovers[key]
+            return handover.is_sent
+
+    def answered(self, attempt: int, step: int) -> None:
+        """The holder has said how a put went: what was sent is leased to us no more, what was not yet is free."""
+        with self.room:
+            handover = self.handovers.pop((attempt, step), None)
+            if handover is not None and handover.is_sent:
+                self._drop([n for n in handover.slots if self.tenants.get(n) is handover])
+            elif handover is not None:
+                self._move(handover.slots, handover, NOBODY)
+                self.room.notify_all()
+
+    def close_mappings(self) -> None:
+        """Unpin, and unmap once the last view is gone."""
+        for mapping in (*self._retired, self.mapping):
+            mapping.close()

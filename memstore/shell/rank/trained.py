@@ -1,0 +1,49 @@
+"""Which step is being trained, although it is not put: a rank says it now and then, its holder remembers (R33).
+
+rank --at most one message a second, of a step that due() or a skipped put names--> holder --heartbeats--> controller
+
+What the rank trained since its last word is known to nobody when it dies, so that every count of it is "at least".
+"""
+
+from __future__ import annotations
+
+import time
+
+from memstore.shell.rank.holder_link import RankLink
+
+SAY_S = 1.0
+
+
+class TrainedWord:
+    """A rank's side. No round trip, and nothing is waited for."""
+
+    def __init__(self, link: RankLink) -> None:
+        self._link = link
+        self._said_s = -SAY_S
+        self._said: tuple[int, int] = (-1, -1)  # attempt, step
+
+    def say(self, step: int) -> None:
+        """The step is trained and not put."""
+        now, what = time.monotonic(), (self._link.attempt, step)
+        if what > self._said and now - self._said_s >= SAY_S:
+            self._said, self._said_s = what, now
+            self._link.notify({"k": "trained", "step": step})
+
+
+class TrainedSteps:
+    """A holder's side: the newest of each job, from any of its ranks here, also after their death."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[int, int]] = {}
+
+    def hear(self, job: str, attempt: int, step: int) -> None:
+        """A rank said so."""
+        self._newest[job] = max((attempt, step), self._newest.get(job, (0, -1)))
+
+    def forget(self, job: str) -> None:
+        """The job was removed."""
+        self._newest.pop(job, None)
+
+    def stats(self) -> dict[str, list[int]]:
+        """What a heartbeat carries: job -> attempt and step."""
+        return {job: list(newest) for job, newest in list(self._newest.items())}

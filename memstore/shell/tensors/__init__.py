@@ -1,0 +1,1 @@
+"""Where tensors keep their bytes, and how they lie on slots."""

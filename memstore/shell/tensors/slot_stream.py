@@ -1,0 +1,215 @@
+"""A shard's byte stream laid over chunk-sized slots: write into it, read out of it.
+
+Slot i holds stream bytes [i * chunk_bytes, ...). Ranges that cross a slot border are split here and
+nowhere else. A write is a list of plain memory moves, collected first and then shared out to a few
+threads: a move costs a third of a microsecond to call, a tensor copy between 0.5 and 5.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import numpy as np
+import torch
+
+from memstore.core.format.layout import pieces
+from memstore.shell.threads.reentrancy import is_running
+from memstore.shell.threads.safe_condition import SafeThread
+
+PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
+# Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
+# machine is not in its slow pace (benchmarks/notes/stall.md).
+MOVE_BYTES = 448 << 10
+THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
+THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
+
+Move = tuple[int, int, int]  # target address, source address, nbytes
+
+
+class SlotStream:
+    """Views of the slots of one shard.
+
+    Args:
+        views: One per chunk, in order; each at least as long as its chunk. Read-only ones can be read.
+        chunk_bytes: Size of every chunk but the last.
+        nbytes: Length of the stream.
+
+    Raises:
+        ValueError: the views do not hold a stream of that length.
+    """
+
+    def __init__(self, views: Sequence[memoryview], chunk_bytes: int, nbytes: int) -> None:
+        if chunk_bytes <= 0 or len(views) < -(-nbytes // chunk_bytes):
+            raise ValueError(f"{len(views)} slots of {chunk_bytes} bytes do not hold a stream of {nbytes} bytes")
+        arrays = [np.frombuffer(view, np.uint8) for view in views[: -(-nbytes // chunk_bytes)]]
+        for index, array in enumerate(arrays):
+            if array.size < min(chunk_bytes, nbytes - index * chunk_bytes):
+                raise ValueError(f"slot {index} has {array.size} bytes of the {chunk_bytes} that its chunk may take")
+        self._arrays = arrays  # keep the views alive as long as their addresses are used
+        self._addresses = [address_of(array) for array in arrays]
+        self._chunk_bytes = chunk_bytes
+
+    def write(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` host bytes at `address` into the stream at `offset`."""
+        moves: list[Move] = []
+        self.plan_write(offset, address, nbytes, moves)
+        move_all(moves)
+
+    def plan_write(self, offset: int, address: int, nbytes: int, moves: list[Move]) -> None:
+        """Append the moves of a write to `moves`."""
+        slot, start = divmod(offset, self._chunk_bytes)
+        if start + nbytes <= self._chunk_bytes:  # most tensors: spare them the loop
+            moves.append((self._addresses[slot] + start, address, nbytes))
+            return
+        for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
+            moves.append((self._addresses[slot] + start, address + done, size))
+
+    def host_pieces(self, offset: int, nbytes: int) -> tuple[tuple[int, int, int], ...]:
+        """Return where stream bytes lie: (address, offset in the range, nbytes) of each piece."""
+        return tuple(
+            (self._addresses[slot] + start, done, size)
+            for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes)
+        )
+
+    def zero(self, offset: int, nbytes: int) -> None:
+        """Zero a gap, so that equal states give equal chunks."""
+        for slot, start, _, size in pieces(offset, nbytes, self._chunk_bytes):
+            ctypes.memset(self._addresses[slot] + start, 0, size)
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy stream bytes at `offset` to host memory at `address`."""
+        for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
+            copy_bytes(address + done, self._addresses[slot] + start, size)
+
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Return False: bytes for a device go through host memory."""
+        return False
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Return stream bytes as an object of their own."""
+        buffer = np.empty(nbytes, np.uint8)
+        self.read(offset, address_of(buffer), nbytes)
+        return buffer.tobytes()
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return stream bytes without a copy, or None if they cross a border, are unaligned or may not be written."""
+        slot, start = divmod(offset, self._chunk_bytes)
+        if start + nbytes > self._chunk_bytes or not self._arrays[slot].flags.writeable or self._addresses[slot] % 16:
+            return None
+        return torch.from_numpy(self._arrays[slot][start : start + nbytes])
+
+    def settle(self) -> None:
+        """Every read is done when it returns."""
+
+
+def move_all(moves: Sequence[Move]) -> None:
+    """Make the moves, on several threads if there is enough to do; they must not overlap."""
+    in_threads(moves, _move)
+
+
+def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:
+    """Share moves out to several threads if there is enough to do; return when `work` has done each share."""
+    total = sum(move[2] for move in moves)
+    threads_count = max(1, min(torch.get_num_threads(), THREADS_MAX, total // THREAD_BYTES))
+    shares: list[list[Move]] = [[] for _ in range(threads_count)]
+    done = 0
+    for move in moves:  # neighbours stay together: blocks copy a quarter faster than interleaved moves
+        shares[min(done * threads_count // max(total, 1), threads_count - 1)].append(move)
+        done += move[2]
+    copies: dict[FrameType, list[_Helper]] = _here.__dict__.setdefault("copies", {})
+    for torn in [call for call in copies if not is_running(call)]:  # a signal's handler raised before they were stopped
+        _stop(copies[torn])
+        del copies[torn]
+    helpers = copies[sys._getframe()] = list[_Helper]()
+    try:
+        for share in shares[:-1]:
+            helpers.append(_Helper(work, share))
+            helpers[-1].start()
+        work(shares[-1])
+        for helper in helpers:
+            helper.finish()
+    except BaseException:
+        _stop(helpers)
+        raise
+    del copies[sys._getframe()]
+
+
+class _Helper:
+    """A thread that does one share, or none if it has not begun when it is stopped."""
+
+    def __init__(self, work: Callable[[Sequence[Move]], None], share: Sequence[Move]) -> None:
+        self._work, self._share = work, share
+        self._turn = threading.Lock()  # held while it works
+        self.is_stopped = False
+        self._thread = SafeThread(self._run)
+
+    def start(self) -> None:
+        """Start it; with no thread to be had the caller does its share."""
+        try:
+            self._thread.start()
+        except RuntimeError:  # the limit of threads or of memory
+            self._run()
+
+    def _run(self) -> None:
+        with self._turn:
+            if not self.is_stopped:
+                self._work(self._share)
+
+    def finish(self) -> None:
+        """Return when its share is done: bounded by the bytes, for memory moves wait for nobody."""
+        self._thread.join()
+
+    def wait_stopped(self) -> None:
+        """Return when it moves nothing any more; `is_stopped` is set."""
+        with self._turn:
+            pass
+
+
+_here = threading.local()  # copies: the helpers of those that this thread has under way, or was torn from
+
+
+def _stop(helpers: Sequence[_Helper]) -> None:
+    """End helpers of an interrupted copy: whoever gets the slots next must be alone in them."""
+    try:
+        for helper in helpers:
+            helper.is_stopped = True
+        for helper in helpers:
+            helper.wait_stopped()
+    except BaseException:  # another signal: who waits is needed all the more
+        _stop(helpers)
+        raise
+
+
+def _move(moves: Sequence[Move]) -> None:
+    memmove = ctypes.memmove
+    for target, source, nbytes in moves:
+        for done in range(0, nbytes, MOVE_BYTES):
+            memmove(target + done, source + done, min(MOVE_BYTES, nbytes - done))
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy host bytes between two addresses that do not overlap."""
+    if nbytes < PARALLEL_COPY_BYTES:
+        ctypes.memmove(target, source, nbytes)
+    else:
+        tensor_at(target, nbytes).copy_(tensor_at(source, nbytes))
+
+
+def tensor_at(address: int, nbytes: int) -> torch.Tensor:
+    """Return host memory as a uint8 tensor that keeps nothing alive."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def byte_array(data: bytes) -> np.ndarray:
+    """Return bytes as an array over the same memory."""
+    return np.frombuffer(data, np.uint8)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return the address of an array's first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,1 @@
+"""Threads, waits and answers between threads, safe against what a signal's handler raises."""

@@ -1,0 +1,1 @@
+"""Stores on one machine: processes, namespaces, embedded Ray."""

@@ -1,0 +1,250 @@
+"""Several hosts on one machine: one raylet per host, with `host` and `rack` labels, and a memstore on top.
+
+For the demo, drills and tests. Losing a host here means what it means on real machines: every process
+of its raylet is killed and checked to be gone, and its arena is destroyed. With a `NamespaceRig` every host
+but the head also has a network of its own, with links to cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+import memstore.admin.cluster as store_cluster
+from memstore.config import Config
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.lock import is_alive, process_start_time
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.namespaces import NamespaceRig
+
+MIB = 1 << 20
+OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
+DEATH_S = 20.0
+JOIN_S = 60.0
+# Stock Ray needs 12 to 65 s to see a dead raylet; drills and the demo do not wait for that twice.
+FAST_HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1500,
+    "health_check_failure_threshold": 3,
+}
+
+
+class EmbeddedCluster:
+    """Raylets by host id plus a started store. The first host is Ray's head and carries the driver.
+
+    A context manager: leaves no process, socket or arena behind.
+    """
+
+    def __init__(
+        self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
+        has_store: bool = True, rig: NamespaceRig | None = None, ray_settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """A cluster that is yet to start.
+
+        `rig` has a namespace for every host but the first, Ray's head; `ray_settings` are Ray's, for all of it.
+        """
+        self.rig = rig
+        self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
+        self.cpus_per_host = cpus_per_host
+        self.config = config or Config(
+            store=f"e{secrets.token_hex(4)}", arena_bytes=256 * MIB, chunk_bytes=MIB,
+            interface="127.0.0.1" if rig is None else str(rig.network),
+        )  # fmt: skip
+        self.has_store = has_store
+        self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
+        self.nodes: dict[str, Any] = {}  # of cluster_utils; in a rig, processes of `ray start`
+        self.cluster: Any = None
+
+    def __enter__(self) -> EmbeddedCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the raylets, connect this process, start the store."""
+        self.cluster = Cluster()
+        head, *others = self.labels
+        self.add_node(head)
+        ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
+        for host in others:  # one after the other: raylets that start at once take the same socket name
+            self.add_node(host)
+        if self.has_store:
+            store_cluster.start(self.config)
+
+    @property
+    def address(self) -> str:
+        """The Ray address of the cluster."""
+        return str(self.cluster.address)
+
+    def add_node(self, host: str, labels: Mapping[str, str] | None = None) -> None:
+        """A machine joins Ray; the store's supervisor gives it a holder without being asked (R3)."""
+        if labels is not None:
+            self.labels[host] = {"host": host, **labels}
+        is_head = not self.nodes
+        extra: dict[str, Any] = {"_system_config": self.ray_settings, "include_dashboard": False} if is_head else {}
+        if self.rig is not None and not is_head:
+            self.nodes[host] = self._start_in_namespace(self.rig, host)
+            self._wait_joined(self.rig.address(host))
+            return
+        if self.rig is not None:
+            extra["node_ip_address"] = self.rig.root_address
+        self.nodes[host] = self.cluster.add_node(
+            num_cpus=self.cpus_per_host, object_store_memory=OBJECT_STORE_BYTES, labels=self.labels[host], **extra
+        )
+
+    def _start_in_namespace(self, rig: NamespaceRig, host: str) -> subprocess.Popen[Any]:
+        """Start a raylet on a host of the rig; what it says goes to Ray's own log folder."""
+        argv = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block",
+            f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}", "--disable-usage-stats",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            "--labels", ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
+        ]  # fmt: skip
+        quiet = subprocess.DEVNULL
+        # A cluster half with and half without Ray's token authentication does not form.
+        env = {"RAY_AUTH_MODE": "disabled", **os.environ}
+        return rig.popen(host, argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, env=env)
+
+    def _wait_joined(self, address: str) -> None:
+        """Wait until Ray counts a raylet alive; cluster_utils does so for its own."""
+        deadline_s = time.monotonic() + JOIN_S
+        while address not in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the raylet at {address} did not join within {JOIN_S:g} s")
+            time.sleep(0.05)
+
+    def node_processes(self, host: str) -> list[tuple[int, int]]:
+        """(pid, start time) of the raylet of a host and of everything below it."""
+        node = self.nodes[host]
+        if self.rig is not None and host in self.rig.hosts:
+            pids = self.rig.processes(host)
+        else:
+            pids = descendants([p.process.pid for infos in node.all_processes.values() for p in infos])
+        return [(pid, start) for pid in pids if (start := process_start_time(pid)) is not None]
+
+    def kill_processes(self, host: str) -> list[tuple[int, int]]:
+        """SIGKILL every process of a host at once; return those that were killed."""
+        victims = self.node_processes(host)
+        for pid, start in victims:
+            if is_alive(pid, start):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return victims
+
+    def raylet(self, host: str) -> tuple[int, int]:
+        """(pid, start time) of the raylet of a host; RuntimeError if it is gone."""
+        pid = self.nodes[host].all_processes["raylet"][0].process.pid
+        start = process_start_time(pid)
+        if start is None:
+            raise RuntimeError(f"the raylet of {host} (pid {pid}) is gone already")
+        return pid, start
+
+    def replace_raylet(self, host: str) -> None:
+        """A host's raylet has died: what is left of it is killed, a new one joins; the host's memory stays."""
+        victims = self.kill_processes(host)
+        node = self.nodes.pop(host)
+        with contextlib.suppress(Exception):
+            self.cluster.remove_node(node, allow_graceful=False)
+        self._wait_dead(victims, host)
+        self.add_node(host)
+
+    def kill_head(self) -> list[tuple[int, int]]:
+        """SIGKILL every process of Ray's head, and let this process go from Ray; return those that were killed."""
+        victims = self.kill_processes(next(iter(self.labels)))
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        return victims
+
+    def kill_everything(self) -> None:
+        """SIGKILL every process of every host, Ray's head included; the hosts' memory stays."""
+        victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        with contextlib.suppress(Exception):
+            self.cluster.shutdown()
+        self.nodes.clear()
+        self._wait_dead(victims, "the cluster")
+
+    def lose_host(self, host: str) -> dict[str, Any]:
+        """The machine dies: its processes are killed and checked, its memory destroyed. Return what was done."""
+        if host == next(iter(self.labels)):
+            raise ValueError(f"{host} is Ray's head and carries this driver: lose another host")
+        arena = self.arena(host)
+        nbytes = sum(p.stat().st_blocks * 512 for p in arena.rglob("*") if p.is_file())
+        victims = self.kill_processes(host)
+        node = self.nodes.pop(host)
+        self.labels.pop(host)
+        with contextlib.suppress(Exception):
+            self.cluster.remove_node(node, allow_graceful=False)
+        self._wait_dead(victims, host)
+        shutil.rmtree(arena)
+        return {"host": host, "processes": len(victims), "nbytes": nbytes}
+
+    def _wait_dead(self, victims: list[tuple[int, int]], what: str) -> None:
+        """A fault that has not taken effect proves nothing."""
+        deadline_s = time.monotonic() + DEATH_S
+        while any(is_alive(pid, start) for pid, start in victims):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"processes of {what} are still alive {DEATH_S:g} s after SIGKILL")
+            time.sleep(0.02)
+
+    def arena(self, host: str) -> Path:
+        """The arena folder of a host."""
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    def stop(self) -> None:
+        """Stop everything and remove every arena."""
+        with contextlib.suppress(Exception):
+            if ray.is_initialized() and self.has_store:
+                store_cluster.stop(config=self.config, keep_data=False, force=True)
+        victims = [v for host in list(self.nodes) for v in self.node_processes(host)]
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if self.cluster is not None:
+            with contextlib.suppress(Exception):
+                self.cluster.shutdown()
+        for pid, start in victims:
+            if is_alive(pid, start):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.nodes.clear()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+def descendants(roots: list[int]) -> list[int]:
+    """Return the given pids and every process below them, from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                stat = Path(f"/proc/{entry}/stat").read_text()
+                parent = int(stat.rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found, todo = [], list(roots)
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo.extend(children.get(pid, ()))
+    return found

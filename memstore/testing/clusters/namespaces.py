@@ -1,0 +1,317 @@
+"""Hosts as network namespaces of one machine: a veth each into one bridge, with links to cut, block and slow down.
+
+    host h0  eth0 198.18.n.11 --- p0 \\
+    host h1  eth0 198.18.n.12 --- p1 -- br0 (a namespace of its own) -- root --- ms-<pid>-<n> 198.18.n.1 (this machine)
+
+No namespace has a name: each is kept by one process that ends when the rig's owner does, however that ends, and the
+links inside go with it. What may outlive a killed owner is proved ours by its pid, and `sweep` removes it. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memstore.errors import DrillError
+from memstore.shell.arena.lock import is_alive, process_start_time
+
+COMMAND_S = 20.0
+NETWORKS = list(ipaddress.IPv4Network("198.18.0.0/15").subnets(new_prefix=24))
+"""For benchmarks of isolated networks (RFC 2544): no real network has these addresses."""
+FIRST_HOST = 11  # 198.18.n.11; .1 is this machine's own end
+HOSTS_MAX = 240
+OWNER = "MEMSTORE_RIG"  # in the environment of what runs in a rig: who owns it, for `sweep`
+CLONE_NEWNET = 0x40000000
+_SWITCH = ""  # the bridge's namespace
+_PROBE = """ip link add t0 type veth peer name t1 && ip link add t2 type bridge && ip link set t1 master t2 &&
+tc qdisc replace dev t0 root tbf rate 1000000bit burst 16384 latency 50ms && ip route add blackhole 198.18.0.1/32"""
+
+
+def available() -> str | None:
+    """Return why no rig can be made here (not root, a tool or a kernel feature missing), or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need the tools {', '.join(missing)}"
+    try:
+        _run(["unshare", "--net", "sh", "-c", _PROBE])
+    except DrillError as exc:
+        return f"network namespaces do not work here: {exc}"
+    return None
+
+
+class NamespaceRig:
+    """One namespace per host. A context manager that leaves nothing behind; two of them run side by side."""
+
+    def __init__(self, hosts: Iterable[str]) -> None:
+        self.hosts: list[str] = []
+        self._wanted = list(hosts)
+        self._keepers: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[Any]] = []
+        self._blocked: set[tuple[str, str]] = set()  # (from, to)
+        self._claim: socket.socket | None = None
+        self._link = ""
+        self._owner = ""
+        self.network = NETWORKS[0]
+
+    def __enter__(self) -> NamespaceRig:
+        try:
+            number = self._take_network()
+            self._link = f"ms-{os.getpid()}-{number}"
+            self._owner = f"{os.getpid()}-{process_start_time(os.getpid())}-{number}"
+            self._keep(_SWITCH)
+            self._ip(_SWITCH, "link set lo up", "link add br0 type bridge", "link set br0 up")
+            pid = self._keepers[_SWITCH].pid
+            _run(["ip", "link", "add", self._link, "type", "veth", "peer", "name", "root", "netns", str(pid)])
+            _run(["ip", "addr", "add", f"{self.root_address}/24", "dev", self._link])
+            _run(["ip", "link", "set", self._link, "up"])
+            self._ip(_SWITCH, "link set root master br0", "link set root up")
+            for host in self._wanted:
+                self.add_host(host)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every process in the rig and remove every link; may be called twice."""
+        for host in self.hosts:
+            self.kill(host)
+        for process in self._started:
+            process.kill()
+            process.wait(timeout=COMMAND_S)
+        self._started.clear()
+        if self._link and Path(f"/sys/class/net/{self._link}").exists():
+            _run(["ip", "link", "delete", self._link])  # the kernel would do it later, by itself
+        for keeper in self._keepers.values():
+            keeper.kill()
+            keeper.communicate(timeout=COMMAND_S)
+        self._keepers.clear()
+        self.hosts.clear()
+        if self._claim is not None:
+            self._claim.close()
+
+    def _take_network(self) -> int:
+        """Claim a network that no other rig has and no address or route of this machine touches."""
+        taken = [ipaddress.IPv4Network(a, strict=False) for a in _addresses_and_routes()]
+        for number in ((os.getpid() + i) % len(NETWORKS) for i in range(len(NETWORKS))):
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                claim.bind(f"\0memstore-rig-{number}")  # the kernel's, so it ends with its owner
+            except OSError:
+                claim.close()
+                continue
+            if any(NETWORKS[number].overlaps(network) for network in taken):
+                claim.close()
+                continue
+            self._claim, self.network = claim, NETWORKS[number]
+            return number
+        raise DrillError(f"all {len(NETWORKS)} networks of 198.18.0.0/15 are in use: end some rigs, or sweep()")
+
+    def _keep(self, name: str) -> None:
+        """Make a namespace, kept by a process that waits for the end of its input: ours, or our end."""
+        argv = ["unshare", "--net", "env", f"{OWNER}={self._owner}", "cat"]
+        keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._keepers[name] = keeper
+        if keeper.stdin is None or keeper.stdout is None:
+            raise DrillError("a namespace's keeper has no pipes")
+        keeper.stdin.write(b".")  # it comes back when the namespace is there
+        ready, _, _ = select.select([keeper.stdout], [], [], COMMAND_S)
+        if not ready or keeper.stdout.read(1) != b".":
+            raise DrillError(f"no network namespace within {COMMAND_S:g} s: {available() or 'unshare says nothing'}")
+
+    def add_host(self, host: str) -> None:
+        """A machine joins the network."""
+        number = len(self.hosts)
+        if host in self._keepers or not host or number >= HOSTS_MAX:
+            raise DrillError(f"host {host!r} is there already, has no name, or is one too many of {HOSTS_MAX}")
+        self._keep(host)
+        self.hosts.append(host)
+        self._ip(
+            _SWITCH,
+            f"link add p{number} type veth peer name eth0 netns {self._keepers[host].pid}",
+            f"link set p{number} master br0",
+            f"link set p{number} up",
+        )
+        self._ip(host, "link set lo up", f"addr add {self.address(host)}/24 dev eth0", "link set eth0 up")
+
+    # -- where things are -----------------------------------------------------------------------
+
+    @property
+    def root_address(self) -> str:
+        """This machine's own address in the rig's network."""
+        return str(self.network[1])
+
+    def address(self, host: str) -> str:
+        """The address of a host."""
+        return str(self.network[FIRST_HOST + self.hosts.index(host)])
+
+    def namespace(self, host: str) -> str:
+        """The path of a host's namespace, for `enter`."""
+        return f"/proc/{self._keepers[host].pid}/ns/net"
+
+    def prefix(self, host: str) -> list[str]:
+        """What to put before an argv so that it runs on a host; it becomes that very process."""
+        return ["nsenter", f"--net={self.namespace(host)}", "env", f"{OWNER}={self._owner}"]
+
+    def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process on a host; it ends with the rig."""
+        process = subprocess.Popen([*self.prefix(host), *argv], **options)
+        self._started.append(process)
+        return process
+
+    def processes(self, host: str) -> list[int]:
+        """The pids of what runs on a host, the namespace's keeper left out."""
+        inode = os.stat(self.namespace(host)).st_ino
+        keeper = self._keepers[host].pid
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != keeper:
+                with contextlib.suppress(OSError):
+                    if os.stat(f"/proc/{entry}/ns/net").st_ino == inode:
+                        found.append(int(entry))
+        return found
+
+    def kill(self, host: str) -> list[int]:
+        """The power of a host fails: SIGKILL whatever runs there; return the pids."""
+        pids = self.processes(host)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pids
+
+    # -- faults -------------------------------------------------------------------------------
+
+    def cut(self, host: str) -> None:
+        """Pull a host's cable at the switch: nothing in or out, nobody is told."""
+        self._ip(_SWITCH, f"link set {self._port(host)} down")
+
+    def heal(self, host: str) -> None:
+        """Put a cut host's cable back."""
+        self._ip(_SWITCH, f"link set {self._port(host)} up")
+
+    def block(self, source: str, target: str, *, one_way: bool = False) -> None:
+        """Lose every packet from `source` to `target`, and the other way too unless `one_way`.
+
+        Open connections fall silent; a new one from `source` is refused by its own kernel, one from `target` times out.
+        """
+        for a, b in [(source, target)] if one_way else [(source, target), (target, source)]:
+            if (a, b) not in self._blocked:
+                self._ip(a, f"route add blackhole {self.address(b)}/32")
+                self._blocked.add((a, b))
+
+    def unblock(self, source: str, target: str) -> None:
+        """Undo `block` in both directions."""
+        for a, b in {(source, target), (target, source)} & self._blocked:
+            self._ip(a, f"route delete blackhole {self.address(b)}/32")
+            self._blocked.discard((a, b))
+
+    def partition(self, group_a: Iterable[str], group_b: Iterable[str]) -> None:
+        """Block every pair across two groups."""
+        others = list(group_b)
+        for a in group_a:
+            for b in others:
+                self.block(a, b)
+
+    def shape(self, host: str, rate_bits_per_s: int, *, burst_bytes: int = 16384, latency_ms: int = 50) -> None:
+        """Limit a host's link in both directions; a packet that would wait longer than `latency_ms` is lost."""
+        rule = f"root tbf rate {rate_bits_per_s}bit burst {burst_bytes} latency {latency_ms}ms"
+        self._batch("tc", host, f"qdisc replace dev eth0 {rule}")
+        self._batch("tc", _SWITCH, f"qdisc replace dev {self._port(host)} {rule}")
+
+    def unshape(self, host: str) -> None:
+        """Undo `shape`."""
+        self._batch("tc", host, "qdisc delete dev eth0 root")
+        self._batch("tc", _SWITCH, f"qdisc delete dev {self._port(host)} root")
+
+    def heal_all(self) -> None:
+        """Undo every cut and block."""
+        for source, target in list(self._blocked):
+            self.unblock(source, target)
+        for host in self.hosts:
+            self.heal(host)
+
+    def _port(self, host: str) -> str:
+        return f"p{self.hosts.index(host)}"
+
+    def _ip(self, name: str, *lines: str) -> None:
+        self._batch("ip", name, *lines)
+
+    def _batch(self, tool: str, name: str, *lines: str) -> None:
+        argv = ["nsenter", f"--net=/proc/{self._keepers[name].pid}/ns/net", tool, "-batch", "-"]
+        _run(argv, text="\n".join(lines) + "\n")
+
+
+def enter(namespace: str) -> None:
+    """Move the calling thread, and what it starts from now on, into a namespace: for a fork with one thread."""
+    with open(namespace, "rb") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise DrillError(f"cannot enter {namespace}: {os.strerror(ctypes.get_errno())}")
+
+
+def sweep() -> list[str]:
+    """Remove what rigs of dead owners left: links by the pid in their name, processes by their environment."""
+    removed = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{entry}/environ").read_bytes()
+            owner = re.search(rb"(?:^|\0)" + OWNER.encode() + rb"=(\d+)-(\d+)-\d+(?:\0|$)", environment)
+            if owner is not None and not is_alive(int(owner[1]), int(owner[2])):
+                os.kill(int(entry), signal.SIGKILL)
+                removed.append(f"process {entry}")
+    for link in os.listdir("/sys/class/net"):
+        named = re.fullmatch(r"ms-(\d+)-\d+", link)
+        if named is not None and process_start_time(int(named[1])) is None:
+            with contextlib.suppress(DrillError):  # the kernel was faster
+                _run(["ip", "link", "delete", link])
+            _wait_gone(Path(f"/sys/class/net/{link}"))
+            removed.append(f"link {link}")
+    return removed
+
+
+def _wait_gone(path: Path) -> None:
+    deadline_s = time.monotonic() + COMMAND_S
+    while path.exists():
+        if time.monotonic() > deadline_s:
+            raise DrillError(f"{path} is still there after {COMMAND_S:g} s")
+        time.sleep(0.02)
+
+
+def _addresses_and_routes() -> list[str]:
+    """Every IPv4 network of this namespace's addresses and routes but the default route."""
+    addresses = json.loads(_run(["ip", "-json", "-4", "addr"]) or "[]")
+    routes = json.loads(_run(["ip", "-json", "-4", "route"]) or "[]")
+    found = [f"{a['local']}/{a['prefixlen']}" for row in addresses for a in row.get("addr_info", ())]
+    return found + [row["dst"] for row in routes if row["dst"] != "default"]
+
+
+def _run(argv: Sequence[str], *, text: str = "") -> str:
+    """Run a command; DrillError with what it said if it fails or takes longer than COMMAND_S."""
+    try:
+        done = subprocess.run(argv, input=text, text=True, capture_output=True, timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise DrillError(f"{' '.join(argv)} {text!r}: {exc}") from exc
+    if done.returncode != 0:
+        raise DrillError(f"{' '.join(argv)} {text!r} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

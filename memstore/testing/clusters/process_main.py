@@ -1,0 +1,80 @@
+"""Entry point of the processes that `processes.py` starts: one holder or one controller. Runs until killed."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from memstore.config import Config
+from memstore.shell.arena.arena_limit import arena_limit
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.controller.controller import Controller, collect_rarely
+from memstore.shell.controller.membership import DirectoryMembership
+from memstore.shell.durable.tier import PartsTier
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+
+PR_SET_PDEATHSIG = 1
+GATE_S = 60.0
+
+
+def hold_durable_writes(gate: Path) -> None:
+    """Make every durable write of this process wait for a file, as one to a file system that hangs."""
+    real = PartsTier.write_slice
+
+    def held(self: PartsTier, *args: Any, **kwargs: Any) -> int | None:
+        gate.with_name(f"{gate.name}.waits-{os.getpid()}").touch()
+        deadline_s = time.monotonic() + GATE_S
+        while not gate.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return real(self, *args, **kwargs)
+
+    PartsTier.write_slice = held  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Run one role as the JSON specification on stdin says."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
+    spec = json.load(sys.stdin)
+    if os.getppid() != spec["parent"]:
+        return 1  # it died before it could be agreed that this process dies with it
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    config = Config().with_fields(spec["config"])
+    membership = DirectoryMembership(spec["membership"])
+    secret = bytes.fromhex(spec["secret"])
+    over = threading.Event()
+    if spec["role"] == "controller":
+        collect_rarely()
+        Controller(
+            config, membership, secret=secret, settle_s=spec["settle_s"], on_exit=lambda why: over.set()
+        )  # its threads are daemons
+    else:
+        if spec["durable_gate"]:
+            hold_durable_writes(Path(spec["durable_gate"]))
+        identity = HostIdentity(spec["host"], read_boot_id(), True, spec["labels"])
+        folder = arena_folder(config.arena_dir, store=config.store, host=spec["host"])
+        limit = arena_limit(config, folder, hosts_on_machine=spec["hosts_on_machine"])
+        holder = Holder(
+            identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
+            limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
+        )  # fmt: skip
+        info = holder.info
+        if spec["peer_address"] is not None:  # peers go through a proxy; they learn the address with the first session
+            address, port = spec["peer_address"]
+            holder.info = dataclasses.replace(info, address=address, port=port)
+        membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
+    over.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""A store of plain processes on one machine, without Ray: holders and a controller that can be killed for real.
+
+Each holder and the controller is a process of its own, found through a folder of small files
+(`DirectoryMembership`). Used by tests, drills of the core, and machines that have no Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from memstore.config import Config
+from memstore.core.cluster.facts import HostsJoined
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.journal.records import entry_from_record
+from memstore.errors import MemstoreError
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.journal_file import read_records
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.rank.admin_link import Tool, store_root
+from memstore.testing.clusters.namespaces import NamespaceRig
+from memstore.testing.faults.fault_proxy import FaultProxy
+
+log = logging.getLogger("memstore")
+START_S = 30.0
+POLL_S = 0.02
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
+    """Poll until `condition()` is true and return its value; AssertionError naming `what` after the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(POLL_S)
+
+
+class ProcessCluster:
+    """Holders by host id plus one controller. A context manager that leaves nothing behind."""
+
+    def __init__(
+        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
+        durable_gate: Path | None = None, rig: NamespaceRig | None = None, controller_host: str = "",
+        proxied: Collection[str] = (), **config: Any,
+    ) -> None:  # fmt: skip
+        """Processes that are yet to start.
+
+        Args:
+            folder: Where the processes find one another, and for their logs.
+            hosts: The labels of each host.
+            rig: Has a namespace for every host, where its processes run; None for loopback.
+            controller_host: The host of the rig on which the controller runs; "" for this machine's own end.
+            proxied: Hosts whose peers reach them through `proxies[host]`; the controller dials them directly.
+            config: Fields of Config.
+        """
+        self.folder = folder
+        self.rig, self.controller_host = rig, controller_host
+        self.proxied = list(proxied)
+        self.proxies: dict[str, FaultProxy] = {}
+        self.durable_gate = durable_gate  # durable writes wait until this file is there
+        self.secret = secrets.token_bytes(32)
+        fields = {
+            "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0,
+            "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
+        }  # fmt: skip
+        self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
+        self.working_folders: dict[str, Path] = {}  # of holders: where one host's files are to differ from another's
+        self.labels = {host: dict(labels) for host, labels in hosts.items()}
+        self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.started_s: dict[str, float] = {}  # by host: when its newest holder was started
+        self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
+        self.controller: subprocess.Popen[bytes] | None = None
+        self.settle_s = 5.0
+        self.environ: dict[str, dict[str, str]] = {}  # by host, "" for the controller: of what is started from now on
+        self.controller_way: Path | None = None  # another way to the folder, for the controllers started from now on
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> ProcessCluster:
+        try:
+            address = "127.0.0.1" if self.rig is None else self.rig.root_address
+            self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
+            self.start_controller()
+            for host in self.labels:
+                self.start_holder(host)
+            self.wait_live(*self.labels)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            log.error("the cluster's logs:\n%s", self.logs())
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill every process and remove every arena."""
+        for process in [*self.holders.values(), *self.replaced, self.controller]:
+            if process is not None:
+                kill(process)
+        for proxy in self.proxies.values():
+            proxy.close()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+    def _spawn(self, role: str, on_host: str, **arguments: Any) -> subprocess.Popen[bytes]:
+        spec = {
+            "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
+            "config": self.config.start_fields(), **arguments,
+        }  # fmt: skip
+        log = (self.folder / f"{role}-{on_host if role == 'holder' else ''}.log").open("ab")
+        with log:
+            process = subprocess.Popen(
+                [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.clusters.process_main"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, **self.environ.get(on_host if role == "holder" else "", {})},
+                cwd=self.working_folders.get(on_host),
+            )  # fmt: skip
+        if process.stdin is not None:
+            with process.stdin as stdin:  # not an argument: everybody on the machine could read the secret there
+                stdin.write(json.dumps(spec).encode())
+        return process
+
+    def start_controller(self, *, on_host: str = "", membership: Path | None = None) -> None:
+        """Start a controller, by default where the first one ran; an older one is outranked by its term (R17).
+
+        `membership` is another way to the folder, so that a test can take it away from this controller alone.
+        """
+        if self.controller is not None:
+            self.replaced.append(self.controller)
+        self.controller = self._spawn(
+            "controller",
+            on_host or self.controller_host,
+            settle_s=self.settle_s,
+            membership=str(membership or self.controller_way or self.folder),
+        )
+
+    def start_holder(self, host: str) -> None:
+        """Start a holder on a host; it adopts the arena that is there."""
+        proxy = self.proxies.get(host)
+        self.started_s[host] = time.monotonic()
+        self.holders[host] = self._spawn(
+            "holder",
+            host,
+            host=host,
+            peer_address=None if proxy is None else [proxy.address, proxy.port],
+            labels=self.labels[host],
+            hosts_on_machine=len(self.labels),
+            durable_gate=str(self.durable_gate or ""),
+        )
+
+    def _prefix(self, host: str) -> list[str]:
+        return [] if self.rig is None or not host else self.rig.prefix(host)
+
+    def namespace(self, host: str) -> str:
+        """The path of the network namespace in which a host's processes run; "" for this process's own."""
+        return "" if self.rig is None else self.rig.namespace(host)
+
+    def announced(self, host: str) -> Callable[[], tuple[str, int]]:
+        """Return what tells where a host's holder listens now."""
+
+        def record() -> tuple[str, int]:
+            found = json.loads((self.folder / "hosts" / host).read_text())
+            return str(found["address"]), int(found["port"])
+
+        return record
+
+    def add_host(self, host: str, labels: Mapping[str, str]) -> None:
+        """A machine joins."""
+        self.labels[host] = dict(labels)
+        self.start_holder(host)
+
+    def kill_holder(self, host: str, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the holder's process; the host's memory stays."""
+        process = self.holders.pop(host)
+        process.send_signal(sig)
+        process.wait(timeout=START_S)
+
+    def kill_controller(self) -> None:
+        """Kill the controller's process."""
+        if self.controller is not None:
+            kill(self.controller)
+            self.controller = None
+
+    def forget_membership(self) -> None:
+        """What Ray knew is gone, as after a fresh start of the whole cluster: announcements and terms."""
+        for name in ("hosts", "terms"):
+            shutil.rmtree(self.folder / name)
+
+    def kill_all(self) -> None:
+        """SIGKILL every holder and the controller; the hosts' memory stays."""
+        for process in [*self.holders.values(), self.controller]:
+            if process is not None:
+                process.kill()
+        for host in list(self.holders):
+            self.kill_holder(host)
+        self.kill_controller()
+
+    def replace_holder(self, host: str) -> subprocess.Popen[bytes]:
+        """Start a successor beside a holder that still runs; return the old process."""
+        old = self.holders[host]
+        self.start_holder(host)
+        self.replaced.append(old)
+        return old
+
+    def lose_host(self, host: str) -> None:
+        """The machine is gone: its holder killed, its memory destroyed, its announcement left behind."""
+        self.kill_holder(host)
+        shutil.rmtree(self.arena(host))
+
+    def signal_holder(self, host: str, sig: signal.Signals) -> None:
+        """Send a signal, such as SIGSTOP, to the holder."""
+        self.holders[host].send_signal(sig)
+
+    def arena(self, host: str) -> Path:
+        """The arena folder of a host."""
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    def manifests(self, host: str) -> dict[str, bytes]:
+        """The files in a host's folder of manifests; what was renamed or dropped since it was listed is left out."""
+        found = {}
+        for path in sorted((self.arena(host) / "manifests").iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.name] = path.read_bytes()
+        return found
+
+    def inventory(self, host: str) -> dict[str, Any]:
+        """What a host stores, as its files say: manifests and journal by content, and slots that hold bytes."""
+        folder = self.arena(host)
+        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
+        return {
+            "manifests": self.manifests(host),
+            "journal": (folder / "journal").read_bytes(),
+            "slots": sorted(zip(used["state"].tolist(), used["nbytes"].tolist(), used["digest"].tolist(), strict=True)),
+        }
+
+    def joined(self, host: str) -> set[str]:
+        """The hosts that a host's journal knows to have joined."""
+        facts = (entry_from_record(record).fact for record in read_records(self.arena(host) / "journal"))
+        return {joined for fact in facts if isinstance(fact, HostsJoined) for joined in fact.labels}
+
+    def settled_inventory(self, manifests_count: int) -> dict[str, Any]:
+        """The inventory of every host that runs, once each has this many manifests and no slot but theirs.
+
+        Older steps are dropped by then, what half-received shards held is given back, and that the hosts joined, which
+        the controller records once a tick, is in every journal.
+        """
+
+        def settled() -> dict[str, Any]:
+            if not all(set(self.holders) <= self.joined(host) for host in self.holders):
+                return {}
+            found = {host: self.inventory(host) for host in self.holders}
+            is_settled = all(
+                len(one["manifests"]) == manifests_count and not any(n.startswith(".") for n in one["manifests"])
+                and all(state == SlotState.SEALED for state, _, _ in one["slots"])
+                and {digest for _, _, digest in one["slots"]} == _named(one["manifests"]) for one in found.values()
+            )  # fmt: skip
+            return found if is_settled and found == {host: self.inventory(host) for host in self.holders} else {}
+
+        inventory: dict[str, Any] = wait_for(settled, f"{manifests_count} manifests on every host")
+        return inventory
+
+    def env(self, host: str) -> dict[str, str]:
+        """The environment of a process that runs on a host."""
+        return {**os.environ, "MEMSTORE_HOST": host}
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
+        """Ask the controller through any holder that runs."""
+        problems: list[str] = []
+        for host, process in self.holders.items():
+            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
+                try:
+                    with Tool(self.arena(host)) as tool:
+                        return tool.ask(verb, body, timeout_s)
+                except MemstoreError as exc:
+                    problems.append(f"{host}: {exc}")
+        raise MemstoreError(f"no holder answers: {problems}")
+
+    def status(self) -> dict[str, Any]:
+        """The controller's status."""
+        return self.ask("status")
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        """One job's status, or None."""
+        return next((job for job in self.status()["jobs"] if job["job"] == name), None)
+
+    def host_rows(self) -> list[dict[str, Any]]:
+        """The hosts in the controller's status, or nothing while no controller answers."""
+        try:
+            found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
+        except (MemstoreError, OSError):
+            return []
+        return found
+
+    def host_status(self) -> dict[str, str]:
+        """Status by host, or nothing while no controller answers."""
+        return {row["host"]: row["status"] for row in self.host_rows()}
+
+    def host_events(self, *kinds: str) -> list[tuple[str, str]]:
+        """What happened to hosts so far, as (host, "host_dead" and the like), in order.
+
+        A status is of one moment: it misses what came between two, and on a busy machine any host is suspect for one.
+        """
+        return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
+
+    def wait_live(self, *hosts: str) -> None:
+        """Wait until the controller counts these hosts live, by the holders that were started last."""
+
+        def are_live() -> bool:
+            live = {row["host"]: row["up_s"] for row in self.host_rows() if row["status"] == "live"}
+            return all(host in live and live[host] <= time.monotonic() - self.started_s[host] for host in hosts)
+
+        wait_for(are_live, f"live hosts {hosts}")
+
+    def logs(self) -> str:
+        """All logs, for a failing test."""
+        return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
+
+
+def _named(manifests: dict[str, bytes]) -> set[bytes]:
+    """The digests of all chunks that manifests name."""
+    return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap one process that we started."""
+    if process.poll() is None:
+        process.kill()
+    process.wait(timeout=START_S)

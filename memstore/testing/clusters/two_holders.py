@@ -1,0 +1,38 @@
+"""Two real holders in this process that know each other, without a controller: what passes between them is real."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from memstore.config import Config
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.rank.admin_link import store_root
+
+ARENA_BYTES = 8 << 20
+
+
+@contextlib.contextmanager
+def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holder]]:
+    """Yield the holders of hosts a and b; nothing of them is left afterwards."""
+    config = Config(
+        store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, chunk_bytes=chunk_bytes, interface="127.0.0.1",
+        scrub_bytes_per_s=0, **fields,
+    )  # fmt: skip
+    secret = secrets.token_bytes(32)
+    holders: list[Holder] = []
+    try:
+        for host in ("a", "b"):
+            identity = HostIdentity(host, read_boot_id(), True, {})
+            holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
+        for holder in holders:
+            holder.set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders], None)
+        yield holders[0], holders[1]
+    finally:
+        for holder in holders:
+            holder.close()
+        shutil.rmtree(store_root(config), ignore_errors=True)

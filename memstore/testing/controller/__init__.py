@@ -1,0 +1,1 @@
+"""The controller's state machine under test, with hosts that answer it."""

@@ -1,0 +1,135 @@
+"""One real catalog among thousands of hosts, without time, delays or bytes: what a step costs the catalog alone.
+
+`CatalogWorld` shows what the catalog decides; this shows how much work that is. Events are those that holders send:
+one report a seal, one acknowledgement a fact. Only the time and the calls inside `Catalog.handle` are the catalog's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from memstore.config import Config
+from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.wire.messages import (
+    Answer,
+    Body,
+    Event,
+    FactAck,
+    Heard,
+    HostInfo,
+    HostUp,
+    LeaseRenewed,
+    RankCall,
+    Report,
+    Tell,
+    Tick,
+)
+
+JOB = "train"
+CHUNK_BYTES = 4 << 20
+CHUNKS = 64  # of every shard
+
+
+class CatalogFleet:
+    """`hosts_count` hosts in racks of 32, `ranks_per_host` ranks on each, one attempt of one job, connected.
+
+    `handle_s` grows by the processor seconds spent in `Catalog.handle`.
+    """
+
+    def __init__(self, hosts_count: int, *, ranks_per_host: int = 8, replicas: int = 2, **config: Any) -> None:
+        self.hosts = [f"h{n:05d}" for n in range(hosts_count)]
+        self.ranks_per_host = ranks_per_host
+        self.world_size = hosts_count * ranks_per_host
+        self.config = Config(replicas=replicas, **config).job_fields()
+        self.now = 0.0
+        self.handle_s = 0.0
+        self.targets: dict[str, list[str]] = {}
+        self.rooms: dict[str, Body] = {}  # what each host was told last to claim
+        self.committed: set[int] = set()  # steps of which every host was told
+        self.answers: list[Answer] = []
+        self._told: dict[int, int] = {}
+        self.catalog = Catalog(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)
+        self.handle(LeaseRenewed(1e9))
+        for number, host in enumerate(self.hosts):
+            labels = {"rack": f"r{number // 32}"}
+            self.handle(
+                HostUp(HostInfo(host, 1, f"10.0.{number >> 8}.{number & 255}", 7000, f"m-{host}", labels=labels))
+            )
+        self.now = 20.0
+        self.handle(Tick())
+        for host in self.hosts:
+            self.handle(Heard(host))
+        self._call("join", {
+            "world_size": self.world_size, "key": "launch", "launcher": "launcher", "fresh": False, "takeover": False,
+            "config": self.config,
+        })  # fmt: skip
+        self._call("reserve", {"attempt": 1, "slots": CHUNKS})
+
+    def host_of(self, rank: int) -> str:
+        """Ranks fill one host after the other, as launchers number them."""
+        return self.hosts[rank // self.ranks_per_host]
+
+    def _call(self, verb: str, body: dict[str, Any]) -> None:
+        """Every rank asks; raise AssertionError unless each got an answer."""
+        self.answers.clear()
+        for rank in range(self.world_size):
+            more = {"job": JOB, "rank": rank, "nonce": f"n{rank}", "pid": 1000 + rank}
+            self.handle(RankCall(self.host_of(rank), rank + 1, verb, {**body, **more}))
+        refused = [answer.error for answer in self.answers if answer.error is not None]
+        assert not refused, (verb, refused[:1])
+        assert len(self.answers) == self.world_size, (verb, len(self.answers))
+
+    def handle(self, event: Event) -> None:
+        """Give the catalog one event, then obey what it orders, as every host would."""
+        waiting: list[Event] = [event]
+        while waiting:
+            begun_s = time.process_time()
+            actions = self.catalog.handle(self.now, waiting.pop())
+            self.handle_s += time.process_time() - begun_s
+            for action in actions:
+                if isinstance(action, Answer):
+                    self.answers.append(action)
+                elif isinstance(action, Tell):
+                    waiting += self._obey(action)
+
+    def _obey(self, order: Tell) -> Iterable[Event]:
+        host, body = order.host_id, order.body
+        if order.kind == "journal":
+            if body.get("is_page"):
+                return []
+            return [FactAck(host, int(body["seq"]))]
+        if order.kind == "fence":
+            return [Report(host, "fenced", {"job": JOB, "attempt": body["attempt"], "copies": []})]
+        if order.kind == "markers":
+            listed = {"ok": True, "why": "", "markers": [], "key": "", "lacks": ""}
+            return [Report(host, "markers", {"job": JOB, "call": body["call"], **listed})]
+        if order.kind == "reserve":
+            self.rooms[host] = body
+            reply = {"job": JOB, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
+            return [Report(host, "reserved", reply)]
+        if order.kind == "targets":
+            self.targets[host] = list(body["targets"])
+        elif order.kind == "level" and body["level"] == "committed":
+            self._told[body["step"]] = self._told.get(body["step"], 0) + 1
+            if self._told[body["step"]] == len(self.hosts):
+                self.committed.add(int(body["step"]))
+        return []
+
+    def seal(self, host: str, rank: int, step: int, *, is_own: bool) -> None:
+        """A host reports its copy of a rank's shard."""
+        spec = [f"{step:016x}{rank:016x}", CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size]
+        body: dict[str, Any] = {"copies": [[[JOB, 1, step, rank], spec, []]]}
+        if is_own:
+            body["put"] = {"stall_s": 0.01, "age_s": 0.2}
+        self.handle(Report(host, "sealed", body))
+
+    def put(self, step: int, ranks: Iterable[int] | None = None) -> None:
+        """Every rank puts; its own host seals the shard first, then the targets of that host."""
+        order = list(range(self.world_size)) if ranks is None else list(ranks)
+        for rank in order:
+            self.seal(self.host_of(rank), rank, step, is_own=True)
+        for rank in order:
+            for target in self.targets[self.host_of(rank)]:
+                self.seal(target, rank, step, is_own=False)

@@ -1,0 +1,33 @@
+"""A catalog world whose job has trained for some steps: where most tests begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.testing.controller.catalog_holder import FakeRank
+from memstore.testing.controller.catalog_world import CatalogWorld, describe
+
+
+def trained(
+    hosts: int, world_size: int | None = None, last: int = 1, **config: Any
+) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job with steps 1 to `last` committed, one rank a host unless told."""
+    world = CatalogWorld(hosts, **config)
+    ranks = world.launch(world_size or hosts)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        if not world.put_all(ranks, step):
+            raise AssertionError(describe(world))
+    return world, ranks
+
+
+def written(last: int = 1, **config: Any) -> tuple[CatalogWorld, list[FakeRank]]:
+    """A job of two ranks with a durable directory, steps 1 to `last` committed, and each written where it was due."""
+    world = CatalogWorld(2, **{"durable": "/durable", "durable_every": 1, **config})
+    ranks = world.launch(2)
+    world.get(ranks)
+    for step in range(1, last + 1):
+        if not world.put_all(ranks, step):
+            raise AssertionError(describe(world))
+        world.run(2.0)
+    return world, ranks

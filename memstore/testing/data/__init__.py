@@ -1,0 +1,1 @@
+"""States and steps that tests store."""

@@ -1,0 +1,1 @@
+"""Proxies and servers that fail on demand."""

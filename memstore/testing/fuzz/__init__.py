@@ -1,0 +1,1 @@
+"""Fuzzers of every decoder of foreign bytes."""

@@ -1,0 +1,176 @@
+"""What the decoders promise about any bytes: a value, or an error of ours; nothing else, and no memory to speak of.
+
+Each target takes bytes and returns nothing; whatever it raises is a finding. Hypothesis calls them in `make test`,
+`fuzz.py` calls them coverage-guided. `SEEDS` gives each target a few valid inputs to start from.
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from memstore.core.durable.marker_format import decode_marker, encode_marker
+from memstore.core.durable.slice_format import SliceHeader, decode_header
+from memstore.core.format.layout import decode_layout
+from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
+from memstore.core.wire import frame as wire
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.messages import shard_from_wire
+from memstore.errors import MemstoreError
+from memstore.shell.codec.decode import decode_state
+from memstore.shell.codec.encode import plan_state
+from memstore.shell.durable.codec import Codec
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+STREAM_BYTES_MAX = 1 << 20
+"""A layout that asks for a longer stream is only decoded: in the store its bytes would have to be there, too."""
+CHUNK_BYTES = 4096
+
+
+def frame(data: bytes) -> None:
+    """The first byte chooses between peer and stranger; the rest is a frame, whose crc need not be right."""
+    is_peer, data = bool(data[:1] > b"\x7f"), data[1:]
+    try:
+        header = wire.unpack_header(data[: wire.HEADER_BYTES], authenticated=is_peer)
+        if header.body_bytes > wire.BODY_BYTES_MAX or header.bulk_bytes > wire.BULK_BYTES_MAX:
+            raise AssertionError(f"lengths beyond their limits were let in: {header}")
+        wire.check_crc(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :])
+    except MemstoreError:
+        pass  # the body is tried all the same
+    body(data[wire.HEADER_BYTES :], is_peer=is_peer)
+
+
+def body(data: bytes, *, is_peer: bool = True) -> None:
+    """A body, and what is read out of bodies everywhere."""
+    try:
+        found = wire.unpack_body(data, authenticated=is_peer)
+    except MemstoreError:
+        return
+    wire.pack_body(found)
+    error = wire.error_from_body(found)
+    if not isinstance(error, MemstoreError):
+        raise AssertionError(f"a peer made an error of class {type(error)}")
+    try:
+        shard_from_wire(found.get("shard"))
+    except ValueError:
+        return
+
+
+def manifest(data: bytes) -> None:
+    """A manifest; what is decoded encodes to an equal one."""
+    try:
+        found = decode_manifest(data)
+    except MemstoreError:
+        return
+    if decode_manifest(encode_manifest(found)) != found:
+        raise AssertionError("a manifest changed on its way")
+
+
+def layout(data: bytes) -> None:
+    """A layout."""
+    try:
+        decode_layout(data)
+    except MemstoreError:
+        return
+
+
+def state(data: bytes) -> None:
+    """A layout rebuilt into objects from a stream of zeros."""
+    try:
+        nbytes = decode_layout(data).nbytes
+        if nbytes <= STREAM_BYTES_MAX:
+            views = [memoryview(bytearray(size)) for size in chunk_sizes(nbytes, CHUNK_BYTES)]
+            decode_state(data, views, CHUNK_BYTES)
+    except MemstoreError:
+        return
+
+
+def durable(data: bytes) -> None:
+    """What durable storage holds: a slice's header with the file's size, a marker, a compressed chunk."""
+    packed = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True))
+    for decode in (
+        lambda: Codec().open_chunk(packed, 1, data, memoryview(bytearray(1024))),
+        lambda: decode_header(data[4:], DURABLE_SPEC, 0, file_nbytes=int.from_bytes(data[:4], "little")),
+        lambda: decode_marker(data),
+    ):
+        try:
+            decode()
+        except MemstoreError:
+            continue
+
+
+def _sample_states() -> list[Any]:
+    tied = torch.arange(24.0).view(2, 3, 4)
+    return [
+        {"model": {"w": tied, "again": tied, "t": tied.transpose(0, 2)}, "step": 3},
+        [None, True, 1 << 90, -1.5, 1j, "text", b"bytes", bytearray(b"x"), {1, 2}, frozenset({"a"}), ()],
+        collections.OrderedDict(a=torch.float32, b=torch.device("cpu"), c=torch.Size([1, 2]), d=torch.strided),
+        {
+            "np": np.zeros((2, 3), [("x", "<f8"), ("y", "<U3")]),
+            "s": np.float32(1),
+            "d": np.dtype("<i4"),
+            "e": np.zeros(0),
+        },
+        {
+            "half": torch.zeros(3, dtype=torch.bfloat16),
+            "c": torch.zeros(2, dtype=torch.complex64).conj(),
+            "0": torch.tensor(1),
+        },
+        collections.defaultdict(list, a=[1, [2, [3]]]),
+        {"long": "x" * 5000, "p": torch.nn.Parameter(torch.zeros(2))},
+    ]
+
+
+def _manifest_seeds() -> list[bytes]:
+    made = []
+    for nbytes in (0, 10, 4096):
+        chunks = tuple(Chunk(chunk_digest(bytes([i % 256])), n) for i, n in enumerate(chunk_sizes(nbytes, 1024)))
+        made.append(encode_manifest(Manifest(ShardId("job", 1, 2, 0), 3, b"layout", nbytes, 1024, chunks)))
+    return made
+
+
+def _frame_seeds() -> list[bytes]:
+    calls: list[tuple[Kind, dict[str, Any]]] = [
+        (Kind.HELLO, {"nonce": bytes(32)}),
+        (Kind.AUTH2, {"identity": wire.pack_body({"role": "holder"}), "mac": bytes(32)}),
+        (Kind.CALL, {"do": "offer", "shard": ["job", 1, 2, 0], "digest": "", "attempt": 1, "sender": "h", "count": 2}),
+        (Kind.CALL, {"do": "chunks", "want": [0, 1], "digests": [bytes(16)] * 2, "sizes": [4, 4]}),
+        (Kind.ERROR, {"error": "CapacityError", "message": "no", "context": {"asked_bytes": 7, "ranks": [1, 2]}}),
+    ]
+    packed = [(kind, wire.pack_body(content)) for kind, content in calls]
+    return [b"\xff" + wire.pack_header(kind, 1, content) + content for kind, content in packed]
+
+
+def _durable_seeds() -> list[bytes]:
+    part = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True)).encode()
+    size = struct.pack("<I", len(part) + 10 + 2024)
+    specs = {rank: ShardSpec("cd" * 16, 10, 4, 3, 2) for rank in range(2)}
+    lineage = {"attempt": 1, "parent_attempt": None, "parent_step": None}
+    chunk = Codec(is_compressing=True).seal(DURABLE_SPEC, 1, b"", [bytes(952)])[2]
+    return [size + part, chunk, encode_marker("job", DurableMarker(StepId(1, 2), 2, specs), lineage)]
+
+
+DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frame": frame, "body": body, "manifest": manifest, "layout": layout, "state": state, "durable": durable,
+}  # fmt: skip
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "frame": _frame_seeds,
+    "body": lambda: [seed[1 + wire.HEADER_BYTES :] for seed in _frame_seeds()],
+    "manifest": _manifest_seeds,
+    "layout": lambda: [plan_state(sample).layout for sample in _sample_states()],
+    "state": lambda: [plan_state(sample).layout for sample in _sample_states()] + [_empty_array("<U0", 1 << 50)],
+    "durable": _durable_seeds,
+}
+
+
+def _empty_array(dtype: str, size: int) -> bytes:
+    """A layout of an array whose elements have no bytes: once it made numpy ask for petabytes."""
+    made: bytes = msgpack.packb([1, 0, [], [[None, 0, dtype, [size], None, 1, None]], [], [21, 0]])
+    return made

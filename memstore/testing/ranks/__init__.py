@@ -1,0 +1,1 @@
+"""Ranks in processes of their own, driven by a test."""

@@ -1,0 +1,91 @@
+"""A job's ranks on a `ProcessCluster`: launched together, checked together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.ranks.rank_process import RankNursery, RankProcess, state_digest, together
+
+
+class Fleet:
+    """Launches of one job; `job_fields` are Config's, such as replicas."""
+
+    def __init__(
+        self, cluster: ProcessCluster, nursery: RankNursery, *, job: str = "train", seed: int = 1, kib: int = 256,
+        **job_fields: Any,
+    ) -> None:  # fmt: skip
+        self.cluster, self.nursery, self.job, self.seed, self.kib = cluster, nursery, job, seed, kib
+        self.config = {**asdict(cluster.config), "connect_timeout_s": 20.0, **job_fields}
+
+    def spawn(self, hosts: Sequence[str], **env: str) -> list[RankProcess]:
+        """Start one rank per entry of `hosts`; none has connected yet."""
+        return [
+            self.nursery.start(
+                rank,
+                {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": "run", **env},
+                namespace=self.cluster.namespace(host),
+            )
+            for rank, host in enumerate(hosts)
+        ]
+
+    def join(self, ranks: Sequence[RankProcess], *, world_size: int | None = None, **options: Any) -> None:
+        """Send connect to every rank; the replies are the caller's to read."""
+        for rank in ranks:
+            rank.begin("connect", **self.connect_command(rank.rank, world_size or len(ranks), **options))
+
+    def connect_command(self, rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+        """The connect command of one rank."""
+        return {
+            "job": self.job, "rank": rank, "world_size": world_size, "config": self.config, "seed": self.seed,
+            "kib": self.kib, **options,
+        }  # fmt: skip
+
+    def launch(self, hosts: Sequence[str], **options: Any) -> list[RankProcess]:
+        """Start and connect one rank per entry of `hosts`."""
+        ranks = self.spawn(hosts)
+        self.join(ranks, **options)
+        for rank in ranks:
+            rank.finish()
+        return ranks
+
+    def resume(self, hosts: Sequence[str], **options: Any) -> tuple[list[RankProcess], dict[str, Any]]:
+        """Launch, get, check every byte on every rank; return the ranks and what rank 0's get said."""
+        ranks = self.launch(hosts, **options)
+        got = together(ranks, "get")
+        self.check(got)
+        return ranks, got[0]
+
+    def begin(self, hosts: Sequence[str], last_step: int, **options: Any) -> list[RankProcess]:
+        """Launch a job without history and put steps 0 to `last_step`; the last is committed on return."""
+        ranks, got = self.resume(hosts, **options)
+        if got["step"] is not None:
+            raise AssertionError(f"a new job has step {got['step']}")
+        together(ranks, "train", first=0, last=last_step)
+        return ranks
+
+    def check(self, got: Sequence[dict[str, Any]]) -> None:
+        """Every rank has the same step, and exactly the bytes it put at that step."""
+        steps = {reply["step"] for reply in got}
+        if len(steps) != 1:
+            raise AssertionError(f"ranks restored different steps: {steps}")
+        for rank, reply in enumerate(got):
+            if reply["step"] is not None:
+                wanted = state_digest(rank, reply["step"], seed=self.seed, kib=self.kib)
+                if reply["digest"] != wanted:
+                    raise AssertionError(f"rank {rank} step {reply['step']}: {reply['digest']}, put was {wanted}")
+
+    def kill(self, ranks: Sequence[RankProcess]) -> None:
+        """SIGKILL all ranks."""
+        for rank in ranks:
+            rank.kill()
+
+    def put_until_committed(self, ranks: Sequence[RankProcess], first: int, *, limit: int = 1000) -> int:
+        """Put step after step, as a training loop does, until one is committed; return that step."""
+        for step in range(first, first + limit):
+            together(ranks, "put", step=step)
+            if all(reply["level"] == "committed" for reply in together(ranks, "settle", step=step, timeout_s=1.0)):
+                return step
+        raise AssertionError(f"no step from {first} to {first + limit - 1} was committed")

@@ -1,0 +1,69 @@
+"""Ranks of tests that hold equal state, shard by shard, and something of their own."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import zlib
+from typing import Any
+
+from memstore.testing.ranks.rank_process import Rank, arrays, digest, nursery_main
+
+
+class NaturalRank(Rank):
+    """The state is that of the rank's shard; `own` names the rank. A negative step in `poke` changes one element."""
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What every rank of the shard holds at a step."""
+        import torch
+
+        made = arrays(self.seed, self.store.natural.shard, abs(step), self.kib)
+        return {"model": {name: torch.from_numpy(value) for name, value in made.items()}, "step": step}
+
+    def do_role(self) -> dict[str, Any]:
+        """What it shares."""
+        natural = self.store.natural
+        return {"shard": natural.shard, "copiers": list(natural.copiers), "is_copier": natural.is_copier}
+
+    def do_mesh_order(self) -> dict[str, Any]:
+        """Renumber the ranks."""
+        self.store.mesh_order()
+        return {"rank": self.store.rank}
+
+    def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
+        """Put the shard's state (that of another step if told), with one element of a tensor changed if told."""
+        import torch
+
+        state = self.state(step if of_step is None else of_step)
+        if poke:
+            state["model"][poke].view(-1)[5] += 1
+        own = {"rank": self.store.rank, "noise": torch.full((1000,), float(self.store.rank + step))}
+        # No other rank, step or job has the same bytes, so that each of these parts travels.
+        own["noise"][:3] = torch.tensor([self.store.rank, step, zlib.crc32(self.store.job.encode()) % 65536])
+        self.tickets[step] = self.store.put(step, state, own=own, timeout_s=30.0)
+        return self._ticket(self.tickets[step])
+
+    def do_get_own(self, into: bool = False, **options: Any) -> dict[str, Any]:
+        """Get both parts; `into` fills live ones."""
+        import torch
+
+        target = {"into": self.state(0), "own_into": {"rank": -1, "noise": torch.zeros(1000)}} if into else {}
+        got = self.store.get(**target, **options)
+        if got is None:
+            return {"step": None}
+        state = target["into"] if into else got.state
+        noise = None if got.own is None else (target["own_into"] if into else got.own)["noise"]
+        return {
+            "step": got.step, "verdict": got.verdict, "steps_lost": got.steps_lost,
+            "digest": digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(got.state["step"])),
+            "own": None if got.own is None else got.own["rank"], "noise": None if noise is None else float(noise[-1]),
+        }  # fmt: skip
+
+
+def serve_test(channel: socket.socket) -> None:
+    """Be a rank of a test until it hangs up."""
+    NaturalRank(channel).run()
+
+
+if __name__ == "__main__":
+    nursery_main(int(sys.argv[1]), serve_test)

@@ -1,0 +1,1 @@
+"""Scenarios, the rules that are checked, and the record of seeds played."""

@@ -1,0 +1,400 @@
+"""A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
+
+It mirrors shell/holder.py, sealer.py and rank_server.py where those wait for something; every decision about bytes,
+slots, shares and fences is the real code's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.share import share_from_wire
+from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.format.manifest import chunk_digest
+from memstore.core.journal.records import entry_from_record, whole_order
+from memstore.core.wire.messages import (
+    Event,
+    FactAck,
+    HostInfo,
+    HostUp,
+    RankCall,
+    RankGone,
+    Report,
+    copy_to_wire,
+    shard_from_wire,
+)
+from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.holder.fork import drop_unknown_shares
+from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.peer.server import PeerServer
+from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.simulator.host.durable import Persister
+from memstore.testing.simulator.host.staging import Stager
+from memstore.testing.simulator.host.transfer import Fresh, Pusher
+from memstore.testing.simulator.host.twins import SimTwins
+from memstore.testing.simulator.rank.history import fork
+from memstore.testing.simulator.rank.rank import SimRank
+from memstore.testing.simulator.world import files
+from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
+from recovery.inventory import Copy, ShardId
+
+if TYPE_CHECKING:
+    from memstore.testing.simulator.world.control import Session
+    from memstore.testing.simulator.world.world import Simulation, Wait
+
+Body = dict[str, Any]
+REAP_S, DIGEST_S = 0.5, 0.004
+DRAIN_S = 10.0
+SLOTS_MAX = 400
+
+
+class SimHolder:
+    """One life of a holder; the memory outlives it."""
+
+    def __init__(self, world: Simulation, info: HostInfo, memory: Memory) -> None:
+        self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
+        self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
+        self.session: Session | None = None
+        self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
+        self.fences: dict[str, int] = {}
+        self.targets: dict[str, list[str]] = {}
+        self.view: set[str] = set()
+        self.ranks: dict[str, SimRank] = {}
+        self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
+        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/calls.py: of no life twice
+        self.sealing: set[ShardId] = set()  # being digested
+        self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
+        memory.is_cut, memory.crash_in = False, None
+        self.vault = Vault(
+            MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
+            chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
+        )  # fmt: skip
+        self.vault.on_hurt = self.sealed
+        self._read_journal()
+        self.peer_server = PeerServer(
+            self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
+            on_sealed=self._copy_sealed,
+        )  # fmt: skip
+        self.twins, self.scrubber = SimTwins(self), Scrubber(self)  # type: ignore[arg-type]
+        self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
+        world.checker.adopted(self)
+
+    @property
+    def is_serving(self) -> bool:
+        """True if its process lives and runs."""
+        return self.is_up and not self.is_frozen
+
+    def spawn(self, work: Generator[Wait, None, None]) -> None:
+        """Run one of its threads."""
+        self.world.spawn(work, self)
+
+    def _read_journal(self) -> None:
+        for record in self.memory.journal:
+            entry = entry_from_record(record)
+            self.term = max(self.term, entry.term)
+            if isinstance(entry.fact, AttemptOpened):
+                self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+
+    # -- the controller's session ---------------------------------------------------------------
+
+    def accept(self, session: Session) -> bool:
+        """Obey the controller of the highest term only (R17)."""
+        if session.controller.term < self.term:
+            return False
+        self.term = session.controller.term
+        old, self.session = self.session, session
+        self.pages.clear()
+        if old is not None:
+            old.replaced()
+        return True
+
+    def hello(self) -> HostUp:
+        """What a new session begins with: inventory, journal, processes (R16)."""
+        ranks = tuple(sorted(n for n, r in self.ranks.items() if not r.is_dead))
+        seen = {"idle_s": self.memory.idle_s, "dropped": dict(self.memory.stories)}
+        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), ranks, **seen)  # type: ignore[arg-type]
+
+    def copies(self, job: str | None = None) -> list[Copy]:
+        """The inventory."""
+        return list(self.vault.shelf.copies(self.host_id, job))
+
+    def open_calls(self) -> list[tuple[int, str, Body]]:
+        """Calls that no controller has answered yet."""
+        return [(n, verb, body) for n, (_, _, verb, body) in sorted(self.calls.items())]
+
+    def tell(self, event: Event) -> None:
+        """To the controller; without a session it is dropped: inventories replace it."""
+        if self.session is not None and self.is_up:
+            self.session.report(event)
+
+    def report(self, kind: str, body: Body) -> None:
+        """Report something done."""
+        self.tell(Report(self.host_id, kind, body))
+
+    def sealed(self, shelved: Shelved) -> None:
+        """Report a replica: whole, or with the chunks it lacks."""
+        copy = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+
+    def _copy_sealed(self, copy: Copy) -> None:
+        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.twins.sealed(copy.shard)
+
+    # -- ranks --------------------------------------------------------------------------------
+
+    def welcome(self, rank: SimRank) -> list[int]:
+        """Take a link; return the slots the rank holds that are not its own (R8)."""
+        stale = files.confirm(self, rank)
+        self.vault.flush()
+        self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
+        rank.is_fenced |= 0 < rank.attempt < self.fences.get(rank.job, 0)
+        return stale
+
+    def call(self, rank: SimRank, call_id: int, verb: str, body: Body) -> None:
+        """Relay a question; asked again on a new link it is the same question."""
+        known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
+        number = known or next(self.call_ids)
+        self.calls[number] = (rank, call_id, verb, body)
+        self.tell(RankCall(self.host_id, number, verb, dict(body)))
+
+    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+        """The controller answered; a get's answer carries the bytes' place, pinned."""
+        rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
+        if rank is None or rank.is_dead:
+            return
+        if "shard" in body and error is None:
+            body, error = self.stager.read(rank, body)
+        rank.answered(call_id, body, error)
+
+    def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:
+        """A hand-over came completely: seal it under the fence that holds now (R21)."""
+        fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
+        self.unfinished[shard] += 1
+        self.twins.began(shard)
+        self.spawn(self._seal(rank, shard, slots, body, fence))
+
+    def _seal(
+        self, rank: SimRank, shard: ShardId, slots: list[int], body: Body, fence: int
+    ) -> Generator[Wait, None, None]:
+        while shard in self.sealing:
+            yield 0.01
+        self.sealing.add(shard)
+        try:
+            known = self.vault.shelf.find(shard)
+            is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
+            is_void = shard.attempt < fence or not (is_mine and files.are_seen(self, slots, body))
+            if is_mine and (known is not None or is_void):
+                self.vault.give_back(slots)
+            if known is None and is_void:
+                self._put_failed(rank, shard, is_failed=True)
+                return
+            has_targets = True
+            if known is None:
+                fresh = Fresh(self, shard, slots)
+                has_targets = self.pusher.replicate(shard, fresh=fresh)
+                for slot in slots:
+                    yield DIGEST_S
+                    fresh.digests.append(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
+                try:
+                    known = self.vault.seal_local(
+                        shard, world_size=int(body["world_size"]), layout=body["layout"],
+                        nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
+                        fresh=fresh,  # type: ignore[arg-type]
+                    )  # fmt: skip
+                    self.world.checker.sealed_here(self, shard, known.digests)
+                except MemstoreError as exc:
+                    fresh.why = str(exc)
+                    self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
+                    return
+            else:
+                has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
+        finally:
+            self.sealing.discard(shard)
+            self.unfinished -= Counter([shard])
+            self.twins.ended(shard)
+        self.twins.put(known, body)
+        rank.rise(shard.step, "sealed")
+        self.sealed(known)
+        self.twins.sealed(shard)
+        if not has_targets:
+            rank.rise(shard.step, "replicated")
+        self.grant(rank)
+
+    def _put_failed(self, rank: SimRank, shard: ShardId, *, is_failed: bool) -> None:
+        """The step is given up on all ranks alike (R12)."""
+        if rank.attempt == shard.attempt:
+            rank.rise(shard.step, "failed")
+        number = next(self.call_ids)
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": "it failed"}
+        body["is_failed"] = is_failed
+        self.calls[number] = (rank, 0, "skip", body)
+        self.tell(RankCall(self.host_id, number, "skip", body))
+        self.grant(rank)
+
+    def grant(self, rank: SimRank) -> None:
+        """Lease the rank what its share allows."""
+        is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
+        if is_here and rank.attempt >= self.fences.get(rank.job, 0):
+            slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
+            if slots:
+                rank.granted(slots)
+
+    def grant_job(self, job: str) -> None:
+        """Room may have become free."""
+        for _, rank in sorted(self.ranks.items()):
+            if rank.job == job:
+                self.grant(rank)
+
+    def reap(self) -> None:
+        """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
+        if not self.is_serving:
+            return
+        for owner in [o for o in self.vault.table.leases if not self.world.is_alive(o.pid, o.start)]:
+            self.vault.table.reclaim(owner)
+        self.vault.flush()
+        for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
+            rank = self.ranks.pop(nonce)
+            self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
+            self.tell(RankGone(self.host_id, nonce))
+        self.vault.expire_pins()
+        self.peer_server.give_up_idle()
+        for job in {r.job for r in self.ranks.values()}:
+            self.grant_job(job)
+
+    def scrub(self) -> None:
+        """Make one round of the real scrub (R30)."""
+        for check in self.scrubber.checks() if self.is_serving else ():
+            check()
+
+    # -- orders -------------------------------------------------------------------------------
+
+    def obey(self, kind: str, body: Body) -> None:
+        """Carry out one order."""
+        getattr(self, f"_on_{kind}")(body)
+
+    def _on_journal(self, body: Body) -> None:
+        if (whole := whole_order(self.pages, body)) is not None:
+            self.memory.write_facts(whole)
+            self.world.checker.journalled(self)
+            self.tell(FactAck(self.host_id, int(whole["seq"])))
+
+    def _on_clock(self, body: Body) -> None:
+        self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
+
+    def _on_view(self, body: Body) -> None:
+        known = set() if body["gone"] is None else self.view.difference(body["gone"])
+        self.view = known | {str(row[0]) for row in body["hosts"]}
+        self.peer_server.keep_senders(self.view)
+        drop_unknown_shares(self.vault, body["jobs"])
+
+    def _on_fence(self, body: Body) -> None:
+        job, attempt = str(body["job"]), int(body["attempt"])
+        self.fences[job] = max(self.fences.get(job, 0), attempt)
+        self.spawn(self._fence(job, attempt, set(body["members"])))
+
+    def _fence(self, job: str, attempt: int, members: set[str]) -> Generator[Wait, None, None]:
+        self.vault.shelf.abort_older(job, attempt)
+        self.vault.flush()
+        until_s = self.world.now + DRAIN_S
+        yield lambda: not any(s.job == job and s.attempt < attempt for s in self.unfinished) or self.world.now > until_s
+        for rank in self.ranks.values():
+            if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
+                rank.is_fenced = True
+        copies = [copy_to_wire(c) for c in self.copies(job)]
+        self.world.checker.fence_answered(self, job, attempt)
+        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+
+    def _on_targets(self, body: Body) -> None:
+        self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
+        self.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
+
+    def _on_grow(self, body: Body) -> None:
+        """Time is all that it saves."""
+
+    def _on_reserve(self, body: Body) -> None:
+        job, share = str(body["job"]), share_from_wire(body)
+        reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
+        try:
+            self.vault.claim(job, share)
+        except CapacityError as exc:
+            reply.update(ok=False, why=str(exc))
+        self.report("reserved", reply)
+        self.grant_job(job)
+
+    def _on_fork(self, body: Body) -> None:
+        self.spawn(fork(self, body))
+
+    def _on_push(self, body: Body) -> None:
+        is_repair = bool(body["is_repair"])
+        self.pusher.submit(
+            shard_from_wire(body["shard"]), str(body["target"]), digest=str(body["digest"]), is_repair=is_repair
+        )
+
+    def _on_stage(self, body: Body) -> None:
+        self.spawn(self.stager.run(body))
+
+    def _on_check(self, body: Body) -> None:
+        if not self.stager.has_staged(body):
+            error = ["RecoveryError", "what was staged is gone: call get() again"]
+            self.report("checked", {k: body[k] for k in ("job", "round", "rank")} | {"ok": False, "error": error})
+            return
+        for rank in self.ranks.values():
+            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
+                why = rank.check(self.stager, body)
+                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
+                self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+
+    def _on_level(self, body: Body) -> None:
+        step, level = int(body["step"]), str(body["level"])
+        for rank in self._ranks_of(body):
+            if level in ("committed", "durable"):
+                self.world.checker.told_committed(rank, step, is_degraded=bool(body["degraded"]))
+            rank.rise(step, level)
+            rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
+            if level == "committed":
+                for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
+                    rank.tickets[old] = "superseded"
+
+    def _ranks_of(self, body: Body) -> list[SimRank]:
+        mine = (body["job"], body["attempt"])
+        return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
+
+    def _on_abandon(self, body: Body) -> None:
+        key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
+        shelf = self.vault.shelf
+        names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
+        for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
+            for draft in [k for k in shelf.drafts if k[0] == shard]:
+                shelf.abort_draft(draft[1], draft[0])
+            self.vault.drop(shard)
+        self.vault.flush()
+        for rank in self._ranks_of(body):
+            rank.rise(int(body["step"]), str(body["level"]))
+            rank.resume_step = max(rank.resume_step, int(body["resume"]))
+        self.grant_job(key[0])
+
+    def _on_drop(self, body: Body) -> None:
+        shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
+        self.vault.drop_all(shards, removed)
+        self.report("freed", {"shards": body["shards"]})
+        if removed:
+            self.twins.forget(str(removed[0]), int(removed[1]))
+        for job in sorted({shard.job for shard in shards}):
+            self.grant_job(job)
+
+    def _on_persist(self, body: Body) -> None:
+        self.persister.order(body)
+
+    def _on_markers(self, body: Body) -> None:
+        self.persister.markers(body)
+
+    def _on_ask(self, body: Body) -> None:
+        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
+
+    def _on_exit(self, body: Body) -> None:
+        self.world.kill_holder(self.host_id)

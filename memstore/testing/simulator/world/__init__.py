@@ -1,0 +1,1 @@
+"""The simulated machines: virtual time, network, memory, launcher."""

@@ -1,0 +1,210 @@
+"""A machine's RAM file system in the simulator: arena, slot headers, manifests and journal, outliving any holder.
+
+Every write that the real files would see is one operation. `crash_in` cuts the power of the holder before an
+operation: what was written stays, what was to come never happens, not even clean-up code (R7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from memstore.core.journal.records import journal_after
+from memstore.core.wire.messages import Body
+from memstore.errors import CapacityError, MemstoreError
+from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.slot_headers import SlotHeader
+
+
+class Crashed(Exception):
+    """The holder's process died at this write."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory.host_id)
+        self.memory = memory
+
+
+class Memory:
+    """What is in the machine's memory; `is_cut` until the next holder opens it."""
+
+    def __init__(self, host_id: str, chunk_bytes: int) -> None:
+        self.host_id, self.chunk_bytes = host_id, chunk_bytes
+        self.slots: list[bytearray] = []
+        self.headers: list[SlotHeader] = []
+        self.manifests: dict[str, bytes] = {}
+        self.journal: list[bytes] = []
+        self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
+        self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
+        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written anew
+        self.hollow: set[int] = set()  # slots without pages: whoever touches one is killed
+        self.is_removed = False  # names of its files are gone; its holder has them open (R35)
+        self.is_full = False  # no room for a manifest, a slot or a fact
+        self.is_cut = False
+        self.crash_in: int | None = None
+        self.clock_ahead_s = 0.0  # the machine's wall clock, by which faults step it
+        self.incarnation = 0  # the last life's number, as its folder has it (R3)
+        self.seen_s, self.idle_s = 0.0, 0.0  # when a holder ran here last; for how long none had before this one (R5)
+        self.stories: dict[str, str] = {}  # outside its folder: of jobs that were dropped
+        self.version = 0  # grows with every change, so that a checker looks only at what changed
+
+    @property
+    def is_sound(self) -> bool:
+        """True if every byte and every file is as it was written."""
+        return not (self.spoilt or self.rotten or self.is_removed)
+
+    def wipe(self) -> None:
+        """The machine lost its memory."""
+        self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
+        self.spoilt.clear()
+        self.hurt.clear()
+        self.rotten.clear()
+        self.hollow.clear()
+        self.is_removed = False
+        self.version += 1
+
+    def write_again(self) -> None:
+        """What the holder has open is in the folder again: in new files, of the same bytes (R35)."""
+        self.slots, self.is_removed = [bytearray(slot) for slot in self.slots], False
+        self.version += 1
+
+    def spoil(self, slot: int, now: float) -> None:
+        """A fault changes a byte of a slot."""
+        self.slots[slot][0] ^= 0x20
+        self.spoilt[slot] = now
+        self.hurt.add(bytes(self.headers[slot].digest))
+        self.version += 1
+
+    def write(self) -> bool:
+        """One operation is about to change something; False if the process is dead already. Raises Crashed."""
+        if self.is_cut:
+            return False
+        if self.crash_in is not None:
+            self.crash_in -= 1
+            if self.crash_in < 0:
+                self.is_cut, self.crash_in = True, None
+                raise Crashed(self)
+        self.version += 1
+        return True
+
+    def write_facts(self, body: Body) -> None:
+        """Write what an order says of the journal, in one operation."""
+        if self.write():
+            self.journal = journal_after(self.journal, body)
+
+
+class MachineClock:
+    """The clocks of a machine: faults step the wall clock, nothing does the other one."""
+
+    def __init__(self, memory: Memory, now: Callable[[], float]) -> None:
+        self._memory, self.monotonic = memory, now
+
+    def time(self) -> float:
+        """Time of day, seconds."""
+        return 1e9 + self.monotonic() + self._memory.clock_ahead_s
+
+
+class MemoryHeaders:
+    """The slot table's records."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def read(self, slot: int) -> SlotHeader:
+        """Return one record."""
+        return self._memory.headers[slot]
+
+    def write(self, slot: int, header: SlotHeader) -> None:
+        """Replace one record."""
+        if self._memory.write():
+            self._memory.headers[slot] = header
+            if int(header.state) == 0:
+                self._memory.spoilt.pop(slot, None)
+
+
+class MemoryArena(Arena):
+    """An arena in a simulated machine's memory."""
+
+    def __init__(self, memory: Memory, limit_slots: int) -> None:
+        self.memory = memory
+        self.chunk_bytes, self.limit_slots = memory.chunk_bytes, limit_slots
+        self.headers = MemoryHeaders(memory)  # type: ignore[assignment]
+        self.hollow = sorted(memory.hollow)
+
+    @property
+    def slots_count(self) -> int:
+        """Slots claimed."""
+        return len(self.memory.slots)
+
+    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
+        """Return a slot's bytes."""
+        if slot in self.memory.hollow:
+            raise AssertionError(f"slot {slot} of {self.memory.host_id} is used without memory behind it: a SIGBUS")
+        return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
+
+    def grow(self, slots_count: int, should_stop: Any = None, on_step: Any = None) -> int:
+        """Claim slots; CapacityError if the file system is full."""
+        memory = self.memory
+        if memory.is_full or slots_count > self.limit_slots:
+            raise CapacityError(f"the simulated file system has no room for {slots_count} slots")
+        if memory.write():
+            count = slots_count - len(memory.slots)
+            memory.slots += [bytearray(self.chunk_bytes) for _ in range(count)]
+            memory.headers += [SlotHeader() for _ in range(count)]
+        return len(memory.slots)
+
+    def fill(self, slots: Sequence[int], on_step: Any = None) -> None:
+        """Claim the pages of hollow slots again; CapacityError if the file system is full."""
+        if self.memory.is_full:
+            raise CapacityError(f"the simulated file system has no room for {len(slots)} slots")
+        if self.memory.write():
+            self.memory.hollow.difference_update(slots)
+
+    def give_back(self, slots: Sequence[int]) -> list[int]:
+        """Give the pages of slots back, each in an operation of its own: they are zeros from then on."""
+        for slot in slots:
+            if self.memory.write():
+                self.memory.hollow.add(slot)
+                self.memory.slots[slot] = bytearray(self.chunk_bytes)
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class MemoryManifests(ManifestFolder):
+    """The manifests of a simulated machine; a name is there whole or not at all, as after a rename."""
+
+    def __init__(self, memory: Memory) -> None:  # no super().__init__: there is no folder to open
+        self.memory, self.path = memory, Path(memory.host_id)
+        self.skipped: dict[str, str] = {}
+        self.problem = ""
+
+    def save(self, name: str, data: bytes) -> None:
+        """Store a manifest; CapacityError if the file system is full."""
+        if self.memory.is_removed:
+            raise MemstoreError(f"the folder of manifest {name} was removed")
+        if self.memory.is_full:
+            raise CapacityError(f"the simulated file system has no room for a manifest of {len(data)} bytes")
+        if self.memory.write():
+            self.memory.manifests[name] = data
+            self.memory.rotten.discard(name)
+
+    def load(self, name: str) -> bytes:
+        """Return a manifest; FileNotFoundError if it is not there."""
+        if name not in self.memory.manifests:
+            raise FileNotFoundError(name)
+        data = self.memory.manifests[name]
+        return data if name not in self.memory.rotten else data[:-1] + bytes([data[-1] ^ 0x20])
+
+    def remove(self, name: str) -> None:
+        """Unlink a manifest; none there is fine."""
+        if self.memory.write():
+            self.memory.manifests.pop(name, None)
+            self.memory.rotten.discard(name)
+
+    def load_all(self) -> Iterator[tuple[str, bytes]]:
+        """Yield every manifest in name order."""
+        for name in sorted(self.memory.manifests):
+            yield name, self.load(name)

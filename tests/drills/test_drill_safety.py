@@ -1,0 +1,162 @@
+"""What a drill refuses before it touches anything; plain values, no cluster."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import click
+import pytest
+import ray
+from click.testing import CliRunner
+
+import memstore
+import memstore.admin.cluster
+from memstore.config import MIB, Config
+from memstore.drills.canary.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
+from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
+from memstore.drills.cli.group import drill as drill_command
+from memstore.drills.run.safety import endangered
+from memstore.drills.sites.site import Site
+from memstore.drills.sites.site_options import confirm
+from memstore.errors import PeerUnreachable
+
+
+def job(name: str = "llama", **changed: Any) -> dict[str, Any]:
+    return {"job": name, "attempt": 1, "steps": [{"hosts": ["h1", "h2"]}], **changed}
+
+
+def plan(step: int | None, committed: int | None, verdict: str = "local") -> dict[str, Any]:
+    return {"step": step, "committed_step": committed, "verdict": verdict, "why": "rank 0 is nowhere"}
+
+
+def test_a_job_that_keeps_its_newest_step_is_not_endangered() -> None:
+    """Another copy, or the same step on durable storage, is enough; a job that committed nothing loses nothing."""
+    assert endangered([job()], {"llama": plan(7, 7)}, ["h1"]) == []
+    assert endangered([job()], {"llama": plan(7, 7, "durable")}, ["h1"]) == []
+    assert endangered([job()], {"llama": plan(None, None)}, ["h1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (plan(None, 7), "committed step 7 could not be restored any more (rank 0 is nowhere)"),
+        (plan(5, 7), "fall back from committed step 7 to step 5"),
+        (plan(7, 7, "wait"), "could not be restored"),
+        (None, "no attempt of it is known, and h1 holds copies of it"),
+    ],
+)
+def test_a_job_that_would_lose_its_newest_step_is(answer: dict[str, Any] | None, words: str) -> None:
+    """Nothing left, only an older step, not known, or copies that nobody can plan for: named, with the reason."""
+    plans = {"llama": answer} if answer is not None else {}
+    found = endangered([job()], plans, ["h1"])
+    assert len(found) == 1
+    assert found[0].startswith("llama: ")
+    assert words in found[0]
+    assert answer is not None or endangered([job()], {}, ["h9"]) == []
+
+
+def test_a_cluster_of_others_is_not_touched_without_a_yes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal to ask on, --yes is needed; either way it is said first what will be touched."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # no terminal
+    with pytest.raises(click.UsageError, match="Pass --yes"):
+        confirm("touches h1", is_agreed=False)
+    confirm("touches h2", is_agreed=True)
+    assert capsys.readouterr().err.split("\n")[:2] == ["touches h1", "touches h2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["freeze-holder", "--beyond", "--embedded"], "has no twin"),
+        (["freeze-holder"], "--victim"),
+        (["durable-error"], "--durable"),
+        (["run", "--suite", "none"], "is not one of"),
+        (["canary", "--nbytes", "lots"], "is not a size"),
+        (["canary", "--replicas", "1"], "--replicas"),
+    ],
+)
+def test_wrong_usage_is_told_before_a_cluster_is_looked_for(arguments: list[str], words: str) -> None:
+    """What cannot be played is exit code 2 with the option to change."""
+    result = CliRunner().invoke(drill_command, arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
+def hosts(free: int, claimed: int = 0, machine: str = "m1") -> list[dict[str, Any]]:
+    stats = {"limit_bytes": 100 * MIB, "reserved_bytes": 100 * MIB - free, "claimed_bytes": claimed}
+    return [{"host": h, "stats": stats, "machine": machine, "status": "live"} for h in ("h1", "h2")]
+
+
+def test_room_is_what_arenas_and_machines_have_left() -> None:
+    """Each host needs the memory bill in its arena; hosts of one machine share what its processes may still take."""
+    need = copies_nbytes(4 * MIB, Config(chunk_bytes=MIB))
+    assert need == 7 * 5 * MIB
+    assert store_refusals(hosts(need), need) == []
+    assert len(store_refusals(hosts(need - 1), need)) == 2
+    plenty = {"h1": 1 << 40, "h2": 1 << 40}
+    assert machine_refusals(hosts(need), need, 4 * MIB, plenty) == []
+    exactly = 2 * (100 * MIB + 16 * MIB)  # both arenas grow to their limit, and two ranks' states
+    just = int(exactly / 0.8) + 1
+    assert machine_refusals(hosts(need), need, 4 * MIB, {"h1": just, "h2": just}) == []
+    refused = machine_refusals(hosts(need), need, 4 * MIB, {"h1": just - 8, "h2": just - 8})
+    assert len(refused) == 1
+    assert "the machine of h1" in refused[0]
+    assert machine_refusals(hosts(need, claimed=100 * MIB), need, 4 * MIB, {"h1": 48 * MIB, "h2": 48 * MIB}) == []
+
+
+class FullSite:
+    """A store without room; anything but a look at it fails."""
+
+    config = Config()
+
+    def status(self) -> dict[str, Any]:
+        return {"hosts": hosts(free=MIB), "jobs": []}
+
+    def wait_for(self, what: str, check: Any) -> Any:
+        return check()
+
+
+def test_a_canary_without_room_touches_nothing() -> None:
+    """It looks at the status, refuses with the numbers and the option to change, and starts nothing."""
+    report = run_canary(FullSite(), CanaryOptions(nbytes=64 * MIB))  # type: ignore[arg-type]
+    assert (report.outcome, report.exit_code, report.job) == ("REFUSED", 1, "")
+    assert "h1 has 1.0 MiB of its arena left" in report.words
+    assert "Nothing was touched; try a smaller --nbytes" in report.words
+    too_few = run_canary(FullSite(), CanaryOptions(replicas=3))  # type: ignore[arg-type]
+    assert "3 copies on 2 live hosts" in too_few.words
+
+
+def test_a_canary_is_as_large_as_the_largest_shard_of_the_store() -> None:
+    """Over all steps of all jobs; 0 where there is none."""
+    steps = [[{"shard_nbytes_max": 5}, {"shard_nbytes_max": 9}], [{"shard_nbytes_max": 7}], []]
+    assert largest_shard({"jobs": [{"steps": rows} for rows in steps]}) == 9
+    assert largest_shard({"jobs": []}) == 0
+
+
+def test_a_phase_line_has_seconds_and_speed_where_bytes_moved() -> None:
+    """Bytes over seconds in decimal GB/s; neither where there is none."""
+    assert line_of(Step("put", "copied", 0.5, 1_000_000_000)).endswith("0.500 s    2.00 GB/s")
+    assert line_of(Step("drop", "gone", 0.25)).endswith("0.250 s")
+    assert line_of(Step("room", "fits")) == "  room       fits"
+
+
+def test_no_ray_is_started_to_look_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary typed on the wrong machine, or a stop of nothing, leaves the machine as it was."""
+    asked: list[Any] = []
+
+    def no_cluster(*args: Any, **options: Any) -> None:
+        asked.append(options.get("address"))
+        raise ConnectionError("could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", no_cluster)
+    monkeypatch.setattr(memstore.admin.cluster, "wait_for_gcs", lambda *_: None)
+    with pytest.raises(PeerUnreachable, match="no Ray cluster answers on this machine"):
+        Site(Config())
+    memstore.stop()
+    with pytest.raises(PeerUnreachable, match="no Ray cluster answers at"):
+        memstore.stop(address="10.0.0.1:6379")
+    assert asked == ["auto", "auto", "10.0.0.1:6379"]  # None would start one

@@ -1,0 +1,91 @@
+"""The results page is rendered from the result files: figures with their units, targets met, missed or not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import __main__, results, targets
+from benchmarks.report.harness import AT_MOST, Options, Ratio, Record
+from benchmarks.report.plots import plot
+
+PAGE = "by hand\n<!-- generated: targets -->\nold\n<!-- end -->\n<!-- generated: results -->\n<!-- end -->\nlast\n"
+
+
+def record(name: str = "put stall", target: tuple[float, str] | None = targets.STALL_COPY) -> Record:
+    """A record with one contender, one that did not run, and figures of several kinds."""
+    made = Record(name, 1 << 30, {"put": [0.06, 0.07, 0.2]}, about=results.about(Options(), "quick"))
+    made.ratios.append(Ratio("put / plain copy", [0.9, 1.2, 9.0], target))
+    made.figure("sent", [3 << 20], "bytes")
+    made.absent["peer"] = "ImportError: no module of that name"
+    return made
+
+
+def test_records_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
+    """Targets, units and reasons included."""
+    written = record()
+    path = results.merge("put_stall", [written], tmp_path)
+    assert results.load(path) == [written]
+
+
+def test_a_benchmark_measured_in_parts_keeps_what_it_did_not_measure_now(tmp_path: Path) -> None:
+    """A record replaces the one of its name; the others of the file stay, in their order."""
+    stays, newer = record("b"), record("a", None)
+    results.merge("peers", [record("a"), stays], tmp_path)
+    path = results.merge("peers", [newer], tmp_path)
+    assert results.load(path) == [newer, stays]
+
+
+def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> None:
+    """A missed target links the note that answers it, one without a figure is called not measured."""
+    records = {"put_stall": [record()]}
+    page = __main__.page(PAGE, records)
+    assert page.startswith("by hand\n")
+    assert page.endswith("last\n")
+    assert "old" not in page
+    assert "| [1.20](#put-stall) | at most 1.1: **MISSED** | [why](notes/transfer.md) |" in page
+    assert page.count("| not measured |") == len(targets.LINES) - 1
+    assert "| put stall | peer | did not run | | ImportError: no module of that name |" in page
+    assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | |" in page
+    assert __main__.page(page, records) == page
+
+
+def test_a_promise_that_two_records_answer_says_which_is_which() -> None:
+    page = __main__.page(PAGE, {"overlap": [record("one core computes"), record("two cores compute")]})
+    assert page.count(" (one core computes) | [") == page.count(" (two cores compute) | [") == 1
+
+
+def test_a_page_without_a_place_for_the_results_is_refused() -> None:
+    """The error names the marker."""
+    with pytest.raises(ValueError, match="generated: targets"):
+        __main__.page("nothing generated", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [(0.25, "s", "250 ms"), (1.2199, "s", "1.22 s"), (12.34, "s", "12.3 s"), (2e-5, "s", "20 µs"),
+     (1 << 21, "bytes", "2 MiB"), (0.0, "bytes", "0 B"), (0.42, "percent", "0.42 %"), (11.7, "percent", "12 %"),
+     (0, "count", "0"), (1.1, "", "1.10")],
+)  # fmt: skip
+def test_a_figure_is_shown_in_its_unit(value: float, unit: str, shown: str) -> None:
+    """As a person would write it."""
+    assert __main__.amount(value, unit) == shown
+
+
+def test_a_promise_about_every_round_is_judged_by_the_worst() -> None:
+    """One wait in five rounds is a wait."""
+    assert not Ratio("waits", [0, 0, 1], (0, AT_MOST), "count", "highest").is_met
+
+
+def test_the_same_results_draw_the_same_file(tmp_path: Path) -> None:
+    """No date and no random id, so that a plot changes only when its numbers do."""
+    for name in ("one.svg", "two.svg"):
+        plot([record(), record("again")], tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_the_committed_page_is_what_its_results_render_to() -> None:
+    """After a benchmark: `python -m benchmarks.report`, and commit the page with the results."""
+    committed = (__main__.HERE / "README.md").read_text(encoding="utf-8")
+    assert __main__.page(committed, __main__.read()) == committed

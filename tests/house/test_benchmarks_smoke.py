@@ -1,0 +1,137 @@
+"""The benchmarks run at tiny size, compare bytes after the clock, and report what they promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.cases import bench_faults
+from benchmarks.report import harness
+from benchmarks.report.harness import Options, Ratio, interleave
+from benchmarks.rigs import gpt_tensors
+
+SMALL = ["--nbytes", str(2 << 20), "--rounds", "1", "--chunk-bytes", str(64 << 10)]
+
+
+def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record every comparison of bytes that a benchmark makes."""
+    seen: list[str] = []
+    real = harness.require
+
+    def require(is_equal: bool, what: str) -> None:
+        seen.append(what)
+        real(is_equal, what)
+
+    for name in ("bench_put_stall", "bench_replicate", "bench_restore"):
+        monkeypatch.setattr(f"benchmarks.cases.{name}.require", require)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ratios", "contenders"),
+    [
+        ("put_stall", ["put / plain copy"], 2),
+        (
+            "replicate",
+            ["speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put"],
+            3,
+        ),
+        (
+            "restore",
+            [
+                "local get / plain copy",
+                "local get of all ranks together / plain copy",
+                "get from one peer / plain copy",
+                "get from one peer: speed / raw TCP",
+            ],
+            5,
+        ),
+    ],
+)
+def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
+    name: str, ratios: list[str], contenders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every contender of every round, warm-ups included, has its bytes compared; the record has all ratios."""
+    seen = count_comparisons(monkeypatch)
+    main([*SMALL, "--only", name, "--without-ray", "--out", str(tmp_path)])
+    rounds = 1 + Options().warmups
+    assert len(seen) == contenders * rounds
+    body: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
+    (record,) = body["records"]
+    assert [ratio["name"] for ratio in record["ratios"]] == ratios
+    assert all(len(values) == 1 and values[0] > 0 for values in record["seconds"].values())
+    assert record["about"]["machine"]["cores"] >= 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Ray the record has Ray's put and fetch and memstore's speed over it."""
+    seen = count_comparisons(monkeypatch)
+    (record,) = main([*SMALL, "--only", "replicate", "--out", str(tmp_path)])
+    assert seen.count("Ray's object") == 1 + Options().warmups
+    assert [r.name for r in record.ratios] == [
+        "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put",
+        "speed / Ray put and fetch", "speed / Ray fetch alone",
+    ]  # fmt: skip
+
+
+def test_bytes_that_differ_stop_a_benchmark() -> None:
+    """No number is reported for bytes that did not arrive."""
+    with pytest.raises(RuntimeError, match="differ"):
+        harness.require(False, "a copy")
+
+
+def test_a_touched_state_differs_in_every_64_kib() -> None:
+    """No chunk of a round equals one of an earlier round, or its store and transfer would be free."""
+    state = gpt_tensors.gpt_state(4 << 20)
+    twin = gpt_tensors.empty_like(state)
+    for target, source in zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True):
+        target.copy_(source)
+    assert gpt_tensors.is_same(state, twin)
+    gpt_tensors.touch(state)
+    for old, new in zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True):
+        for a, b in zip(old.reshape(-1).split(16384), new.reshape(-1).split(16384), strict=True):
+            assert not a.equal(b)
+
+
+@pytest.mark.parametrize("nbytes", [2 << 20, 64 << 20])
+def test_a_gpt_state_has_about_the_size_that_was_asked(nbytes: int) -> None:
+    """Within a tenth, whatever the width that was chosen."""
+    assert abs(gpt_tensors.total_nbytes(gpt_tensors.gpt_state(nbytes)) - nbytes) < nbytes / 10
+
+
+def test_contenders_take_turns_and_warm_up_rounds_do_not_count() -> None:
+    """Each contender runs once a round, the order turns, and only timed rounds are kept."""
+    order: list[tuple[str, int]] = []
+
+    def contender(name: str) -> Any:
+        return lambda number: order.append((name, number)) or float(number)
+
+    options = Options(rounds=2, warmups=1)
+    seconds = interleave({"a": contender("a"), "b": contender("b")}, options, lambda number: None)
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert seconds == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "is_met"),
+    [([1.0, 1.2, 9.0], (1.3, "at most"), True), ([1.4], (1.3, "at most"), False), ([2.4], (2.5, "at least"), False)],
+)
+def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[float, str], is_met: bool) -> None:
+    """One slow round does not decide."""
+    assert Ratio("r", values, target).is_met is is_met
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    """The nearest rank, so that p90 of five is the worst of them; a fault nobody notices shows no number."""
+    assert bench_faults.percentiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"p50": 3.0, "p90": 5.0, "max": 5.0}
+    assert bench_faults.percentiles([float(n) for n in range(1, 11)]) == {"p50": 5.0, "p90": 9.0, "max": 10.0}
+    assert bench_faults.percentiles([]) is None
+    shown = bench_faults.row("slow link", {"noticed": None, "recovered": bench_faults.percentiles([1.5])})
+    assert shown == "| slow link | – | – | – | 1.50 s | 1.50 s | 1.50 s |"

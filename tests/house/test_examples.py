@@ -1,0 +1,112 @@
+"""The examples run as a user would run them, are stopped, and go on where they were."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from example_runs import (
+    EXAMPLES,
+    command_of,
+    environment,
+    first_steps,
+    kill_all,
+    losses,
+    newest_committed,
+    run,
+    wait_committed,
+)
+
+import memstore
+from memstore.testing.clusters.embedded import EmbeddedCluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster({"h1": {}}, cpus_per_host=4) as embedded:
+        yield embedded
+
+
+LONG = ("ddp_natural.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py", "megatron_style.py")
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("example", ["torchrun.py", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Path, example: str) -> None:
+    """SIGKILL of everything half-way: the next start goes on at the newest committed step + 1, with equal losses."""
+    job = example.removesuffix(".py")
+    check_goes_on(cluster, tmp_path, job, command_of(example, cluster, job))
+
+
+@pytest.mark.drill
+@pytest.mark.long
+def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """The same under torchrun: the Trainer turns to DDP, one rank of a host copies the model, and one rank goes on."""
+    python, *words = command_of("transformers_trainer.py", cluster, "ddp")
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check_goes_on(cluster, tmp_path, "ddp", [*torchrun, *words])
+    [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "ddp"]
+    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
+    step = newest_committed(cluster, "ddp")
+    output = run([python, *words, "--steps", str(step + 3)], environment(cluster, tmp_path))
+    assert first_steps(output) == {step + 1}
+
+
+@pytest.mark.drill
+@pytest.mark.long
+def test_lightning_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """Under torchrun Lightning turns to DDP: one rank of a host copies the model, each goes on from its own trainer."""
+    python, *words = command_of("lightning_fit.py", cluster, "fit-ddp")
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check_goes_on(cluster, tmp_path, "fit-ddp", [*torchrun, *words, "--devices", "2"])
+    [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "fit-ddp"]
+    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
+
+
+def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> None:
+    """Start, kill after 20 committed steps, start again, compare what both trained."""
+    env = environment(cluster, tmp_path)
+    with (tmp_path / "first").open("wb") as out:
+        launch = subprocess.Popen(
+            [*command, "--steps", "100000"], env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        told = wait_committed(cluster, job, 20, launch)
+    finally:
+        kill_all(launch)
+    before = losses((tmp_path / "first").read_text())
+    committed = newest_committed(cluster, job)
+    ran = max(step for _, step in before)
+    output = run([*command, "--steps", str(ran + 10)], env)
+    [first] = first_steps(output)
+    # What was handed over whole before the kill may still have been committed after it: newer than told is fine.
+    assert told <= committed <= first - 1 <= ran + 1
+    after = losses(output)
+    assert min(step for _, step in after) == first
+    assert len({step for _, step in after}) in (ran + 10 - first, ran + 11 - first)  # steps count from 0, or from 1
+    both = after.keys() & before.keys()
+    assert {key: after[key] for key in both} == {key: before[key] for key in both}
+
+
+def test_ray_train_goes_on_when_started_again(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """The script ends, is started again with more steps, and goes on after its last one."""
+    env = environment(cluster, tmp_path)
+    outputs = [run(command_of("ray_train.py", cluster, "ray-train", "--steps", steps), env) for steps in ("6", "9")]
+    assert first_steps(outputs[0]) == {0}
+    assert first_steps(outputs[1]) == {6}
+    assert {step for _, step in losses(outputs[1])} == {6, 7, 8}
+
+
+@pytest.mark.long
+def test_actors_are_started_again_when_one_dies(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """A rank dies after step 3 was committed: the driver's next launch goes on at step 4, on all ranks."""
+    options = ("--steps", "8", "--die-at", "3")
+    output = run(command_of("ray_actors.py", cluster, "actors", *options), environment(cluster, tmp_path))
+    assert "a rank died, starting again" in output
+    assert first_steps(output) == {0, 4}
+    assert "all ranks are done, this launch trained 4 steps" in output
+    assert {step for _, step in losses(output)} == set(range(8))

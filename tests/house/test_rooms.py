@@ -1,0 +1,230 @@
+"""Rooms and arrows: which sub-package may import which, no circles between files, no crowded folder.
+
+Imports under TYPE_CHECKING count: who names a type depends on it. A room imports itself and what is drawn before it.
+What does not keep to that yet is listed by file, and the lists may only become shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+FOLDER_FILES_MAX = 30
+README_LINES_MAX = 40
+
+# A room and the rooms that it may import beside itself: always some that stand above it in the list.
+CORE: dict[str, str] = {
+    "format": "",
+    "wire": "",
+    "arena": "format wire",
+    "network": "",
+    "schedule": "",
+    "cluster": "schedule wire",
+    "journal": "cluster wire",
+    "targets": "cluster journal wire",
+    "capacity": "cluster journal targets wire",
+    "commit": "capacity cluster targets wire",
+    "repair": "capacity cluster commit targets wire",
+    "durable": "capacity cluster commit schedule targets wire",
+    "attempts": "cluster durable journal schedule targets wire",
+    "restore": "attempts capacity cluster durable repair targets wire",
+    "history": "attempts capacity cluster durable restore targets wire",
+    "report": "attempts capacity cluster commit durable history journal repair restore schedule targets wire",
+    "controller": (
+        "arena attempts capacity cluster commit durable format history journal repair report restore schedule "
+        "targets wire"
+    ),
+}
+SHELL: dict[str, str] = {
+    "threads": "",
+    "host": "",
+    "tensors": "threads",
+    "net": "",
+    "arena": "host threads",
+    "device": "arena tensors threads",
+    "codec": "device tensors threads",
+    "durable": "",
+    "rank": "arena codec device host net tensors threads",
+    "peer": "arena net",
+    "holder": "arena durable host net peer threads",
+    "controller": "net",
+    "on_ray": "arena controller holder host net rank",
+}
+DRILLS: dict[str, str] = {
+    "model": "",
+    "breaking": "",
+    "ranks": "",
+    "sites": "breaking model ranks",
+    "scenes": "breaking model ranks sites",
+    "run": "breaking model ranks scenes sites",
+    "canary": "model ranks sites",
+    "cli": "canary model run sites",
+}
+TESTING: dict[str, str] = {
+    "faults": "",
+    "controller": "",
+    "clusters": "faults",
+    "ranks": "clusters",
+    "data": "clusters",
+    "fuzz": "",
+    "simulator": "controller",
+    "nemesis": "clusters faults ranks",
+}
+DRAWN = {"memstore.core": CORE, "memstore.shell": SHELL, "memstore.drills": DRILLS, "memstore.testing": TESTING}
+# Files whose arrow leads to a room that is not drawn for them.
+DEBTS = {
+    # Each keeps the catalog, its owner, and reaches the others through it.
+    **dict.fromkeys((
+        "core/attempts/attempt_numbers.py", "core/attempts/join.py", "core/attempts/launches.py",
+        "core/attempts/put_interval_rounds.py", "core/attempts/rank_order.py", "core/attempts/rewind.py",
+        "core/attempts/roll_call.py", "core/capacity/reservations.py", "core/capacity/retention.py",
+        "core/cluster/step_lookup.py", "core/commit/commit_rule.py", "core/commit/commits.py",
+        "core/durable/checks.py", "core/durable/keys.py", "core/durable/last_copies.py", "core/durable/looks.py",
+        "core/durable/marker_listing.py", "core/durable/persist.py", "core/durable/writes.py",
+        "core/history/fork_copy.py", "core/history/fork_request.py", "core/history/job_removal.py",
+        "core/history/orphans.py", "core/history/pins.py", "core/journal/compaction.py", "core/journal/lease.py",
+        "core/journal/replication.py", "core/repair/drop_copy.py", "core/repair/repair.py",
+        "core/report/gone_steps.py", "core/report/recorder.py", "core/report/redundancy.py",
+        "core/report/short_ranks.py", "core/report/status.py", "core/report/timeline.py", "core/restore/rounds.py",
+        "core/restore/staging.py", "core/targets/drain.py", "core/targets/shared_shards.py", "core/targets/targets.py",
+    ), "core.controller"),
+    "drills/scenes/scene.py": "drills.run",
+}  # fmt: skip
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file of the repository."""
+    return path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
+@cache
+def modules(package: str) -> dict[str, Path]:
+    """Return module -> file of a package of the repository."""
+    return {module_of(path): path for path in sorted((ROOT / package.replace(".", "/")).rglob("*.py"))}
+
+
+def imported(text: str, known: Iterable[str]) -> Iterator[str]:
+    """Yield what a source imports of the known modules, wherever the import stands."""
+    known = set(known)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                target = whole if whole in known else node.module
+                if target in known:
+                    yield target
+
+
+@cache
+def arrows(package: str) -> dict[str, frozenset[str]]:
+    """Return module -> the modules of the package that it imports."""
+    found = modules(package)
+    return {name: frozenset(imported(path.read_text(encoding="utf-8"), found)) - {name} for name, path in found.items()}
+
+
+def room_of(module: str, package: str) -> str:
+    """Return the room of a module in a package, or "" for the package itself."""
+    return module.removeprefix(package).removeprefix(".").split(".")[0]
+
+
+def undrawn(package: str, rooms: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return file -> rooms that it imports and that are not drawn for its own room."""
+    found: dict[str, set[str]] = {}
+    for module, targets in arrows(package).items():
+        room = room_of(module, package)
+        for target in targets:
+            other = room_of(target, package)
+            if room in rooms and other in rooms and other not in (room, *rooms[room].split()):
+                path = modules(package)[module].relative_to(ROOT / "memstore").as_posix()
+                found.setdefault(path, set()).add(f"{package.removeprefix('memstore.')}.{other}")
+    return found
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the sets of modules that import one another in a circle, largest first (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        open_.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in open_:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            at = open_.index(name)
+            members = sorted(open_[at:])
+            del open_[at:]
+            if len(members) > 1:
+                found.append(members)
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return sorted(found, key=lambda members: (-len(members), members))
+
+
+@pytest.mark.parametrize("package", DRAWN)
+def test_rooms_are_drawn_from_the_ground_up(package: str) -> None:
+    """Every sub-package is drawn, and imports only what is drawn above it: so there is no circle."""
+    rooms = DRAWN[package]
+    folder = ROOT / package.replace(".", "/")
+    assert set(rooms) == {path.parent.name for path in folder.glob("*/__init__.py")}
+    seen: set[str] = set()
+    for room, below in rooms.items():
+        assert set(below.split()) <= seen, room
+        seen.add(room)
+
+
+def test_arrows_are_as_drawn() -> None:
+    """A file imports only rooms that are drawn for its own; a debt that is paid leaves the list."""
+    found = {path: rooms for package, drawn in DRAWN.items() for path, rooms in undrawn(package, drawn).items()}
+    assert found == {path: {room} for path, room in DEBTS.items()}
+
+
+# Files of the product and the kit that import one another in circles: (files in the circle, one of them).
+CIRCLES = [
+    (46, "memstore.core.attempts.attempt_numbers"),
+    (16, "memstore.testing.simulator.checks.checker"),
+    (14, "memstore.drills.run.flows"),
+    (12, "memstore.shell.holder.folder_guard"),
+    (7, "memstore.testing.simulator.planted.planted"),
+    (2, "memstore.testing.controller.catalog_durable"),
+]
+
+
+def test_no_more_files_import_one_another_in_circles() -> None:
+    """A circle that is cut leaves the list; none may come."""
+    assert [(len(members), members[0]) for members in circles(arrows("memstore"))] == CIRCLES
+
+
+def test_a_circle_is_found() -> None:
+    """Of any length, with what leads to it and from it left out."""
+    graph = {"a": "b", "b": "c", "c": "b d", "d": "", "e": "f", "f": "g", "g": "e"}
+    assert circles({name: targets.split() for name, targets in graph.items()}) == [["e", "f", "g"], ["b", "c"]]
+
+
+def test_imports_for_type_checking_count() -> None:
+    """A name is imported wherever the import stands; a package's file is told from a name in it."""
+    text = "if TYPE_CHECKING:\n    from a.b import c\ndef f():\n    from a import b\n    import a.d\nfrom x import y"
+    assert set(imported(text, ["a.b", "a.b.c", "a.d", "a"])) == {"a.b", "a.d", "a.b.c"}
+
+
+@pytest.mark.parametrize("top", ["placement", "recovery", "memstore", "tests", "benchmarks", "examples"])
+def test_no_folder_is_crowded(top: str) -> None:
+    """A stranger finds a file by its name among at most 30."""
+    folders = [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]
+    counts = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > FOLDER_FILES_MAX} == {}

@@ -1,0 +1,388 @@
+"""The `memstore` command against a real store of processes: what is shown, JSON, exit codes, error messages."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+from cli_store import HOSTS, STEPS, cells, open_store, run, run_json, run_remedies, train
+from click.testing import CliRunner
+
+from memstore.cli import main
+from memstore.cli.options import Where
+from memstore.errors import PeerTimeout
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """A store with a trained job; no test changes it."""
+    with open_store(tmp_path_factory.mktemp("store")) as cluster:
+        yield cluster
+
+
+# -- without a store --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_neither_torch_nor_ray(option: str) -> None:
+    """What a newcomer types first answers at once."""
+    code = (
+        "import sys; from memstore.cli import main; main([sys.argv[1]], 'memstore', standalone_mode=False); "
+        "sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert "memstore" in result.stdout.lower()
+
+
+def test_help_names_every_verb() -> None:
+    """The verbs are listed in the order a person needs them."""
+    lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
+    verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+    order = "up down status stores events ls pin unpin persist fork rm plan verify drain metrics export import"
+    assert " ".join(verbs) == f"{order} completion demo drill"
+
+
+NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]]
+
+
+@pytest.mark.parametrize("arguments", NEEDS_STORE, ids=lambda a: a[0])
+def test_without_a_store_every_verb_says_what_to_run(arguments: list[str], tmp_path: Path) -> None:
+    """No store: one clear line on stderr, the same as JSON on stdout, exit code 1, a traceback only with --debug."""
+    result = CliRunner().invoke(main, [*arguments, "--arena-dir", str(tmp_path), "--json"])
+    assert result.exit_code == 1
+    error = json.loads(result.stdout)["error"]
+    assert (error["kind"], f"memstore: {error['message']}\n") == ("PeerUnreachable", result.stderr)
+    assert "memstore up" in result.stderr
+    assert str(tmp_path) in result.stderr
+    assert "Traceback" not in result.stderr
+    result = CliRunner().invoke(main, [*arguments, "--arena-dir", str(tmp_path), "--debug"])
+    assert "Traceback" in result.stderr
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["stauts"], "stauts"),
+        (["status", "--frobnicate"], "--frobnicate"),
+        (["status", "--store", "a/b"], "store name 'a/b'"),
+        (["rm"], "JOB"),
+        (["drain"], "HOST"),
+        (["down", "--yes"], "--yes goes with --discard"),
+        (["down", "--host", "h1"], "--host goes with --leftovers"),
+        (["up", "--arena-bytes", "plenty"], "arena_bytes='plenty' is not a size"),
+        (["up", "--chunk-bytes", "5000"], "multiple of 4096"),
+        (["up", "--port", "70000"], "port=70000"),
+        (["up", "--wait", "0"], "--wait"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_wrong(arguments: list[str], says: str) -> None:
+    """Usage errors name the word that is wrong, before anything is looked for."""
+    result = run(None, *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+def test_wrong_usage_is_json_too_where_json_is_asked_for() -> None:
+    """A script that reads --json finds the kind of the error and its words."""
+    error = json.loads(run(None, "down", "--yes", "--json").stdout)["error"]
+    assert (error["kind"], error["message"]) == ("UsageError", "--yes goes with --discard; without it nothing is lost")
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb that a person interrupts ends as shells expect it, without words."""
+
+    def interrupted(self: Where) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Where, "status", interrupted)
+    result = run(None, "status")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_up_refuses_a_durable_directory_it_cannot_write(tmp_path: Path) -> None:
+    """--durable-check fails before anything is started, and names the directory."""
+    result = run(None, "up", "--durable-check", str(tmp_path / "missing"))
+    assert result.exit_code == 1
+    assert str(tmp_path / "missing") in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["up", "down", "status"])
+def test_a_ray_address_where_nobody_listens_is_refused_at_once(verb: str) -> None:
+    """Ray would try for minutes; the command says which address and what to start."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it meanwhile
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        result = run(None, verb, "--address", address)
+    assert result.exit_code == 1
+    assert f"no Ray cluster answers at {address}" in result.stderr
+
+
+def test_a_fault_of_ours_is_one_line_that_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception nobody foresaw is exit code 1 and no traceback either, unless --debug."""
+
+    def broken(self: Where) -> dict[str, Any]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Where, "status", broken)
+    result = run(None, "status")
+    assert result.exit_code == 1
+    assert "please report it" in result.stderr
+    assert "ZeroDivisionError: planted" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# -- demo and drill ---------------------------------------------------------------------------
+
+
+def test_drill_gets_its_arguments_and_its_exit_code_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`memstore drill NAME --option` reaches the group in its own module, --help included."""
+
+    @click.group()
+    def drill() -> None:
+        """A stand-in."""
+
+    @drill.command("kill-host")
+    @click.option("--seed", type=int)
+    @click.pass_context
+    def kill_host(ctx: click.Context, seed: int) -> None:
+        click.echo(f"seed {seed}")
+        ctx.exit(3)
+
+    module = ModuleType("memstore.drills.cli.group")
+    module.drill = drill  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "memstore.drills.cli.group", module)
+    result = run(None, "drill", "kill-host", "--seed", "7")
+    assert (result.exit_code, result.stdout) == (3, "seed 7\n")
+    assert "kill-host" in run(None, "drill", "--help").stdout
+    assert run(None, "drill", "nonsense").exit_code == 2
+
+
+def test_a_missing_part_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo that cannot be imported gives one line, not a traceback."""
+    monkeypatch.setitem(sys.modules, "memstore.demo.cli", None)
+    result = run(None, "demo")
+    assert result.exit_code == 1
+    assert "pip install 'ray[train]' matplotlib" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# -- a healthy store --------------------------------------------------------------------------
+
+
+def test_status_answers_what_would_be_lost(store: ProcessCluster) -> None:
+    """First table: newest commit, copies, what survives; second: who holds whose shards."""
+    result = run(store, "status", "--check")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert "3 hosts (0 degraded) on 1 machine · 2 racks" in lines[0]
+    job = cells(result.stdout, "llama3-8b")
+    assert job[:4] == ["llama3-8b", "1", "2/2", str(STEPS - 1)]
+    assert job[4].startswith(f"{STEPS - 1} (")
+    assert job[5].startswith("0 steps / ")
+    assert job[6:] == ["2 of 2", "any 1 rack, any 1 host", "off !"]
+    assert cells(result.stdout, "h1")[-2:] == ["own + h2", "ok"]
+    assert cells(result.stdout, "h3")[-2:] == ["-", "ok"]
+    assert "! llama3-8b: durable off: losing 2 hosts at once can lose the run" in result.stdout
+
+
+def test_status_as_json_has_what_the_screen_says(store: ProcessCluster) -> None:
+    """One document with hosts, jobs and problems, so that a script need not read the screen."""
+    body = run_json(store, "status")
+    assert {"version", "store", "ray", "term", "hosts", "jobs", "failure_domains", "problems"} <= body.keys()
+    assert [host["host"] for host in body["hosts"]] == ["h1", "h2", "h3"]
+    (job,) = body["jobs"]
+    assert job["survives"] == [
+        {"level": "rack", "tolerated": 1, "fatal": []}, {"level": "host", "tolerated": 1, "fatal": []},
+    ]  # fmt: skip
+    assert (job["committed_step"], job["copies"], job["missing_copies"]) == (STEPS - 1, 2, 0)
+    assert [row["severity"] for row in body["problems"]] == ["note"]
+
+
+def test_metrics_prints_where_the_gauges_stand(store: ProcessCluster) -> None:
+    """The newest committed step of the job and the arena of each host, as numbers; the same as JSON."""
+    wait_for(lambda: all(host["stats"] for host in store.status()["hosts"]), "a heartbeat of every host")
+    screen = run(store, "metrics").stdout
+    assert cells(screen, "ray_memstore_committed_step") == [
+        "ray_memstore_committed_step", "job_name=llama3-8b", str(STEPS - 1)
+    ]  # fmt: skip
+    rows = json.loads(run(store, "metrics", "--json").stdout)
+    used = {row["tags"]["host"]: row["value"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"}
+    assert set(used) == set(HOSTS)
+    assert used["h1"] > 0
+
+
+def test_ls_draws_the_timeline(store: ProcessCluster) -> None:
+    """The kept step with its state, copies, ranks and hosts, and the attempt it is of; the same as JSON."""
+    screen = run(store, "ls", "llama3-8b").stdout
+    assert screen.splitlines()[0] == "llama3-8b · attempt 1 · 2 ranks · 2 copies · keep_steps 1"
+    row = cells(screen, "* ")
+    assert [*row[:5], row[-1]] == ["*", str(STEPS - 1), "committed", "2 of 2", "2/2", "h1, h2"]
+    assert cells(screen, "*-")[1] == "attempt 1 from nothing"
+    (job,) = run_json(store, "ls")["jobs"]
+    assert [step["step"] for step in job["steps"] if step["committed"]] == [STEPS - 1]
+    assert [(row["attempt"], row["parent"], row["in_lineage"]) for row in job["attempts"]] == [(1, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ls", "lama3-8b"], "no job 'lama3-8b': did you mean llama3-8b?"),
+        (["rm", "bert"], "no job 'bert': it has llama3-8b"),
+        (["verify", "bert"], "no job 'bert'"),
+        (["plan", "bert", "--lose", "h1"], "no job 'bert'"),
+        (["plan", "--lose", "h11"], "no host 'h11': did you mean h1"),
+        (["drain", "h11"], "no host 'h11': did you mean h1"),
+        (["plan", "--lose", "zz"], "no host 'zz': it has h1, h2, h3"),
+        (["plan", "--lose", "rack=r9"], "no host is labelled rack=r9: its values are r1, r2"),
+        (["plan", "--lose", "colour=red"], "no host has that label"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(
+    store: ProcessCluster, arguments: list[str], says: str
+) -> None:
+    """A mistyped job or host is exit code 1 and the nearest names."""
+    result = run(store, *arguments)
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+def test_verify_of_sound_bytes(store: ProcessCluster) -> None:
+    """Every host re-digests its chunks and finds them right."""
+    body = run_json(store, "verify", "llama3-8b")
+    assert (body["ok"], body["damaged"], body["unrecoverable"]) == (True, 0, [])
+    assert body["hosts"]["h1"]["chunks"] > 0
+    assert cells(run(store, "verify").stdout, "h2")[-2:] == ["0", "every digest ok"]
+
+
+def test_rm_refuses_a_job_that_is_being_trained(store: ProcessCluster) -> None:
+    """rm names the rank that lives, and --force; nothing is dropped."""
+    result = run(store, "rm", "llama3-8b", "--yes")
+    assert result.exit_code == 1
+    assert "is being trained" in result.stderr
+    assert "--force" in result.stderr
+    job = store.job("llama3-8b")
+    assert job is not None
+    assert job["copies"] == 2
+
+
+def test_leftovers_spares_arenas_of_running_holders(store: ProcessCluster) -> None:
+    """--leftovers --discard lists live arenas, removes none of them and exits with 1."""
+    body = run_json(store, "down", "--leftovers")
+    assert [(row["host"], row["is_live"], row["is_removed"]) for row in body["arenas"]] == [
+        (host, True, False) for host in HOSTS
+    ]
+    assert run(store, "down", "--leftovers", "--discard").exit_code == 1
+    assert all(store.arena(host).is_dir() for host in HOSTS)
+    result = run(store, "down", "--leftovers", "--host", "h9")
+    assert "no arena of host 'h9'" in result.stderr
+
+
+def test_watch_shows_it_anew_until_interrupted(store: ProcessCluster) -> None:
+    """--watch --json writes one document after the other; Ctrl-C ends it without an error."""
+    command = [sys.executable, "-m", "memstore.cli", "status", "--watch", "--json", "--store", store.config.store]
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=20)
+        assert (code, process.stderr.read()) == (0, "")
+    assert [json.loads(line)["store"] for line in lines] == [store.config.store] * 2
+
+
+# -- a store that things happen to ------------------------------------------------------------
+
+
+def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> None:
+    """A host lost is exit code 4 with the copies missing; then rm, no controller, and leftovers."""
+    with ProcessCluster(tmp_path, {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}) as cluster:
+        for rank in train(cluster.config):
+            rank.close()
+        cluster.lose_host("h1")
+        wait_for(lambda: cluster.host_status().get("h1") == "dead", "death of h1")
+        result = run(cluster, "status", "--check")
+        assert result.exit_code == 4
+        assert "1 of 2 !" in cells(result.stdout, "llama3-8b")
+        assert cells(result.stdout, "llama3-8b")[2] == "closed"
+        assert "the processes only" in cells(result.stdout, "llama3-8b")
+        assert cells(result.stdout, "h1")[-1].startswith("dead ")
+        assert "losing h2 now loses the run" in result.stdout
+        screen = " ".join(result.stdout.split())
+        assert "ranks 0, 1 on h2 only, not rebuilt: " in screen
+        run_remedies(cluster)
+        rows = json.loads(run(cluster, "metrics", "--json").stdout)
+        assert {row["tags"]["host"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"} == {"h2"}
+        refused = run(cluster, "rm", "llama3-8b")
+        assert refused.exit_code == 1
+        assert f"step {STEPS - 1} lives only in RAM" in refused.stderr
+        assert f"`memstore rm --store {cluster.config.store} llama3-8b --yes`" in refused.stderr
+        assert run_json(cluster, "status")["jobs"][0]["copies"] == 1
+        body = run_json(cluster, "rm", "llama3-8b", "--yes")
+        assert (body["job"], body["shards"], body["durable"]) == ("llama3-8b", 2, None)
+        assert run_json(cluster, "status")["jobs"] == []
+        cluster.kill_controller()
+        with pytest.raises(PeerTimeout, match=r"the controller of store .* did not answer"):
+            Where(cluster.config).ask("status", timeout_s=0.3)
+        cluster.kill_holder("h2")
+        assert "no holder of store" in run(cluster, "status").stderr
+        body = run_json(cluster, "down", "--leftovers", "--discard")
+        assert [(row["host"], row["is_removed"]) for row in body["arenas"]] == [("h2", True)]
+        assert not cluster.arena("h2").exists()
+        assert "left nothing" in run(cluster, "down", "--leftovers").stderr
+
+
+def damage(cluster: ProcessCluster, host: str) -> None:
+    """Flip the first byte of every chunk of a host's arena."""
+    size = cluster.config.chunk_bytes
+    claimed = next(row for row in cluster.status()["hosts"] if row["host"] == host)["stats"]["claimed_bytes"]
+    with (cluster.arena(host) / "arena").open("r+b") as file:
+        for at in range(0, claimed, size):
+            file.seek(at)
+            first = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([first ^ 0xFF]))
+
+
+def test_verify_finds_damage_and_says_whether_anything_is_lost(tmp_path: Path) -> None:
+    """Damage on one host is exit code 4 and mended from the other; on both it is exit code 3 (R30)."""
+    hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}
+    with ProcessCluster(tmp_path, hosts, scrub_bytes_per_s=0) as cluster:
+        ranks = train(cluster.config)
+        wait_for(lambda: all(h["stats"].get("claimed_bytes") for h in cluster.status()["hosts"]), "a heartbeat")
+        damage(cluster, "h1")
+        body = run_json(cluster, "verify", code=4)
+        assert body["hosts"]["h1"]["damaged"] == body["hosts"]["h1"]["chunks"] > 0
+        assert (body["hosts"]["h2"]["damaged"], body["unrecoverable"]) == (0, [])
+        wait_for(lambda: (cluster.job("llama3-8b") or {})["missing_copies"] == 0, "repair of h1")
+        assert run_json(cluster, "verify")["ok"] is True
+        damage(cluster, "h1")
+        damage(cluster, "h2")
+        result = run(cluster, "verify", "llama3-8b")
+        assert result.exit_code == 3
+        assert f"! llama3-8b: committed step {STEPS - 1} is lost" in result.stdout
+        wait_for(
+            lambda: any("not whole in RAM" in row["cause"] for row in cluster.status()["problems"]), "the worst state"
+        )
+        assert "plan llama3-8b" in run_remedies(cluster)
+        assert run(cluster, "status", "--check").exit_code == 3
+        for rank in ranks:
+            rank.close()

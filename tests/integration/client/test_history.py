@@ -1,0 +1,271 @@
+"""Rewinds, pins and forks over real holders: bytes compared with what was put, through kills (R10, R22, R32)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from memstore.admin.cluster import refuse_last_copies
+from memstore.admin.fork import Fork, fork
+from memstore.cli import main
+from memstore.client.connect import Reader
+from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError
+from memstore.shell.arena.slot_headers import SlotState
+from memstore.shell.rank.admin_link import Tool
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.ranks.fleet import Fleet
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, digest, state_digest, together
+
+HOSTS = {"h0": {"memstore": "replica"}, "h1": {"memstore": "replica"}}
+TWO = ["h0", "h1"]
+
+
+def restart_everything(cluster: ProcessCluster) -> None:
+    """SIGKILL of every holder and the controller; new ones adopt what lies in memory."""
+    cluster.kill_all()
+    cluster.start_controller()
+    for host in cluster.labels:
+        cluster.start_holder(host)
+    cluster.wait_live(*cluster.labels)
+
+
+def commit_each(ranks: list[RankProcess], first: int, last: int) -> None:
+    """Commit every one of the steps: a newer commit would supersede one that is slow."""
+    for step in range(first, last + 1):
+        together(ranks, "train", first=step, last=step)
+
+
+def lineage(cluster: ProcessCluster, job: str = "train") -> list[tuple[int, int]]:
+    """(attempt, step) of the committed steps of the lineage, newest first."""
+    found = cluster.job(job) or {"steps": []}
+    return [(s["attempt"], s["step"]) for s in found["steps"] if s["committed"] and s["in_lineage"]]
+
+
+def steps_in_ram(cluster: ProcessCluster, job: str = "train") -> list[int]:
+    """Steps with a copy in RAM, newest first."""
+    return [step["step"] for step in (cluster.job(job) or {"steps": []})["steps"] if step["shards"]]
+
+
+def used_slots(cluster: ProcessCluster) -> dict[str, int]:
+    """Sealed slots by host, as the files say."""
+    return {
+        host: sum(state == SlotState.SEALED for state, _, _ in cluster.inventory(host)["slots"])
+        for host in cluster.labels
+    }
+
+
+def read(cluster: ProcessCluster, job: str, step: int, kib: int, size: int = 2) -> bool:
+    """Read every rank's shard on its own and compare it with what was put."""
+    with Reader(job, Tool(cluster.arena("h1")), cluster.config) as reader:
+        for rank in range(size):
+            got = reader.get(step, rank=rank)
+            named = {name: tensor.numpy() for name, tensor in got.state["model"].items()}
+            if digest(named, got.state["step"]) != state_digest(rank, step, kib=kib):
+                return False
+    return True
+
+
+def test_three_kept_steps_a_rewind_to_the_oldest_and_a_restart(tmp_path: Path, nursery: RankNursery) -> None:
+    """keep_steps=3, back to the oldest of them, two steps on, everything killed: the new lineage comes back."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, keep_steps=3, kib=64)
+        ranks = fleet.begin(TWO, last_step=0)
+        commit_each(ranks, 1, 4)
+        wait_for(lambda: lineage(cluster) == [(1, 4), (1, 3), (1, 2)], "three kept steps")
+        assert [reply["attempt"] for reply in together(ranks, "rewind", step=2)] == [2, 2]
+        got = together(ranks, "get")
+        fleet.check(got)
+        assert got[0]["step"] == 2
+        commit_each(ranks, 3, 4)
+        wait_for(lambda: lineage(cluster) == [(2, 4), (2, 3), (1, 2)], "the new lineage")
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        _, got_again = fleet.resume(TWO)
+        assert (got_again["step"], got_again["attempt"]) == (4, 2)
+        shown = CliRunner().invoke(main, ["ls", "train", "--store", cluster.config.store]).stdout
+        assert [line.split()[:3] for line in shown.splitlines() if line.startswith("*-")] == [
+            ["*-", "attempt", "3"], ["*-", "attempt", "2"], ["*-", "attempt", "1"],
+        ]  # fmt: skip
+        assert "attempt 2 from step 2 of attempt 1" in shown
+
+
+def test_a_pinned_step_outlives_fresh_starts_and_kills(tmp_path: Path, nursery: RankNursery) -> None:
+    """The bytes of a pinned step are there after ten commits, a kill of everything and connect(fresh=True)."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=2)
+        ranks[1].call("pin", step=2, name="best")
+        together(ranks, "train", first=3, last=8)
+        assert read(cluster, "train", 2, 64)
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        ranks = fleet.launch(TWO, fresh=True)
+        together(ranks, "train", first=20, last=22)
+        assert read(cluster, "train", 2, 64)
+        wait_for(lambda: [s["step"] for s in (cluster.job("train") or {})["steps"]] == [22, 2], "the pinned step alone")
+        assert [reply["attempt"] for reply in together(ranks, "rewind", step=2)] == [3, 3]
+        got = together(ranks, "get")
+        fleet.check(got)
+        assert got[0]["step"] == 2
+        ranks[0].call("unpin", name="best")
+        together(ranks, "train", first=3, last=4)
+        wait_for(lambda: lineage(cluster) == [(3, 4)], "what nothing keeps is dropped")
+
+
+def test_a_pin_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, nursery: RankNursery) -> None:
+    """An arena with room for the job and not for a pin: CapacityError, and commits go on as before (R10)."""
+    with ProcessCluster(tmp_path, HOSTS, arena_bytes=1 << 20) as cluster:
+        fleet = Fleet(cluster, nursery, kib=256)
+        ranks = fleet.begin(TWO, last_step=1)
+        with Reader("train", Tool(cluster.arena("h0")), cluster.config) as reader:
+            with pytest.raises(CapacityError, match=r"a pin takes room of its own.*needs .* MiB, may take 1.0 MiB"):
+                reader.pin(1, "best")
+            with pytest.raises(ConfigError, match="pin name"):
+                reader.pin(1, "no/slash")
+        assert together(ranks, "train", first=2, last=4)[0]["level"] == "committed"
+        assert (cluster.job("train") or {})["pins"] == {}
+
+
+def test_a_fork_shares_every_chunk_and_either_job_may_go(tmp_path: Path, nursery: RankNursery) -> None:
+    """No slot more is used; both train on; the origin is removed, everything is killed: the fork's bytes are right."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=3)
+        cluster.settled_inventory(2)
+        before = used_slots(cluster)
+        made = fork("train", 3, "exp-b", config=cluster.config)
+        assert (made, used_slots(cluster)) == (Fork("exp-b", 1, 3, "train", 1, 2, made.nbytes, 2), before)
+        with pytest.raises(ConfigError, match="job 'exp-b' exists"):
+            fork("train", 3, "exp-b", config=cluster.config)
+        with pytest.raises(RecoveryError, match="no committed step 99"):
+            fork("train", 99, "exp-c", config=cluster.config)
+        together(ranks, "train", first=4, last=6)
+        other = Fleet(cluster, nursery, job="exp-b", kib=64)
+        forked, got = other.resume(TWO)
+        assert (got["step"], got["verdict"]) == (3, "local")
+        together(forked, "train", first=4, last=5)
+        assert (cluster.job("exp-b") or {})["origin"] == {"job": "train", "attempt": 1, "step": 3}
+        fleet.kill(ranks)
+        other.kill(forked)
+        wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
+        cluster.ask("rm", {"job": "train"})
+        restart_everything(cluster)
+        _, got = other.resume(TWO)
+        assert got["step"] == 5
+        assert cluster.job("train") is None
+
+
+def test_a_fork_outlives_its_origin_before_anybody_connects(tmp_path: Path, nursery: RankNursery) -> None:
+    """rm of the origin right after the fork, then a holder killed and a host lost: get() of the fork is whole."""
+    with ProcessCluster(tmp_path, {**HOSTS, "h2": {"memstore": "replica"}}) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=1)
+        fork("train", 1, "exp-b", config=cluster.config)
+        fleet.kill(ranks)
+        cluster.ask("rm", {"job": "train", "force": True})
+        cluster.kill_holder("h0")
+        cluster.start_holder("h0")
+        cluster.wait_live("h0")
+        cluster.lose_host("h1")
+        other = Fleet(cluster, nursery, job="exp-b", kib=64)
+        _, got = other.resume(["h0", "h2"])
+        assert got["step"] == 1
+
+
+@pytest.mark.parametrize("victim", ["controller", "holder", "everything"])
+def test_a_kill_in_the_middle_of_a_fork(tmp_path: Path, nursery: RankNursery, victim: str) -> None:
+    """SIGKILL while forks are made one after the other: each is whole or unknown, and the origin is untouched."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=1)
+        names = [f"exp-{n}" for n in range(6)]
+        begun = threading.Event()
+        thread = threading.Thread(target=_fork_all, args=(cluster, names, begun.set))
+        thread.start()
+        assert begun.wait(60)
+        if victim == "controller":
+            cluster.kill_controller()
+            cluster.start_controller()
+        elif victim == "holder":
+            cluster.kill_holder("h1")
+            cluster.start_holder("h1")
+        else:
+            restart_everything(cluster)
+        thread.join(90)
+        assert not thread.is_alive()
+        cluster.wait_live(*TWO)
+        known = [job for job in cluster.status()["jobs"] if job["job"] in names]
+        assert known
+        for job in known:
+            name = job["job"]
+            wait_for(lambda name=name: (cluster.job(name) or {"copies": 0})["copies"] == 2, f"{name} whole")  # type: ignore[misc]
+            assert read(cluster, name, 1, 64)
+        fleet.kill(ranks)
+        _, got = fleet.resume(TWO)
+        assert got["step"] == 1
+
+
+def _fork_all(cluster: ProcessCluster, names: list[str], on_first: Callable[[], Any]) -> None:
+    for name in names:
+        try:
+            fork("train", 1, name, config=cluster.config, timeout_s=20.0)
+        except MemstoreError:
+            pass  # its holder or controller was killed: what came of it is looked at afterwards
+        on_first()
+
+
+def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNursery) -> None:
+    """pin, fork, ls, unpin and rm as a person types them."""
+
+    def run(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, [*words, "--store", cluster.config.store])
+        return result.exit_code, result.output
+
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=2)
+        assert run("pin", "train", "2", "best") == (0, "step 2 of train (attempt 1) is pinned as best\n")
+        together(ranks, "train", first=3, last=4)
+        with pytest.raises(CapacityError, match=r"step 4 lives only in RAM .* and what is pinned as best \(step 2\)"):
+            refuse_last_copies(cluster.config)
+        code, said = run("fork", "train", "2", "exp-b")
+        assert (code, said.split(": ")[0]) == (0, "exp-b begins with step 2 of train")
+        code, shown = run("ls")
+        assert code == 0
+        assert "committed, pinned best, forked to exp-b" in shown
+        assert "exp-b · attempt 1 · 2 ranks · 2 copies · keep_steps 1 · forked from train@2" in shown
+        assert "attempt 1 forked from train@2" in shown
+        fleet.kill(ranks)
+        wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
+        code, said = run("rm", "train")
+        assert (code, "step 4 lives only in RAM" in said) == (1, True)
+        code, said = run("rm", "train", "--yes")
+        assert (code, "has pins that would be lost with it: best (step 2)" in said) == (1, True)
+        assert run("unpin", "train", "best") == (0, "step 2 of train is not pinned as best any more\n")
+        assert run("rm", "train", "--yes")[0] == 0
+        assert read(cluster, "exp-b", 2, 64)
+
+
+def test_a_rewind_to_a_step_that_only_durable_storage_has(tmp_path: Path, nursery: RankNursery) -> None:
+    """The step left RAM, everything was killed since: all ranks go back to it and get its bytes from the directory."""
+    with ProcessCluster(tmp_path / "cluster", HOSTS) as cluster:
+        (tmp_path / "durable").mkdir()
+        fleet = Fleet(cluster, nursery, kib=64, durable=str(tmp_path / "durable"), durable_every=1, durable_keep=9)
+        ranks = fleet.begin(TWO, last_step=0)
+        ranks[0].call("wait", step=0, level="durable", timeout_s=60.0)
+        commit_each(ranks, 1, 2)
+        wait_for(lambda: steps_in_ram(cluster) == [2], "step 0 to leave RAM", 60.0)
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        ranks = fleet.launch(TWO)
+        assert [reply["attempt"] for reply in together(ranks, "rewind", step=0)] == [3, 3]
+        got = together(ranks, "get")
+        fleet.check(got)
+        assert (got[0]["step"], got[0]["verdict"]) == (0, "durable")
+        with pytest.raises(RankFailed, match="no committed step 77"):
+            together(ranks, "rewind", step=77)

@@ -1,0 +1,287 @@
+"""An overlapped put in which something raises: its room is not lost, and no torn step is handed over (R11)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
+
+from memstore.client import overlapped_copy as overlap_module
+from memstore.client.connect import connect
+from memstore.client.store import Store
+from memstore.errors import ConfigError, UnsupportedState
+from memstore.shell.codec import encode as state_encode
+from memstore.shell.device import deferred_copy as late_copy
+from memstore.shell.threads.safe_condition import SafeThread
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with one_host(tmp_path_factory.mktemp("overlap_errors")) as running:
+        yield running
+
+
+@pytest.fixture
+def store(cluster: ProcessCluster) -> Iterator[Store]:
+    with one_rank(cluster) as joined:
+        yield joined
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.ones(WIDTH, WIDTH)
+
+
+def raising(error: BaseException) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) -> None:
+    """No slot is in a copy's hand, and the next overlapped put commits."""
+    wait_for(lambda: not store._link.in_copy, "all slots to be given back", WAIT_S)
+    ticket = store.put(step, {"w": weight}, overlap=[weight])
+    store.fence()
+    ticket.wait("committed", WAIT_S)
+    assert torch.equal(stored(store, step)["w"], weight)
+
+
+def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a move."""
+    hold(store)
+    ticket = store.put(1, {"w": weight}, overlap=[weight])
+    with monkeypatch.context() as patch:
+        patch.setattr(late_copy, "copy_own", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.fence()
+    assert ticket.level == "failed"
+    assert "interrupted" in ticket.reason
+    check_that_nothing_is_lost(store, 2, weight)
+
+
+def test_an_error_before_the_copy_starts_gives_the_room_back(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the bytes that are copied at once and the thread."""
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap_module, "LateCopy", raising(OSError("bad")))
+        with pytest.raises(OSError, match="bad"):
+            store.put(0, {"w": weight}, overlap=[weight])
+    check_that_nothing_is_lost(store, 1, weight)
+
+
+def test_without_a_thread_to_be_had_the_caller_copies(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of processes is reached: nothing overlaps, everything is stored, once."""
+    store.put(0, {"w": weight})  # the first put takes its room in a thread
+    with monkeypatch.context() as patch:
+        patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
+        ticket = store.put(1, {"w": weight}, overlap=[weight])
+        store.fence()
+    ticket.wait("committed", WAIT_S)
+    check_that_nothing_is_lost(store, 2, weight)
+
+
+def test_without_helpers_the_fence_makes_every_move(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many threads are asked for as bytes are left, and none starts."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap_module, "THREAD_BYTES", 1)
+        patch.setattr(torch, "get_num_threads", lambda: 8)
+        patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
+        store.fence()
+    ticket.wait("committed", WAIT_S)
+
+
+def test_the_copy_thread_outlives_an_error(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was to be done with a copied state raises: that is logged, the next copy is made by the same thread."""
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        thread = store.puts.overlap._thread
+        store.fence()
+        wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)
+        assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+    store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
+    check_that_nothing_is_lost(store, 1, weight)
+    assert store.puts.overlap._thread is thread
+
+
+def test_a_step_that_shows_as_torn_after_its_commit_is_retired(
+    cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With samples alone: an operation at work when the copy ended, whose counter rises only now."""
+    with one_rank(cluster, overlap_check="sampled") as store:
+        check_that_it_is_retired(store, cluster, weight, caplog)
+
+
+def check_that_it_is_retired(
+    store: Store, cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step before is what is restored."""
+    store.put(0, {"w": weight}).wait("committed", WAIT_S)
+    ticket = store.put(1, {"layer": {"w": weight}}, overlap=[weight])
+    ticket.wait("committed", WAIT_S)
+    weight.add_(1)
+    store.fence()
+    assert "state['layer']['w'] was changed before the fence" in ticket.reason
+    assert ticket.level == "committed"
+    assert "step 1 is torn and will not be restored: state['layer']['w']" in caplog.text
+    wait_for(lambda: ticket.reason in [s.retired for s in store.steps() if s.step == 1], "the step retired", WAIT_S)
+    store.close()
+    with connect(store.job, rank=0, world_size=1, config=cluster.config) as again:
+        got = again.get()
+        assert got is not None
+        assert got.step == 0
+        assert torch.equal(got.state["w"], weight - 1)
+
+
+@pytest.mark.parametrize("is_hooked_first", [True, False])
+def test_a_compiled_step_waits_as_well(store: Store, weight: torch.Tensor, is_hooked_first: bool) -> None:
+    """The tracer leaves torch's hooks in front of the step, also one that came after the first compiled step."""
+    weight.requires_grad_().grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    if is_hooked_first:
+        store.fence(optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    step()
+    step()
+    store.fence(optimizer)
+    hold(store)
+    for number in range(2):
+        expected = weight.detach().clone()
+        ticket = store.put(number, {"w": weight}, overlap=True)
+        step()
+        ticket.wait("committed", WAIT_S)
+        assert torch.equal(stored(store, number)["w"].detach(), expected)
+        assert torch.equal(weight.detach(), expected - 1)
+
+
+def test_close_finishes_although_the_overlap_raises(
+    cluster: ProcessCluster, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is left, the link is down, and no optimizer is held any more."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    store = connect("closing", rank=0, world_size=1, config=cluster.config)
+    optimizer = torch.optim.SGD([weight])
+    store.fence(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts.overlap, "wait", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    assert store._link.closed.is_set()
+    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+
+
+def test_two_optimizers_that_step_at_once_tear_nothing(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads wait for one copy; the first has written by the time that the second is awake."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    late, _ = store.puts.overlap._late or (None, None)
+    assert late is not None
+    ended, asleep, awake = late.ended.wait, threading.Event(), threading.Event()
+
+    def wait_long(timeout_s: float) -> bool:
+        asleep.set()
+        assert awake.wait(WAIT_S)
+        return ended(timeout_s)
+
+    monkeypatch.setattr(late.ended, "wait", wait_long)
+    other = threading.Thread(target=store.fence)
+    other.start()
+    assert asleep.wait(WAIT_S)
+    monkeypatch.undo()
+    store.fence()
+    weight.add_(1)
+    awake.set()
+    other.join(WAIT_S)
+    ticket.wait("committed", WAIT_S)
+    assert [step.retired for step in store.steps() if step.step == 0] == [""]
+
+
+def test_a_fence_raises_nothing_into_training(
+    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an error of the store's own costs is the step that was put, whoever makes the moves."""
+    hold(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        store.fence()
+    assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+    check_that_nothing_is_lost(store, 1, weight)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: one by type, without its hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tensor) -> None:
+    """Else nothing would be copied late, or nobody would wait for it; what cannot be stored is refused as ever."""
+    with pytest.raises(ConfigError, match=r"a Wrapped is no .* fence the optimizer that it wraps"):
+        store.fence(Wrapped(torch.optim.SGD([weight])))
+    with pytest.raises(ConfigError, match="a str is among them"):
+        store.put(0, {"w": weight}, overlap={"w": weight})  # type: ignore[arg-type]
+    sparse = weight.to_sparse()
+    with pytest.raises(UnsupportedState, match="sparse"):
+        store.put(0, {"w": sparse}, overlap=[sparse])
+    check_that_nothing_is_lost(store, 0, weight)
+
+
+def test_a_put_of_a_known_step_is_a_fence(store: Store, weight: torch.Tensor) -> None:
+    """It returns the ticket there is, when what it names may be written."""
+    hold(store)
+    ticket = store.put(0, {"w": weight}, overlap=[weight])
+    assert store.put(0, {"w": weight}) is ticket
+    weight.add_(1)
+    ticket.wait("committed", WAIT_S)
+
+
+def test_a_dcp_load_of_a_step_into_what_is_being_copied_is_a_fence(store: Store, weight: torch.Tensor) -> None:
+    """The load writes the tensors that the copy reads."""
+    dcp.save({"w": weight}, storage_writer=store.dcp_writer(0), no_dist=True)
+    weight.add_(1)
+    hold(store)
+    ticket = store.put(1, {"w": weight}, overlap=[weight])
+    dcp.load({"w": weight}, storage_reader=store.dcp_reader(step=0), no_dist=True)
+    assert torch.equal(weight, torch.ones(WIDTH, WIDTH))
+    ticket.wait("committed", WAIT_S)
+    assert torch.equal(stored(store, 1)["w"], torch.full((WIDTH, WIDTH), 2.0))
+
+
+def test_device_copies_are_waited_for_when_a_host_move_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gives the slots back, and another put takes them."""
+    waited: list[str] = []
+
+    class Ordered:
+        def wait(self) -> None:
+            waited.append("waited")
+
+    monkeypatch.setattr(state_encode, "order_all", lambda writes: Ordered())
+    monkeypatch.setattr(state_encode, "move_all", raising(KeyboardInterrupt()))
+    plan = state_encode.plan_state({"w": torch.ones(4)})
+    with pytest.raises(KeyboardInterrupt):
+        state_encode.copy_into(plan, [memoryview(bytearray(plan.nbytes))], plan.nbytes)
+    assert waited == ["waited"]

@@ -1,0 +1,95 @@
+"""One Store, used by threads and inherited by a forked child (R8, R23)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from memstore.client.connect import connect
+from memstore.client.store import Store
+from memstore.errors import ClosedError, PeerTimeout
+from memstore.shell.rank import collective
+from memstore.shell.rank.collective import in_turn
+from memstore.testing.clusters.processes import ProcessCluster
+
+WAIT_S = 60.0
+
+
+def outcome_in_child(store: Store, verb: str) -> str:
+    """Fork; return what the child's call came to."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            match verb:
+                case "put":
+                    store.put(9, {})
+                case "get":
+                    store.get(3, timeout_s=1.0)
+                case "get rank":
+                    store.get(3, rank=0, timeout_s=1.0)
+            os.write(writing, b"nothing")
+        except ClosedError as error:
+            os.write(writing, str(error).encode())
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+class Turn:
+    """A lock that another thread holds at first."""
+
+    def acquire(self, **limits: Any) -> bool:
+        return "timeout" in limits
+
+    def release(self) -> None:
+        pass
+
+
+def test_the_wait_for_a_turn_counts_in_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread's call took is gone of this one's time; who is alone has all of it."""
+    with in_turn(threading.Lock(), "get()", 60.0) as left_s:
+        assert left_s == 60.0
+    moments = iter([100.0, 150.0])
+    monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with in_turn(cast(threading.Lock, Turn()), "get()", 60.0) as left_s:
+        assert left_s == 10.0
+
+
+def test_threads_get_in_turn_and_a_forked_child_is_told_whose_store_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread's `into` is filled; in a child no verb waits for a link that only the parent has."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with (
+        ProcessCluster(tmp_path, {"h1": {}}) as cluster,
+        connect("job", rank=0, world_size=1, config=cluster.config) as store,
+    ):
+        assert store.get() is None
+        store.put(3, {"weight": torch.arange(1000.0)}).wait("committed", WAIT_S)
+        states = [{"weight": torch.zeros(1000)} for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            for got in pool.map(lambda state: store.get(3, into=state, timeout_s=WAIT_S), states):
+                assert got is not None
+                assert got.step == 3
+        assert all(torch.equal(state["weight"], torch.arange(1000.0)) for state in states)
+        with store._one_get, pytest.raises(PeerTimeout, match="another thread of this process"):
+            store.get(3, timeout_s=0.0)
+
+        for verb in ("put", "get", "get rank"):
+            said = outcome_in_child(store, verb)
+            assert said.startswith(f"this Store of job 'job' is that of process {os.getpid()}, of which"), (verb, said)
+        assert store.put(4, {"weight": torch.zeros(1000)}).wait("committed", WAIT_S).level == "committed"

@@ -1,0 +1,238 @@
+"""A silent Ray: whoever starts, finds or stops a store gives up at a deadline and says for whom it waited (R4, R20)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import memstore
+import memstore.client.connect
+from memstore.admin.cluster import remove_leftovers
+from memstore.cli import main
+from memstore.config import Config
+from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.on_ray.reach import wait_for_gcs, wants_token
+from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import ProcessCluster
+
+LIMIT_S = 2.0
+SLACK_S = 5.0  # of a machine that is busy; Ray alone would wait for minutes
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a GCS that accepts connections and never answers, in RAY_ADDRESS."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.2", 0))  # Ray takes 127.0.0.1 for another address of the machine
+        listener.listen(64)
+        address = f"127.0.0.2:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield address
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a GCS whose HTTP/2 answers while it handles no call, in RAY_ADDRESS."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.2", 0))
+        listener.listen(64)
+        peers: list[socket.socket] = []
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    peers.append(listener.accept()[0])
+                    peers[-1].sendall(bytes(3) + b"\x04" + bytes(5))  # empty settings
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.2:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield address
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SLACK_S)
+        for peer in peers:
+            peer.close()
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[ProcessCluster]:
+    """A store whose only holder was killed, with its socket gone."""
+    with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S) as cluster:
+        cluster.kill_holder("h1")
+        (cluster.arena("h1").parent / "holder.sock").unlink(missing_ok=True)
+        yield cluster
+
+
+def refused(call: Callable[[], Any], limit_s: float) -> MemstoreError:
+    """Return the error of a call, which comes within its limit."""
+    began_s = time.monotonic()
+    with pytest.raises(MemstoreError) as caught:
+        call()
+    assert time.monotonic() - began_s < limit_s + SLACK_S
+    return caught.value
+
+
+def test_a_rank_connects_as_soon_as_its_holder_is_back(left: ProcessCluster, silent: str) -> None:
+    """Ray is not asked before the holder had its time, and holds up nobody when it is."""
+    config = left.config.with_fields({"connect_timeout_s": 60.0})
+    for delay_s in (1.0, memstore.client.connect.START_AFTER_S + 2.0):
+        back = threading.Timer(delay_s, left.start_holder, ("h1",))
+        back.start()
+        began_s = time.monotonic()
+        with memstore.connect("train", rank=0, world_size=1, config=config) as store:
+            assert time.monotonic() - began_s < 30.0
+            assert store.get() is None
+        back.join()
+        left.kill_holder("h1")
+        (left.arena("h1").parent / "holder.sock").unlink(missing_ok=True)
+
+
+def test_a_rank_whose_holder_stays_away_has_its_error_in_time(left: ProcessCluster, silent: str) -> None:
+    error = refused(lambda: memstore.connect("train", rank=0, world_size=1, config=left.config), LIMIT_S)
+    assert isinstance(error, PeerUnreachable)
+    assert f"within {LIMIT_S:g} s (connect_timeout_s)" in str(error)
+    assert f"Ray's GCS at {silent}" in str(error)
+
+
+def test_where_no_store_was_the_silent_ray_is_named(silent: str, tmp_path: Path) -> None:
+    config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
+    for call in (
+        lambda: memstore.connect("train", rank=0, world_size=2, config=config),
+        lambda: memstore.start(config),
+        lambda: memstore.stop(config=config),
+        lambda: memstore.status(address=silent, config=config),
+        lambda: memstore.reader("train", address=silent, config=config),
+    ):
+        error = refused(call, LIMIT_S)
+        assert isinstance(error, PeerTimeout | PeerUnreachable)
+        assert silent in str(error)
+
+
+def test_a_gcs_that_handles_no_call_is_given_up(hung: str, tmp_path: Path) -> None:
+    """That it speaks HTTP/2 is not enough: ray.init() would wait for it without a limit."""
+    config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
+    for call in (
+        lambda: wait_for_gcs(None, LIMIT_S, lambda _: None),  # first: it is what keeps the others from hanging
+        lambda: memstore.start(config),
+        lambda: memstore.reader("train", address=hung, config=config),
+        lambda: memstore.stop(config=config),
+    ):
+        assert hung in str(refused(call, LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_tls"), [("0", False), ("false", False), ("yes", False), ("1", True), ("True", True)]
+)
+def test_tls_is_on_for_what_ray_takes_for_on(
+    hung: str, monkeypatch: pytest.MonkeyPatch, value: str, is_tls: bool
+) -> None:
+    """Of a server of TLS any byte is an answer; of a plain one only that to a call is."""
+    monkeypatch.setenv("RAY_USE_TLS", value)
+    if is_tls:
+        wait_for_gcs(None, LIMIT_S, lambda _: None)
+    else:
+        assert hung in str(refused(lambda: wait_for_gcs(None, LIMIT_S, lambda _: None), LIMIT_S))
+
+
+def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
+    where = ["--store", f"t{secrets.token_hex(4)}", "--arena-dir", str(tmp_path)]
+    for typed, limit_s in (
+        (["up", "--timeout-s", "3"], 3.0), (["down"], 5.0), (["status", "--address", silent], 5.0),
+    ):  # fmt: skip
+        began_s = time.monotonic()
+        result = CliRunner().invoke(main, [*typed, *where])
+        assert time.monotonic() - began_s < limit_s + SLACK_S
+        assert result.exit_code == 1
+        said = " ".join(result.stderr.split())
+        assert f"waiting for Ray's GCS at {silent}" in said
+        assert f"does not answer, waited {limit_s:g} s" in said
+
+
+def test_a_ray_address_of_nobody_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.2", 0))  # bound and not listening
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{unused.getsockname()[1]}")
+        config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path))
+        for world_size in (1, 2):
+            error = refused(partial(memstore.connect, "train", rank=0, world_size=world_size, config=config), 10.0)
+            assert "correct RAY_ADDRESS" in str(error)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
+    """Of two holders on this machine the child's Ray node tells the rank's; the rank itself has not joined Ray."""
+    name = f"t{secrets.token_hex(4)}"
+    config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
+    fields = f"store={name!r}, arena_bytes={64 << 20}, interface='127.0.0.1'"
+    code = (
+        "import sys, memstore\n"
+        f"with memstore.connect('train', rank=0, world_size=1, config=memstore.Config({fields})) as store:\n"
+        "    store.put(0, {'a': 1}).wait('committed', 30)\n"
+        "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
+    )
+    with EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False) as cluster:
+        began_s = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.0?[0-9]+ s"):
+            memstore.start(config, timeout_s=0.1)  # its controller takes longer to start
+        assert time.monotonic() - began_s < SLACK_S
+        env = {**os.environ, "RAY_ADDRESS": cluster.address}
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        status = memstore.status(config=config)
+        assert [host["status"] for host in status.hosts] == ["live", "live"]
+        assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("train", 0)]
+        mistyped = Config(store=f"{name}x")
+        run = subprocess.run(
+            [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
+        assert f"job 'train' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
+        assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
+        memstore.stop(config=mistyped, keep_data=False, force=True)
+        remove_leftovers(mistyped)
+
+
+def test_a_cluster_that_wants_a_token_is_told_from_one_that_is_not_there() -> None:
+    """Ray says "Failed to connect" of both; the reason is in what that was raised from."""
+    deep = RuntimeError("Failed to connect to GCS. Last connection error: RPC error: InvalidAuthToken: missing")
+    error = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
+    assert not wants_token(error)
+    error.__cause__ = deep
+    assert wants_token(error)
+
+
+LOCAL_RAY = """
+import random
+from memstore.admin.cluster import create_local_ray
+random.seed(7)
+create_local_ray()
+drawn = random.random()
+random.seed(7)
+assert drawn == random.random()
+"""
+
+
+def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> None:
+    """A script that seeds, then connects, trains on the same numbers whether or not Ray ran before."""
+    run = subprocess.run([sys.executable, "-c", LOCAL_RAY], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,84 @@
+"""Saved on four ranks through DCP, a host lost, loaded on other numbers of ranks: as stock DCP does (R22, R27)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.ranks.dcp_ranks import DcpFleet, run
+from memstore.testing.ranks.rank_process import RankNursery
+
+PROGRAM = Path(__file__).with_name("dcp_programs.py")
+HOSTS = ("h1", "h2", "h3", "h4")
+SEATS = {2: "h1 h2", 3: "h1 h2 h3", 4: "h1 h2 h3 h4", 6: "h1 h2 h3 h1 h2 h3", 8: "h1 h2 h3 h1 h2 h3 h1 h2"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, dcp_nursery: RankNursery) -> Iterator[tuple[DcpFleet, Path]]:
+    """One step of four ranks on four hosts, one host lost with its memory; and the same in stock DCP's files."""
+    folder = tmp_path_factory.mktemp("dcp")
+    with ProcessCluster(folder / "cluster", {host: {} for host in HOSTS}) as cluster:
+        fleet = DcpFleet(cluster, dcp_nursery, PROGRAM, folder)
+        ranks = fleet.launch(HOSTS)
+        replies = run(ranks, "save", step=1, stock=str(folder / "stock"))
+        assert {reply["level"] for reply in replies} == {"committed"}
+        fleet.leave(ranks)
+        cluster.lose_host("h4")
+        yield fleet, folder / "stock"
+        dcp_nursery.kill_all()
+
+
+@pytest.mark.parametrize("world_size", [3, 2, pytest.param(6, marks=pytest.mark.long), 8])
+def test_what_is_loaded_is_what_stock_dcp_loads(saved: tuple[DcpFleet, Path], world_size: int) -> None:
+    """DTensors of every placement, FSDP2 and FSDP2 x TP models, AdamW state by name: equal bit for bit everywhere."""
+    fleet, stock = saved
+    ranks = fleet.launch(SEATS[world_size].split())
+    replies = run(ranks, "compare", seed=7, stock=str(stock))
+    fleet.leave(ranks)
+    assert [reply["differing"] for reply in replies] == [[]] * world_size
+    assert {reply["step"] for reply in replies} == {1}
+    changed = set().union(*(reply["changed"] for reply in replies))
+    assert {".placed.few", ".placed.uneven", ".fsdp_tp.optim.state.1.up.weight.exp_avg_sq"} < changed
+    assert len(changed) > 65  # all but what is empty, or the same for every seed
+
+
+def test_training_goes_on_with_any_number_of_ranks(tmp_path: Path, dcp_nursery: RankNursery) -> None:
+    """2 ranks save, 8 go on, then 3, then 2: every launch adopts the last step, and has room for its own (R10, R27)."""
+    with ProcessCluster(tmp_path / "cluster", {host: {} for host in HOSTS[:3]}) as cluster:
+        fleet = DcpFleet(cluster, dcp_nursery, PROGRAM, tmp_path)
+        ranks = fleet.launch(["h1", "h2"])
+        run(ranks, "save", step=1, what="placed")
+        fleet.leave(ranks)
+        for step, world_size in ((2, 8), (3, 3), (4, 2)):
+            ranks = fleet.launch(SEATS[world_size].split())
+            for reply in run(ranks, "shift", seed=step - 1, step=step):
+                assert reply["level"] == "committed"
+                assert reply["before"] == {"step": step - 1, "differing": []}
+                assert reply["after"] == {"step": step, "differing": []}
+            fleet.leave(ranks)
+        dcp_nursery.kill_all()
+
+
+def test_a_step_cut_off_in_mid_replication_is_passed_over_on_all_ranks(
+    tmp_path: Path, dcp_nursery: RankNursery
+) -> None:
+    """The newest step's copies are not whole: three ranks all load the one before, whole and right (R24)."""
+    with ProcessCluster(tmp_path / "cluster", {host: {} for host in HOSTS}) as cluster:
+        fleet = DcpFleet(cluster, dcp_nursery, PROGRAM, tmp_path, keep_steps=2)
+        ranks = fleet.launch(HOSTS)
+        run(ranks, "save", step=1, what="placed")
+        cluster.signal_holder("h2", signal.SIGSTOP)
+        run(ranks, "save", step=2, what="placed", wait=None)
+        holds = [host for host in HOSTS if host != "h2"]
+        wait_for(lambda: any(len(cluster.inventory(h)["manifests"]) > 2 for h in holds), "copies of step 2")
+        fleet.kill(ranks)
+        cluster.lose_host("h2")
+        ranks = fleet.launch(["h1", "h3", "h4"])
+        replies = run(ranks, "check", seed=1)
+        fleet.leave(ranks)
+        dcp_nursery.kill_all()
+    assert replies == [{"step": 1, "differing": []}] * 3

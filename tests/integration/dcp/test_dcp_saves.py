@@ -1,0 +1,204 @@
+"""DCP saves of four ranks on four hosts: in threads and processes, in part, twice at once, and when one fails."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memstore.core.format.manifest import decode_manifest
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.ranks.dcp_ranks import DcpFleet, outcomes, run
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
+
+PROGRAM = Path(__file__).with_name("dcp_programs.py")
+HOSTS = ("h1", "h2", "h3", "h4")
+JOBS = itertools.count()
+CHUNK_BYTES = 64 << 10
+
+
+class Site:
+    """Four ranks of one job; `steps` counts up, whatever became of the step before."""
+
+    def __init__(self, cluster: ProcessCluster, nursery: RankNursery, folder: Path, **job_fields: Any) -> None:
+        self.cluster = cluster
+        self.fleet = DcpFleet(cluster, nursery, PROGRAM, folder, job=f"job{next(JOBS)}", **job_fields)
+        self.ranks: list[RankProcess] = self.fleet.launch(HOSTS)
+        run(self.ranks, "agree")
+        self.steps = itertools.count(1)
+
+    def save(self, name: str = "save", **arguments: Any) -> int:
+        """Save the next step, which goes well."""
+        step = next(self.steps)
+        replies = run(self.ranks, name, step=step, **arguments)
+        assert {reply.get("level", "committed") for reply in replies} == {"committed"}
+        return step
+
+    def save_fails(self, name: str, **arguments: Any) -> list[str]:
+        """Save the next step, which fails on every rank; return what each raised."""
+        found = outcomes(self.ranks, name, step=next(self.steps), **arguments)
+        return [str(failed) for failed in found if isinstance(failed, RankFailed)]
+
+    def check(self, step: int, what: str = "placed") -> None:
+        """Every rank loads the step as it was."""
+        replies = run(self.ranks, "check", seed=step, step=step, what=what)
+        assert replies == [{"step": step, "differing": []}] * len(HOSTS)
+
+    def check_no_leak(self) -> None:
+        """The ranks leave; then every slot of every host is free, or holds what a manifest names."""
+        run(self.ranks, "end_save_process")
+        self.fleet.leave(self.ranks)
+        for host in HOSTS:
+            wait_for(lambda h=host: _is_clean(self.cluster, h), f"nothing but stored chunks on {host}")  # type: ignore[misc]
+
+
+def _is_clean(cluster: ProcessCluster, host: str) -> bool:
+    folder = cluster.arena(host)
+    table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+    used = table[table["state"] != SlotState.FREE]
+    manifests = [data for name, data in cluster.manifests(host).items() if not name.startswith(".")]
+    named = {chunk.digest for data in manifests for chunk in decode_manifest(data).chunks}
+    return set(used["state"].tolist()) <= {SlotState.SEALED} and set(used["digest"].tolist()) == named
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    hosts: dict[str, dict[str, str]] = {host: {} for host in HOSTS}
+    with ProcessCluster(tmp_path_factory.mktemp("dcp") / "cluster", hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def site(cluster: ProcessCluster, dcp_nursery: RankNursery, tmp_path: Path) -> Iterator[Site]:
+    yield Site(cluster, dcp_nursery, tmp_path, stall_budget_s=2.0)
+    dcp_nursery.kill_all()
+
+
+def test_async_save_in_a_thread_copies_the_state_as_it_was(site: Site) -> None:
+    """Training overwrites the state while it is saved: what is loaded is what it was; step after step (R11)."""
+    for _ in range(3):
+        step = site.save(what="placed", how="thread")
+    site.check(step)
+    site.check_no_leak()
+
+
+def test_async_save_in_a_process_adopts_what_was_staged(site: Site) -> None:
+    """Every rank's save process hands over what its rank staged; one that is killed fails its save, on every rank.
+
+    The next save, in a new process, goes on, and no slot is lost (R8, R20).
+    """
+    site.save(what="placed", how="process")
+    step = site.save(what="placed", how="process")
+    site.check(step)
+    failures = site.save_fails("save_then_lose_process", bad_rank=2)
+    assert len(failures) == len(HOSTS)
+    step = site.save(what="placed", how="thread")
+    site.check(step)
+    site.check_no_leak()
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+def test_equal_tensors_are_stored_once(site: Site, how: str) -> None:
+    """DCP's planner gives each replicated tensor to one rank; the others' staged copies take no room."""
+    step = site.save(what="replicas", how=how)
+    site.check(step, "replicas")
+    job = site.cluster.job(site.fleet.job)
+    assert job is not None
+    files = [data for h in HOSTS for name, data in site.cluster.manifests(h).items() if not name.startswith(".")]
+    shards = {manifest.shard: manifest for manifest in map(decode_manifest, files)}
+    stored = sum(m.nbytes for shard, m in shards.items() if (shard.job, shard.step) == (site.fleet.job, step))
+    whole = 8 * 500 * 100 * 4
+    assert whole <= stored < whole + (len(HOSTS) + 8) * CHUNK_BYTES  # staged ones lie on borders of chunks
+
+
+def test_a_part_of_a_state_moves_a_part_of_the_chunks(site: Site) -> None:
+    """Two small tensors out of a large state: only the chunks in which they lie are brought here (R27)."""
+    step = site.save(what="placed")
+    whole = run(site.ranks, "load_parts", seed=step, step=step, names=["large", "shard0", "hsdp"])
+    parts = run(site.ranks, "load_parts", seed=step, step=step, names=["shard0", "hsdp"])
+    assert [reply["differing"] for reply in (*whole, *parts)] == [[]] * 8
+    assert all(0 < reply["nbytes"] <= 4 * CHUNK_BYTES for reply in parts)  # the metadata's, too
+    assert all(reply["nbytes"] > 250_000 for reply in whole)
+
+
+@pytest.mark.parametrize(
+    ("bad_rank", "is_async"),
+    [
+        (0, False),
+        (2, True),
+        pytest.param(0, True, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all(site: Site, bad_rank: int, is_async: bool) -> None:
+    """All ranks see CheckpointException with the cause; the step is not committed; the next saves work (R12)."""
+    before = site.save(what="placed")
+    for _ in range(3):
+        failures = site.save_fails("save_faulty", bad_rank=bad_rank, is_async=is_async)
+        assert len(failures) == len(HOSTS)
+        assert all("CheckpointException" in text and "the planner failed" in text for text in failures)
+    site.check(before)
+    step = site.save(what="placed", how="thread")
+    site.check(step)
+    site.check_no_leak()
+
+
+def test_a_rank_without_room_or_with_nonsense_fails_the_save_on_all(site: Site) -> None:
+    """No room within the stall budget, and a tensor that cannot be stored: told on all ranks, and got over."""
+    site.save(what="placed")
+    failures = site.save_fails("save_without_room", bad_rank=1)
+    assert len(failures) == len(HOSTS)
+    assert all("no room within 2 s" in text for text in failures)
+    failures = site.save_fails("save_unsupported", bad_rank=3)
+    assert len(failures) == len(HOSTS)
+    step = site.save("put_plain")
+    assert step == 4
+    site.check(site.save(what="placed"))
+    site.check_no_leak()
+
+
+def test_saves_that_do_not_wait(site: Site) -> None:
+    """wait=None ends before the commit; two saves at once, over groups of their own, both end well."""
+    site.check(site.save("save_without_wait"))
+    first = next(site.steps)
+    replies = run(site.ranks, "save_twice", first=first)
+    assert {reply["levels"][-1] for reply in replies} == {"committed"}
+    assert next(site.steps) == first + 1
+    site.check(first + 1)
+    site.check_no_leak()
+
+
+@pytest.mark.parametrize("options", [{"use_collectives": False}, {"no_dist": True}], ids=["no collectives", "no dist"])
+def test_ranks_that_save_for_themselves_load_what_they_saved(site: Site, options: dict[str, bool]) -> None:
+    """Without a plan of all ranks every rank's own metadata is read again, never another's."""
+    step = site.save("save_alone", **options)
+    loading = {name: value for name, value in options.items() if name == "no_dist"}
+    replies = run(site.ranks, "load_alone", step=step, **loading)
+    assert [reply["differing"] for reply in replies] == [[]] * len(HOSTS)
+
+
+def test_a_group_of_some_ranks_saves_while_the_others_put(site: Site) -> None:
+    """The coordinator is not rank 0; every rank of the job can load what the group saved."""
+    replies = run(site.ranks, "save_in_group", step=next(site.steps), members=[1, 3])
+    assert [reply["differing"] for reply in replies] == [[]] * len(HOSTS)
+
+
+@pytest.mark.parametrize("members", [[1, 3], [0], [2]], ids=str)
+def test_some_ranks_that_would_wait_for_the_others_are_refused_as_they_plan(site: Site, members: list[int]) -> None:
+    """On all ranks of the group, with both numbers; the next save of all is as ever."""
+    failures = site.save_fails("save_in_group_and_wait", members=members)
+    assert len(failures) == len(members)
+    assert all(f"{len(members)} of the 4 ranks" in text and "wait=None" in text for text in failures)
+    site.check(site.save(what="placed"))
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> None:
+    """Where a put would skip its step: a save that waits for its commit has nobody to tell."""
+    first = next(site.steps)
+    run(site.ranks, "save_and_outgrow", step=first, how=how)

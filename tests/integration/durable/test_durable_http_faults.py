@@ -1,0 +1,193 @@
+"""Object storage that fails, cuts, loses answers, is full or forbids: over HTTP, on a real S3 server (R25, R31)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memstore.cli.lifecycle import check_writable
+from memstore.core.durable.paths import MARKER
+from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
+from memstore.shell.durable import objects as durable_objects
+from memstore.shell.durable.tier import PartsTier, files_from_url
+from memstore.testing.data.durable_steps import (
+    CHUNK,
+    JOB,
+    lineage_of,
+    names_of,
+    payload_of,
+    read_payload,
+    shard_of,
+    spec_of,
+    write_part,
+    write_slice,
+    write_step,
+)
+from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
+from recovery.inventory import DurableMarker, StepId
+
+pytest.importorskip("obstore")
+NUMBERS = itertools.count()
+NBYTES = 3 * CHUNK + 7
+DENIED = b"<Error><Code>AccessDenied</Code></Error>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpFaults]:
+    with S3Server(tmp_path_factory.mktemp("s3")) as server, HttpFaults(server.port) as faults:
+        server.make_bucket("bucket")
+        yield faults
+
+
+@pytest.fixture
+def faults(proxy: HttpFaults, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaults]:
+    """The way to the server; obstore tries a request 4 times in all."""
+    for name, value in server_environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(durable_objects, "_RETRIES", 3)
+    monkeypatch.setattr(durable_objects, "_BACKOFF_S", (0.01, 0.1))
+    durable_objects._store.cache_clear()
+    yield proxy
+    proxy.clear()
+    durable_objects._store.cache_clear()
+
+
+@pytest.fixture
+def tier(faults: HttpFaults) -> PartsTier:
+    return PartsTier(files_from_url(f"s3://bucket/folder-{next(NUMBERS)}"))
+
+
+def puts(faults: HttpFaults) -> list[str]:
+    """The names that were put, in order."""
+    return [path.rpartition("/")[2] for method, path, _, _ in faults.seen if method == "PUT"]
+
+
+def test_every_byte_is_put_once_and_the_marker_last(tier: PartsTier, faults: HttpFaults) -> None:
+    """Without faults each slice is one request, the marker the last one."""
+    write_step(tier, 1, ranks=1)
+    assert puts(faults) == [*names_of(shard_of(1)), MARKER]
+    payload = sum(nbytes for method, path, _, nbytes in faults.seen if method == "PUT" and "rank-" in path)
+    assert NBYTES < payload < NBYTES + 300
+
+
+@pytest.mark.parametrize("kind", ["status", "hang-up", "lose-reply"])
+def test_a_request_that_fails_is_tried_again(tier: PartsTier, faults: HttpFaults, kind: str) -> None:
+    """500s, connections that end and answers that are lost: the step is written and read all the same."""
+    faults.add("PUT", names_of(shard_of(1))[0], kind=kind, times=2)
+    faults.add("PUT", MARKER, kind=kind)
+    faults.add("GET", "rank-0.1.", kind=kind)
+    marker = write_step(tier, 1, ranks=1)
+    assert read_payload(tier, shard_of(1), marker.specs[0]) == payload_of(shard_of(1), NBYTES)
+    assert tier.markers(JOB) == ([marker], [])
+    assert [rule.times for rule in faults.rules] == [0, 0, 0]
+
+
+def test_a_server_that_goes_on_failing_is_no_evidence_about_the_bytes(tier: PartsTier, faults: HttpFaults) -> None:
+    """TransportError for writes, reads and lists alike; when it is over everything is as it was (R25)."""
+    marker = write_step(tier, 1, ranks=1)
+    tier.files._readers.clear()  # type: ignore[attr-defined]
+    for method in ("GET", "PUT", "HEAD"):
+        faults.add(method, "", kind="status", status=503, times=100)
+    view = memoryview(bytearray(CHUNK))
+    for call in (
+        lambda: tier.read_chunk_into(shard_of(1), marker.specs[0], 0, view),
+        lambda: tier.markers(JOB),
+        lambda: write_part(tier, shard_of(2)),
+    ):
+        with pytest.raises(TransportError):
+            call()
+    faults.clear()
+    assert tier.markers(JOB) == ([marker], [])
+    assert read_payload(tier, shard_of(1), marker.specs[0]) == payload_of(shard_of(1), NBYTES)
+
+
+def test_a_body_that_ends_early_is_never_taken_for_the_whole(tier: PartsTier, faults: HttpFaults) -> None:
+    """A truncated answer is asked for again, or is a TransportError: never short bytes, never evidence."""
+    marker = write_step(tier, 1, ranks=1, nbytes=8 * CHUNK)  # chunks that lie behind what is read at the opening
+    faults.add("GET", "rank-0.", kind="truncate", times=1)
+    assert read_payload(tier, shard_of(1), marker.specs[0]) == payload_of(shard_of(1), 8 * CHUNK)
+    faults.add("GET", "rank-0.", kind="truncate", times=1000)
+    view = memoryview(bytearray(CHUNK))
+    with pytest.raises(TransportError):
+        tier.read_chunk_into(shard_of(1), marker.specs[0], 1, view)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (403, DENIED, ConfigError),
+        (401, DENIED, ConfigError),
+        (404, b"<Error><Code>NoSuchBucket</Code></Error>", ConfigError),
+        (507, b"<Error><Code>InsufficientStorage</Code></Error>", CapacityError),
+        (403, b"<Error><Code>QuotaExceeded</Code></Error>", CapacityError),
+        (400, b"<Error><Code>EntityTooLarge</Code></Error>", TransportError),
+    ],
+)
+def test_refusals_say_what_they_prove(
+    tier: PartsTier, faults: HttpFaults, status: int, body: bytes, expected: type[MemstoreError]
+) -> None:
+    """Forbidden and missing are for a person to mend, full is full; the place is named and no credential is."""
+    faults.add("PUT", "rank-0.", kind="status", status=status, body=body, times=10)
+    with pytest.raises(expected, match="rank-0") as caught:
+        write_part(tier, shard_of(1))
+    assert "s3://bucket/" in str(caught.value)
+    assert "Signature" not in str(caught.value)
+
+
+def test_a_part_that_is_gone_is_evidence(tier: PartsTier) -> None:
+    """An object that somebody removed is an IntegrityError: the planner may turn to an older step (R25)."""
+    import obstore
+
+    marker = write_step(tier, 1, ranks=1)
+    obstore.delete(tier.files.store, f"{JOB}/1/1/{names_of(shard_of(1))[1]}")  # type: ignore[attr-defined]
+    with pytest.raises(IntegrityError, match="gone"):
+        read_payload(tier, shard_of(1), marker.specs[0])
+
+
+def test_a_late_write_of_an_abandoned_order_replaces_nothing(tier: PartsTier, faults: HttpFaults) -> None:
+    """A PUT that hangs on the way arrives after another host wrote the slice and the marker: the step is as it was."""
+    held = faults.add("PUT", "rank-0.0.", kind="wait")
+    late: list[object] = []
+    writer = threading.Thread(target=lambda: late.append(write_slice(tier, shard_of(1), 0)))
+    writer.start()
+    while not faults.seen:  # the request is at the proxy, which holds it
+        held.gate.wait(0.01)
+    write_part(tier, shard_of(1))
+    spec = spec_of(shard_of(1), NBYTES, 1)
+    marker = DurableMarker(StepId(1, 1), 1, {0: spec})
+    tier.write_marker(JOB, marker, lineage_of(1))
+    held.gate.set()
+    writer.join(60)
+    assert late[0] is not None
+    assert tier.markers(JOB) == ([marker], [])
+    assert read_payload(tier, shard_of(1), spec) == payload_of(shard_of(1), NBYTES)
+
+
+def test_a_server_that_is_gone_in_the_middle_is_a_transport_error(
+    tmp_path: Path, faults: HttpFaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between two slices: the write ends within its retries and says that nothing is known."""
+    with S3Server(tmp_path) as server:
+        server.make_bucket("bucket")
+        for name, value in server_environment(server.port).items():
+            monkeypatch.setenv(name, value)
+        durable_objects._store.cache_clear()
+        tier = PartsTier(files_from_url("s3://bucket/x"))
+        assert write_slice(tier, shard_of(1), 0) is not None
+        server.stop()
+        with pytest.raises(TransportError):
+            write_slice(tier, shard_of(1), 1)
+        with pytest.raises(TransportError):
+            tier.markers(JOB)
+
+
+def test_up_refuses_a_bucket_it_cannot_write(faults: HttpFaults) -> None:
+    """--durable-check takes URLs: the message names the place and the remedy, and a bucket that is there passes."""
+    check_writable("s3://bucket/x")
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/x.*create the bucket"):
+        check_writable("s3://no-such-bucket/x")
+    assert any("no-such-bucket" in path for _, path, _, _ in faults.seen)

@@ -1,0 +1,396 @@
+"""Committed steps as files of stock libraries: loaded by those libraries and compared bit for bit (R7, R14)."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.tensor import Replicate, Shard
+
+from memstore.cli import main
+from memstore.client.connect import reader
+from memstore.client.store import Store
+from memstore.exchange.dcp_folder import write_dcp
+from memstore.exchange.exporting import FORMATS
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.data.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, save, sharded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """Two hosts; the ranks of all tests sit on the first, which the tests' environment names."""
+    labels = {"memstore": "replica"}
+    with ProcessCluster(tmp_path_factory.mktemp("store"), {"h1": labels, "h2": labels}, arena_bytes=192 << 20) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _on_h1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+
+
+def export(cluster: ProcessCluster, job: str, target: Path, *options: str, step: str = "7") -> dict[str, Any]:
+    """Run `memstore export`; return its JSON."""
+    command = ["export", job, step, str(target), *options, "--json", "--store", cluster.config.store]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    note: dict[str, Any] = json.loads(result.stdout)
+    assert json.loads((target / "memstore.json").read_text()).items() <= note.items()
+    return note
+
+
+def refused(cluster: ProcessCluster, job: str, target: Path, *options: str, step: str = "7") -> str:
+    """Run an export that must fail and leave nothing; return what it said."""
+    before = sorted(target.parent.iterdir())
+    command = ["export", job, step, str(target), *options, "--store", cluster.config.store]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1, result.output
+    assert sorted(target.parent.iterdir()) == before
+    return result.stderr
+
+
+def pins(cluster: ProcessCluster, job: str) -> list[str]:
+    """The names of a job's pins."""
+    with reader(job, config=cluster.config) as source:
+        return source.pins()
+
+
+def test_torch_files_hold_what_each_rank_put(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """One file per rank; weights_only=True reads it, and ties, strides, payloads and types are as they were put."""
+    tied = torch.arange(6.0)
+    order = collections.OrderedDict(a=tied, b=tied)
+    states = [{"model": {**odd_tensors(r), "tied": order}, "step": 7, "lr": 1e-3, "name": "x" * 9} for r in range(2)]
+    put(cluster, "files", states)
+    note = export(cluster, "files", tmp_path / "out", "--format", "torch")
+    assert [file["file"] for file in note["files"]] == ["rank_00000.pt", "rank_00001.pt"]
+    for rank, file in enumerate(note["files"]):
+        assert file["unsafe_globals"] == []
+        got = torch.load(tmp_path / "out" / file["file"], weights_only=True)
+        assert {k: v for k, v in got.items() if k != "model"} == {"step": 7, "lr": 1e-3, "name": "x" * 9}
+        for name, tensor in odd_tensors(rank).items():
+            assert bits(got["model"][name]) == bits(tensor), name
+            assert (got["model"][name].dtype, got["model"][name].shape) == (tensor.dtype, tensor.shape)
+        assert got["model"]["tied"]["a"].data_ptr() == got["model"]["tied"]["b"].data_ptr()
+
+
+def test_of_two_attempts_with_one_step_number_the_named_one_is_written(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """--attempt takes the step that a fresh start left behind; without it the step is the lineage's."""
+    put(cluster, "attempts", [{"w": torch.zeros(4)}])
+    with reader("attempts", config=cluster.config) as source:
+        source.pin(7, "first")
+
+    def again(store: Store, rank: int) -> None:
+        store.put(7, {"w": torch.ones(4)}).wait("committed", WAIT_S)
+
+    as_ranks(cluster, "attempts", 1, again, fresh=True)
+    for attempt, value, options in ((1, 0.0, ["--attempt", "1"]), (2, 1.0, ["--attempt", "2"]), (2, 1.0, [])):
+        target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        assert export(cluster, "attempts", target, "--format", "torch", *options)["attempt"] == attempt
+        got = torch.load(target / "rank_00000.pt", weights_only=True)
+        assert torch.equal(got["w"], torch.full((4,), value))
+    assert "attempt 9" in refused(cluster, "attempts", tmp_path / "none", "--format", "torch", "--attempt", "9")
+
+
+def test_a_step_of_shards_is_refused_and_says_how_to_read_it(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """No format knows of a shared state that only some ranks' shards hold; nothing is left behind, no pin (R34)."""
+
+    def work(store: Store, rank: int) -> None:
+        store.put(7, {"w": torch.ones(4)}, own={"rank": rank}).wait("committed", WAIT_S)
+
+    as_ranks(cluster, "shards", 2, work, shard=0, shards=1)
+    for options in [["--format", name] for name in FORMATS] + [["--format", "dcp", "--rank", "1"]]:
+        said = refused(cluster, "shards", tmp_path / "out", *options)
+        assert "step 7 was put with connect(shard=, shards=), and such a step cannot be exported" in said
+        assert "memstore.reader('shards').get(7, rank=r)" in said
+    assert not pins(cluster, "shards")
+    with reader("shards", config=cluster.config) as source:
+        got = source.get(7, rank=1)
+    assert torch.equal(got.state["w"], torch.ones(4))
+    assert got.own == {"rank": 1}
+
+
+def test_torch_files_name_what_weights_only_refuses(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """numpy objects come back too, by weights_only=False, and the report says so beforehand; --rank writes one file."""
+    put(cluster, "arrays", [{"a": np.arange(5.0), "rank": r} for r in range(2)])
+    note = export(cluster, "arrays", tmp_path / "out", "--format", "torch", "--rank", "1")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["memstore.json", "rank_00001.pt"]
+    assert any("numpy" in name for name in note["files"][0]["unsafe_globals"])
+    got = torch.load(tmp_path / "out" / "rank_00001.pt", weights_only=False)
+    assert got["rank"] == 1
+    assert np.array_equal(got["a"], np.arange(5.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements"),
+    [((1,), [Shard(0)]), ((2,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]),
+     ((2, 2), [Replicate(), Shard(0)])],
+)  # fmt: skip
+def test_dtensors_become_one_global_tensor_that_stock_dcp_loads(
+    cluster: ProcessCluster, tmp_path: Path, shape: tuple[int, ...], placements: list[Any]
+) -> None:
+    """dcp.load fills plain tensors, and DTensors of another mesh, with the very bits of what was distributed."""
+    full = {"w": odd_tensors(3)["nans"], "uneven": torch.randn(5, 6), "big": torch.randn(128, 300)}
+    count = math.prod(shape)
+    job = f"mesh{count}-{len(shape)}-{placements[0].is_shard()}"
+    states = [{"model": sharded(full, r, shape, placements), "step": 7, "seed": r} for r in range(count)]
+    put(cluster, job, states)
+    note = export(cluster, job, tmp_path / "out", "--format", "dcp")
+    assert note["per_rank"] == ([f"rank{r:05d}.seed" for r in range(count)] if count > 1 else [])
+
+    state: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in full.items()}, "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["step"] == 7
+    for name, tensor in full.items():
+        assert bits(state["model"][name]) == bits(tensor), name
+
+    other = sharded({name: torch.zeros_like(t) for name, t in full.items()}, 1, (3,), [Shard(0)])
+    dcp.load({"model": other}, checkpoint_id=tmp_path / "out", no_dist=True)
+    wanted = sharded(full, 1, (3,), [Shard(0)])
+    for name in full:
+        assert bits(other[name].to_local()) == bits(wanted[name].to_local()), name
+
+
+def test_what_ranks_share_stands_once_and_what_differs_once_per_rank(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Equal tensors and objects stand once, whichever ranks have them; others by rank; dcp.load reads both."""
+    shared = torch.randn(40_000)
+
+    def state(rank: int) -> dict[str, Any]:
+        own = {"rng": torch.full((40_000,), float(rank)), "nan": float("nan"), "zero": -0.0 if rank else 0.0}
+        return {"early": own, "shared": shared, "list": [1, {"t": torch.ones(3)}], f"only{rank}": torch.ones(2)}
+
+    put(cluster, "shared", [state(rank) for rank in range(2)])
+    note = export(cluster, "shared", tmp_path / "out", "--format", "dcp")
+    assert note["per_rank"] == [f"rank0000{r}.early.{n}" for n in ("rng", "zero") for r in range(2)]
+    names = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert set(names) == {
+        *note["per_rank"], "early.nan", "shared", "list.0", "list.1.t", "only0", "only1"
+    }  # fmt: skip
+    got: dict[str, Any] = {"shared": torch.zeros(40_000), "rank00001": {"early": {"rng": torch.zeros(40_000)}}}
+    got |= {"list": [0, {"t": torch.zeros(3)}]}
+    dcp.load(got, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert bits(got["shared"]) == bits(shared)
+    assert torch.equal(got["rank00001"]["early"]["rng"], torch.ones(40_000))
+    assert got["list"] == [1, {"t": pytest.approx(torch.ones(3))}]
+
+    one = export(cluster, "shared", tmp_path / "one", "--format", "dcp", "--rank", "1")
+    assert one["per_rank"] == []
+    got = {"early": {"rng": torch.zeros(40_000)}}
+    dcp.load(got, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert torch.equal(got["early"]["rng"], torch.ones(40_000))
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements"), [((1,), [Shard(0)]), ((2,), [Shard(0)]), ((2, 2), [Replicate(), Shard(1)])]
+)
+def test_a_step_saved_through_dcp_becomes_a_stock_dcp_directory(
+    cluster: ProcessCluster, tmp_path: Path, shape: tuple[int, ...], placements: list[Any]
+) -> None:
+    """The metadata is the step's own, and every tensor and object of it loads, whole or onto another mesh."""
+    full = {"w": odd_tensors(5)["nans"], "uneven": torch.randn(5, 6), "big": torch.randn(128, 300)}
+    plain = odd_tensors(6)
+    count = math.prod(shape)
+    job = f"saved{count}-{len(shape)}"
+    states = [{"model": sharded(full, r, shape, placements), "odd": plain, "step": 7} for r in range(count)]
+    save(cluster, job, states)
+    note = export(cluster, job, tmp_path / "out", "--format", "dcp", step="latest")
+    assert (note["step"], note["put_by"], note["world_size"]) == (7, "dcp", count)
+
+    state: dict[str, Any] = {
+        "model": {name: torch.zeros_like(t) for name, t in full.items()},
+        "odd": {name: torch.zeros_like(t.contiguous()) for name, t in plain.items()}, "step": 0,
+    }  # fmt: skip
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["step"] == 7
+    for name, tensor in [*full.items(), *plain.items()]:
+        assert bits((state["model"] if name in full else state["odd"])[name]) == bits(tensor), name
+    other = sharded({name: torch.zeros_like(t) for name, t in full.items()}, 1, (3,), [Shard(0)])
+    dcp.load({"model": other}, checkpoint_id=tmp_path / "out", no_dist=True)
+    wanted = sharded(full, 1, (3,), [Shard(0)])
+    assert all(bits(other[name].to_local()) == bits(wanted[name].to_local()) for name in full)
+    assert "dcp_to_torch" in refused(cluster, job, tmp_path / "torch", "--format", "torch")
+
+
+def test_safetensors_hold_the_global_tensors_and_name_what_is_left_out(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Put together from the ranks' parts, cut into files of bounded size with an index; read by the stock library."""
+    stock = pytest.importorskip("safetensors.torch")
+    full = {"a": torch.randn(300, 40), "b": odd_tensors(3)["nans"], "c": torch.randn(300, 40)}
+    rest = {"odd": odd_tensors(4), "wide": torch.ones(2, dtype=torch.complex128), "step": 7}
+    states: list[Any] = [{"model": sharded(full, r, (2,), [Shard(0)]), **rest} for r in range(2)]
+    put(cluster, "weights", states)
+    note = export(cluster, "weights", tmp_path / "all", "--format", "safetensors")
+    assert set(note["left_out"]) == {"step", "wide"}
+    got = stock.load_file(tmp_path / "all" / "model.safetensors")
+    assert set(got) == {*(f"model.{name}" for name in full), *(f"odd.{name}" for name in odd_tensors(4))}
+    for name, tensor in full.items():
+        assert bits(got[f"model.{name}"]) == bits(tensor)
+    for name, tensor in odd_tensors(4).items():
+        assert (bits(got[f"odd.{name}"]), got[f"odd.{name}"].shape) == (bits(tensor), tensor.shape)
+
+    options = ("--format", "safetensors", "--prefix", "model.", "--file-bytes", "50KB")
+    note = export(cluster, "weights", tmp_path / "cut", *options)
+    assert note["files"] == 3
+    assert "does not begin with" in note["left_out"]["odd.half"]
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
+    assert set(index["weight_map"]) == set(full)
+    for name, file in index["weight_map"].items():
+        assert bits(stock.load_file(tmp_path / "cut" / file)[name]) == bits(full[name])
+    assert "no tensor" in refused(cluster, "weights", tmp_path / "no", *options[:3], "absent.")
+
+
+def test_names_that_safetensors_cannot_hold_are_refused_or_left_out_with_the_reason(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    """The header's own name, and none; under a prefix they are other names."""
+    ones = torch.ones(4)
+    put(cluster, "names", [{"__metadata__": ones, "": ones, "w": ones, "m": {"__metadata__": ones, "x": ones}}])
+    said = refused(cluster, "names", tmp_path / "out", "--format", "safetensors")
+    assert "'__metadata__' cannot be written" in said
+    assert "--prefix" in said
+    said = refused(cluster, "names", tmp_path / "out", "--format", "safetensors", "--prefix", "m.")
+    assert "'m.__metadata__' cannot be written" in said
+    put(cluster, "nameless", [{"": ones, "w": ones}])
+    assert export(cluster, "nameless", tmp_path / "a", "--format", "safetensors")["left_out"] == {"": "it has no name"}
+    said = refused(cluster, "nameless", tmp_path / "b", "--format", "safetensors", "--prefix", "w")
+    assert "no tensor" in said
+
+
+STOPPED = """
+import signal
+import sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests in the background ignores it
+import memstore.exchange.exporting as exporting
+from memstore.client.connect import reader
+from memstore.cli import main
+
+real = exporting.write_dcp
+
+def write(view, folder):
+    real(view, folder)
+    print("written", flush=True)
+    sys.stdin.read()
+
+exporting.write_dcp = write
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_export_that_is_ended_leaves_no_target(cluster: ProcessCluster, tmp_path: Path, sig: signal.Signals) -> None:
+    """Everything was written and nothing renamed: no target, and the next export removes what a kill left."""
+    put(cluster, f"ended{sig}", [{"w": torch.ones(100_000)}])
+    target = tmp_path / "out"
+    command = ["export", f"ended{sig}", "7", str(target), "--format", "dcp", "--store", cluster.config.store]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cluster.env("h1")
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    process.send_signal(sig)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    left = [path.name for path in tmp_path.iterdir()]
+    assert target.name not in left
+    assert len(left) == len(pins(cluster, f"ended{sig}")) == (sig is signal.SIGKILL)
+    export(cluster, f"ended{sig}", target, "--format", "dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert pins(cluster, f"ended{sig}") == []
+    assert "exists" in refused(cluster, f"ended{sig}", target, "--format", "dcp")
+
+
+def test_training_goes_on_and_drops_other_steps_meanwhile(
+    cluster: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is read is pinned: two newer commits come, retention drops what is older, the export is whole."""
+    weights = {step: torch.full((50_000,), float(step)) for step in (7, 8, 9)}
+
+    def train(store: Store, rank: int) -> None:
+        store.put(7, {"w": weights[7]}).wait("committed", WAIT_S)
+
+        def write(view: Any, folder: Path) -> None:
+            for step in (8, 9):
+                store.put(step, {"w": weights[step]}).wait("committed", WAIT_S)
+            wait_for(lambda: [s.step for s in store.steps()] == [9, 7], "step 8 to be dropped")
+            write_dcp(view, folder)
+
+        monkeypatch.setattr("memstore.exchange.exporting.write_dcp", write)
+        monkeypatch.setattr("signal.signal", lambda *_: None)  # ranks are threads here
+        assert export(cluster, "goes-on", tmp_path / "out", "--format", "dcp")["not_pinned"] == ""
+
+    as_ranks(cluster, "goes-on", 1, train)
+    state = {"w": torch.zeros(50_000)}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(state["w"], weights[7])
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")
+@pytest.mark.parametrize("as_format", ["dcp", "torch", "safetensors"])
+def test_a_full_disk_leaves_nothing(cluster: ProcessCluster, tmp_path: Path, as_format: str) -> None:
+    """The error says that there is no room, and the small disk is empty again."""
+    if as_format == "safetensors":
+        pytest.importorskip("safetensors")
+    put(cluster, f"full-{as_format}", [{"w": torch.randn(800_000)}])
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    try:
+        said = refused(cluster, f"full-{as_format}", disk / "out", "--format", as_format)
+        assert "No space left" in said, said
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_export_holds_one_window_in_memory(
+    cluster: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 MiB are read through windows of 1 MiB: no more than a few of them are there at once."""
+    mib = 1 << 20
+    put(cluster, "windows", [{f"w{i}": torch.randn(mib // 8) for i in range(24)}])
+    monkeypatch.setattr("memstore.exchange.shard_bytes.WINDOW_BYTES", mib)
+    monkeypatch.setattr("memstore.exchange.step_view.WINDOW_BYTES", mib)
+    monkeypatch.setattr("memstore.exchange.dcp_folder.FILE_BYTES", mib)
+    export(cluster, "windows", tmp_path / "imports", "--format", "dcp")  # what is loaded only once is loaded by now
+    tracemalloc.start()
+    try:
+        export(cluster, "windows", tmp_path / "out", "--format", "dcp")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert mib < peak < 6 * mib
+
+
+def test_what_cannot_be_exported_is_refused_by_name(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Nonsense input: an error that says what is wrong, and nothing on disk."""
+    states: list[Any] = [{"model": sharded({"w": torch.randn(6, 4)}, r, (2,), [Shard(0)])} for r in range(2)]
+    put(cluster, "parts", states)
+    assert "12 of 24 elements" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", "--rank", "1")
+    assert "no committed step 8" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", step="8")
+    assert "rank 2 is not one" in refused(cluster, "parts", tmp_path / "out", "--format", "torch", "--rank", "2")
+    assert "is of format safetensors" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", "--prefix", "m")
+    assert "no job" in refused(cluster, "part", tmp_path / "out", "--format", "dcp")
+    put(cluster, "unnamed", [[torch.ones(3)]])
+    assert "not a dict" in refused(cluster, "unnamed", tmp_path / "out", "--format", "dcp")
+    put(cluster, "twice", [{"a.b": torch.ones(3), "a": {"b": torch.ones(2)}}])
+    assert "both have the name 'a.b'" in refused(cluster, "twice", tmp_path / "out", "--format", "dcp")
+    command = ["export", "parts", "7", str(tmp_path / "absent" / "out"), "--format", "dcp"]
+    result = CliRunner().invoke(main, [*command, "--store", cluster.config.store])
+    assert "create it first" in result.stderr

@@ -1,0 +1,165 @@
+"""The arena's files go, or are others, under living ranks: no wrong byte is committed, and commits go on (R8, R35)."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from memstore.shell.arena.lock import ArenaLock
+from memstore.shell.rank.admin_link import Tool
+from memstore.testing.clusters.processes import START_S, ProcessCluster, wait_for
+from memstore.testing.ranks.fleet import Fleet
+from memstore.testing.ranks.rank_process import RankNursery, together
+
+HOSTS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
+
+
+@pytest.mark.parametrize("what", ["arena", "slots", "folder"])
+def test_a_rank_that_outlives_the_arena_writes_into_the_next_one(
+    tmp_path: Path, nursery: RankNursery, what: str
+) -> None:
+    """A holder is killed, its files removed, another one started, twice: every step committed since has its bytes."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=0.5)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        step = 2
+        for _ in range(2):
+            cluster.kill_holder("h0")
+            if what == "folder":
+                shutil.rmtree(cluster.arena("h0"))
+            else:
+                (cluster.arena("h0") / what).unlink()
+            together(ranks, "put", step=step + 1)
+            cluster.start_holder("h0")
+            cluster.wait_live("h0")
+            step = fleet.put_until_committed(ranks, first=step + 2)
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == step
+
+
+def test_a_put_in_mid_copy_into_a_lost_arena_is_skipped(tmp_path: Path, nursery: RankNursery) -> None:
+    """The arena is another one before a put has copied: its step is skipped by all ranks, and later ones commit."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=0.5)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        ranks[0].begin("put", step=3, hold=True)
+        assert ranks[0].finish()["at"] == "mid-copy"
+        ranks[1].call("put", step=3)
+        cluster.kill_holder("h0")
+        shutil.rmtree(cluster.arena("h0"))
+        cluster.start_holder("h0")
+        cluster.wait_live("h0")
+        wait_for(lambda: _leased(cluster, "h0") > 0, "new slots for the rank that copies")
+        ranks[0].begin("go on")
+        assert (reply := ranks[0].finish())["level"] == "skipped", reply
+        step = fleet.put_until_committed(ranks, first=4)
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == step
+
+
+def _leased(cluster: ProcessCluster, host: str) -> int:
+    return sum(int(row["stats"].get("leased_slots", 0)) for row in cluster.host_rows() if row["host"] == host)
+
+
+# -- files of a living holder's folder ----------------------------------------------------------------
+
+
+def remove(cluster: ProcessCluster, host: str, what: str) -> None:
+    """Do what systemd's RemoveIPC and cleaners do; the holder may remove files of a dropped step meanwhile."""
+    path = cluster.arena(host) if what == "all" else cluster.arena(host) / what
+
+    def unless_gone(_function: object, _path: str, error: tuple[type, BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(path, onerror=unless_gone) if path.is_dir() else path.unlink()
+
+
+def supervise(cluster: ProcessCluster, host: str) -> None:
+    """Start a successor once the holder has ended by itself, as the controller does on a Ray cluster."""
+    wait_for(lambda: cluster.holders[host].poll() is not None, f"the end of the holder of {host}")
+    cluster.start_holder(host)
+    cluster.wait_live(host)
+
+
+@pytest.mark.parametrize("what", ["all", "arena", "manifests", "journal", "slots", "lock", "secret", "holder.sock"])
+def test_removed_files_of_a_living_holder_are_written_again(tmp_path: Path, nursery: RankNursery, what: str) -> None:
+    """The holder notices, says why, ends, and its successor has every byte: commits go on, and all ranks restore."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, replicas=1, stall_budget_s=0.5)  # no other host has a copy
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        remove(cluster, "h0", what)
+        supervise(cluster, "h0")
+        wait_for(lambda: [host for host, _ in cluster.host_events("files_lost")] == ["h0"], "the event")
+        problems = [row for row in cluster.status()["problems"] if "were removed" in row["cause"]]
+        assert [(row["about"], row["severity"]) for row in problems] == [("h0", "note")]
+        assert "RemoveIPC=no" in problems[0]["remedy"]
+        fleet.kill(ranks)
+        ranks, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (2, "local")
+        step = fleet.put_until_committed(ranks, first=3)
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == step
+
+
+@pytest.mark.parametrize("what", ["all", "manifests", "journal", "slots"])
+def test_commits_go_on_after_files_of_every_host_were_removed(tmp_path: Path, nursery: RankNursery, what: str) -> None:
+    """A cleaner runs on all hosts at once, under puts: the ranks live on, and so do the steps and the journals."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=0.5)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        for host in HOSTS:
+            remove(cluster, host, what)
+        together(ranks, "put", step=3)
+        for host in HOSTS:
+            supervise(cluster, host)
+        cluster.kill_controller()
+        cluster.start_controller()
+        cluster.wait_live(*HOSTS)
+        step = fleet.put_until_committed(ranks, first=4)
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["steps_lost"]) == (step, 0)
+
+
+def test_a_folder_that_cannot_be_written_again_is_told(tmp_path: Path, nursery: RankNursery) -> None:
+    """Something else stands in its place: status says so while the holder serves on, and mends it once it can."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, replicas=1, stall_budget_s=0.5)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        folder = cluster.arena("h0")
+        folder.rename(folder.with_name("away"))
+        folder.write_text("in the way")
+
+        def told() -> list[str]:
+            with Tool(cluster.arena("h1")) as tool:
+                rows = tool.ask("status", None, START_S)["problems"]
+            return [row["severity"] for row in rows if "cannot be written again: refusing" in row["cause"]]
+
+        wait_for(lambda: told() == ["degraded"], "the word in status")
+        assert cluster.holders["h0"].poll() is None
+        folder.unlink()
+        supervise(cluster, "h0")
+        shutil.rmtree(folder.with_name("away"))
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (2, "local")
+
+
+def test_a_holder_whose_folder_another_one_has_ends_and_writes_nothing(tmp_path: Path) -> None:
+    """It was stopped while its lock went, and another process has the new one: two never write one arena (R2)."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        cluster.signal_holder("h0", signal.SIGSTOP)
+        for name in ("lock", "journal"):
+            (cluster.arena("h0") / name).unlink()
+        lock = ArenaLock.take(cluster.arena("h0"), timeout_s=0.0)
+        cluster.signal_holder("h0", signal.SIGCONT)
+        wait_for(lambda: cluster.holders["h0"].poll() is not None, "its end")
+        assert not (cluster.arena("h0") / "journal").exists()
+        lock.release()

@@ -1,0 +1,208 @@
+"""Hosts with a network between them that breaks: cut, split, deaf on one side, slow (R11, R17, R18, R28; F15-F18)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memstore.testing.clusters.namespaces import NamespaceRig, available
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.ranks.fleet import Fleet
+from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(available() is not None, reason=str(available()))]
+HOSTS = ("h0", "h1", "h2", "h3")
+BUDGET_S = 0.2
+STALL_MAX_S = BUDGET_S + 0.5  # half a second for two busy cores
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[NamespaceRig]:
+    """Four hosts and a head node for the controller."""
+    with NamespaceRig([*HOSTS, "head"]) as rig:
+        yield rig
+
+
+@pytest.fixture
+def whole_rig(rig: NamespaceRig) -> Iterator[NamespaceRig]:
+    """The rig, healed afterwards."""
+    yield rig
+    rig.heal_all()
+
+
+def cluster_on(rig: NamespaceRig, folder: Path, *hosts: str) -> ProcessCluster:
+    """A store on some hosts of the rig, each a rack of its own, the controller on the head."""
+    labels = {host: {"rack": f"r{host}", "memstore": "replica"} for host in hosts}
+    return ProcessCluster(folder, labels, rig=rig, controller_host="head")
+
+
+def begun(fleet: Fleet, *hosts: str) -> tuple[list[RankProcess], int]:
+    """Start a job; return its ranks and its first committed step."""
+    ranks, _ = fleet.resume(hosts)
+    return ranks, fleet.put_until_committed(ranks, first=0)
+
+
+def put_within_budget(ranks: list[RankProcess], first: int, count: int) -> None:
+    """Put step after step: none raises, none blocks beyond the budget."""
+    for step in range(first, first + count):
+        stalls = [reply["stall_s"] for reply in together(ranks, "put", step=step)]
+        assert max(stalls) < STALL_MAX_S
+
+
+def is_whole(cluster: ProcessCluster, job: str = "train") -> bool:
+    """True once the newest committed step has all its copies."""
+    row = cluster.job(job)
+    return row is not None and row["copies"] == 2 and not row["degraded"]
+
+
+def test_a_cut_host_holds_up_nothing_and_comes_back(
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery
+) -> None:
+    """A host's cable is pulled: puts go on within the budget, nothing is committed without it, all is after (F15)."""
+    with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
+        ranks, last = begun(fleet, "h0", "h1")
+        whole_rig.cut("h1")
+        wait_for(lambda: dead_in(cluster, "h1"), "the cut host to be dead")
+        put_within_budget(ranks, last + 1, 6)
+        assert cluster.job("train")["committed_step"] == last
+        whole_rig.heal("h1")
+        cluster.wait_live("h0", "h1")
+        step = fleet.put_until_committed(ranks, first=last + 7)
+        wait_for(lambda: is_whole(cluster), "full redundancy")
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == step
+
+
+def test_a_minority_that_lost_the_membership_commits_nothing(
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Half and half: the side without the membership commits nothing, the other elects and commits, all meet (R17)."""
+    with cluster_on(whole_rig, tmp_path, *HOSTS) as cluster:
+        way = tmp_path / "way"
+        way.symlink_to(cluster.folder)
+        first = cluster.controller
+        cluster.start_controller(membership=way)
+        old = cluster.controller
+        assert first is not None
+        assert old is not None
+        first.wait(timeout=20)
+        cluster.wait_live(*HOSTS)
+        fleets = [Fleet(cluster, nursery, job=job, stall_budget_s=BUDGET_S) for job in ("left", "right")]
+        (left, last_left), (right, last_right) = begun(fleets[0], "h0", "h1"), begun(fleets[1], "h2", "h3")
+        way.unlink()
+        whole_rig.partition(["head", "h0", "h1"], ["h2", "h3"])
+        put_within_budget(left, last_left + 1, 1)
+        wait_for(lambda: dead_in(cluster, "h2", "h3"), "the old controller to lose the other half")
+        put_within_budget(left, last_left + 2, 3)
+        assert "committed" not in levels_in_time(left, last_left + 4)
+        cluster.start_controller(on_host="h2")
+        right_step = fleets[1].put_until_committed(right, first=last_right + 1)
+        put_within_budget(left, last_left + 5, 3)
+        assert "committed" not in levels_in_time(left, last_left + 7)
+        assert old.poll() is None
+        way.symlink_to(cluster.folder)
+        whole_rig.heal_all()
+        old.wait(timeout=20)
+        cluster.wait_live(*HOSTS)
+        left_step = fleets[0].put_until_committed(left, first=last_left + 8)
+        for fleet, ranks, hosts, step in (
+            (fleets[0], left, ("h0", "h1"), left_step),
+            (fleets[1], right, ("h2", "h3"), right_step),
+        ):
+            wait_for(lambda job=fleet.job: is_whole(cluster, job), f"full redundancy of {fleet.job}")
+            fleet.kill(ranks)
+            _, got = fleet.resume(hosts)
+            assert got["step"] == step
+
+
+def levels_in_time(ranks: list[RankProcess], step: int) -> set[str]:
+    """The levels of a step after more time than a commit takes."""
+    return {reply["level"] for reply in together(ranks, "settle", step=step, timeout_s=1.5)}
+
+
+def dead_in(cluster: ProcessCluster, *hosts: str) -> bool:
+    """True if the controller counts these hosts dead."""
+    return all(cluster.host_status().get(host) == "dead" for host in hosts)
+
+
+@pytest.mark.parametrize("deaf", ["h0", "h1"])
+def test_peers_of_which_one_is_deaf_commit_after_it_is_healed(
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, deaf: str
+) -> None:
+    """Packets between two hosts vanish one way while both still reach the controller: no harm, no commit lost (F16)."""
+    with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
+        ranks, last = begun(fleet, "h0", "h1")
+        whole_rig.block("h0" if deaf == "h1" else "h1", deaf, one_way=True)
+        put_within_budget(ranks, last + 1, 8)
+        assert not cluster.host_events("host_dead")
+        whole_rig.heal_all()
+        step = fleet.put_until_committed(ranks, first=last + 9)
+        wait_for(lambda: is_whole(cluster), "full redundancy")
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == step
+
+
+def test_a_slow_link_costs_steps_but_no_time(whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery) -> None:
+    """At 10 Mbit/s steps are passed over, puts keep their budget, commits go on and nobody is taken for dead (F18)."""
+    with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S, kib=1024)
+        ranks, last = begun(fleet, "h0", "h1")
+        whole_rig.shape("h1", 10_000_000)
+        try:
+            put_within_budget(ranks, last + 1, 10)
+            step = fleet.put_until_committed(ranks, first=last + 11)
+            assert not cluster.host_events("host_dead")
+        finally:
+            whole_rig.unshape("h1")
+        wait_for(lambda: is_whole(cluster), "full redundancy")
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] >= step
+
+
+def test_a_cable_pulled_in_mid_put_harms_no_put(whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery) -> None:
+    """The link goes down while a rank copies: its put returns, the step is committed once the link is back (R11)."""
+    with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        ranks[1].begin("put", step=3, hold=True)
+        ranks[1].finish()
+        whole_rig.cut("h1")
+        ranks[1].begin("go")
+        assert ranks[1].finish()["level"] in ("pending", "sealed")
+        ranks[0].call("put", step=3)
+        whole_rig.heal("h1")
+        assert {reply["level"] for reply in together(ranks, "wait", step=3)} == {"committed"}
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1"])
+        assert got["step"] == 3
+
+
+def test_links_that_clog_one_by_one_and_clear_in_another_order_converge(
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Every cable is pulled, the controller's too, with puts in between, and put back shuffled: all is whole (F17)."""
+    chance = random.Random(17)
+    with cluster_on(whole_rig, tmp_path, "h0", "h1", "h2") as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
+        ranks, last = begun(fleet, "h0", "h1", "h2")
+        links = ["h0", "h1", "h2", "head"]
+        for turn in (whole_rig.cut, whole_rig.heal):
+            chance.shuffle(links)
+            for host in links:
+                turn(host)
+                put_within_budget(ranks, last + 1, 2)
+                last += 2
+        cluster.wait_live("h0", "h1", "h2")
+        step = fleet.put_until_committed(ranks, first=last + 1)
+        wait_for(lambda: is_whole(cluster), "full redundancy")
+        fleet.kill(ranks)
+        _, got = fleet.resume(["h0", "h1", "h2"])
+        assert got["step"] == step

@@ -1,0 +1,287 @@
+"""The nemesis itself: its checks catch planted wrong answers, its draws repeat, and a short round is clean."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memstore.testing.nemesis import oracle
+from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
+from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.load_meter import LoadMeter
+from memstore.testing.nemesis.observer import incomplete
+from memstore.testing.nemesis.record import Part, append, shortened
+from memstore.testing.nemesis.schedule import COMPOSED, KINDS, draw
+from memstore.testing.nemesis.story import Story
+from memstore.testing.ranks.rank_process import RankFailed
+
+ROOT = Path(__file__).parents[1]
+RACKS = frozenset({"a", "b"})
+
+
+def trained(*, replicas: int = 2, keep_steps: int = 1) -> Ledger:
+    """Attempt 1 put steps 0 to 3, all committed with every copy, each a second after the other."""
+    ledger = Ledger(replicas, keep_steps, RACKS)
+    ledger.restored(1, None)
+    for step in range(4):
+        ledger.began_put(1, step, 0, float(step))
+        ledger.committed((1, step), degraded=False)
+    return ledger
+
+
+def judged(ledger: Ledger, *got: dict[str, Any], failed: tuple[RankFailed, ...] = ()) -> list[str]:
+    """What is broken when the ranks of attempt 2 get this."""
+    story = Story()
+    RestoreCheck(draw(1), ledger, story).judge(2, got, failed, 10.0, 11.0, ["h1", "h2"])
+    return [violation.kind for violation in story.violations]
+
+
+def reply(step: int | None, problem: str = "", attempt: int = 1) -> dict[str, Any]:
+    """What one rank says of its get."""
+    return {"step": step, "attempt": attempt, "problem": problem, "nbytes": 8}
+
+
+# -- the oracle ---------------------------------------------------------------------------------
+
+
+def test_one_wrong_byte_another_rank_step_or_attempt_is_seen() -> None:
+    """The bytes follow from attempt, rank and step; any other's differ, and so does a single flipped bit."""
+    wanted = oracle.arrays(7, "train", 2, 1, 40, 64)
+    words = oracle.tag(7, "train", 2, 1, 40)
+    again = {name: value.copy() for name, value in oracle.arrays(7, "train", 2, 1, 40, 64).items()}
+    assert oracle.difference(wanted, words, again, words) == ""
+    again["weights"][12_345] ^= 1
+    assert "1 of 65,536 bytes of weights differ from byte 12,345 on" in oracle.difference(wanted, words, again, words)
+    for attempt, rank, step in ((1, 1, 40), (2, 0, 40), (2, 1, 39)):
+        other = oracle.arrays(7, "train", attempt, rank, step, 64)
+        assert "weights differ" in oracle.difference(wanted, words, other, words)
+    assert "not" in oracle.difference(wanted, words, wanted, oracle.tag(7, "train", 1, 1, 40))
+    zeros = {name: np.zeros_like(value) for name, value in wanted.items()}
+    assert "all of them 0" in oracle.difference(wanted, words, zeros, words)
+    assert "it has" in oracle.difference(wanted, words, {}, words)
+
+
+# -- the checks, fed wrong answers --------------------------------------------------------------
+
+
+def test_a_right_restore_is_no_violation() -> None:
+    """The newest commit, or a newer step that was put, on all ranks."""
+    assert judged(trained(), reply(3), reply(3)) == []
+    ledger = trained()
+    ledger.began_put(1, 4, 0, 4.0)
+    assert judged(ledger, reply(4), reply(4)) == []
+
+
+def test_wrong_answers_are_caught() -> None:
+    """A wrong byte, a lost step, a rank that got another step, no history, a step of another lineage."""
+    assert judged(trained(), reply(3), reply(3, "1 of 8 bytes differ")) == ["wrong-bytes"]
+    assert judged(trained(), reply(2), reply(2)) == ["lost-step"]
+    assert judged(trained(), reply(3), reply(2)) == ["different-steps"]
+    assert judged(trained(), reply(None), reply(None)) == ["lost-history"]
+    assert judged(trained(), reply(9, attempt=7), reply(9, attempt=7)) == ["foreign-step"]
+    assert judged(trained(), failed=(RankFailed("RecoveryError", "no whole step"),)) == ["lost-step"]
+    assert judged(trained(), failed=(RankFailed("KeyError", "'x'"),)) == ["foreign-error"]
+
+
+def test_a_step_of_an_abandoned_lineage_is_foreign() -> None:
+    """After a restore of step 1 the former steps 2 and 3 are no longer what the job follows from."""
+    ledger = trained()
+    ledger.restored(2, (1, 1))
+    ledger.began_put(2, 2, 0, 5.0)
+    story = Story()
+    RestoreCheck(draw(1), ledger, story).judge(3, [reply(3)], (), 10.0, 11.0, ["h1"])
+    assert [violation.kind for violation in story.violations] == ["foreign-step"]
+
+
+def test_losses_within_the_promise_excuse_nothing() -> None:
+    """One of two racks lost: the step is demanded. Both lost, or one lost while the other is away: it is not."""
+    ledger = trained()
+    ledger.harmed("a", "lost", 5.0)
+    ledger.harmed("a", "lost", 6.0)
+    assert judged(ledger, reply(2), reply(2)) == ["lost-step"]
+    ledger = trained()
+    ledger.harmed("a", "lost", 5.0)
+    ledger.harmed("b", "lost", 6.0)
+    assert judged(ledger, reply(2), reply(2)) == []
+    ledger = trained()
+    ledger.harmed("a", "lost", 5.0)
+    ledger.harmed("b", "away", 6.0).until_s = 9.0
+    assert judged(ledger, reply(2), reply(2)) == []
+
+
+def test_kills_alone_excuse_nothing_once_all_are_back() -> None:
+    """Every holder was killed and is back with its memory: the newest commit is demanded."""
+    ledger = trained()
+    for domain in RACKS:
+        ledger.harmed(domain, "away", 5.0).until_s = 9.0
+    assert judged(ledger, reply(2), reply(2)) == ["lost-step"]
+    assert judged(trained(), reply(None), reply(None)) == ["lost-history"]
+
+
+def test_complete_copies_start_the_count_of_losses_again() -> None:
+    """A rack lost, repaired, then the other one lost is within the promise; rot counts until everything is verified."""
+    ledger = trained()
+    ledger.harmed("a", "lost", 5.0)
+    ledger.complete(1, 3, 6.0)
+    ledger.harmed("b", "lost", 7.0)
+    assert ledger.demanded(10.0, 11.0) == (1, 3)
+    ledger = trained()
+    ledger.harmed("a", "rot", 5.0)
+    ledger.complete(1, 3, 6.0)
+    ledger.harmed("b", "lost", 7.0)
+    assert ledger.demanded(10.0, 11.0) is None
+    ledger.verified(8.0)
+    assert ledger.demanded(10.0, 11.0) == (1, 3)
+
+
+def test_a_degraded_commit_is_promised_once_its_copies_are_complete() -> None:
+    """A commit with fewer copies may go with one host, until repair has raised it."""
+    ledger = trained()
+    ledger.committed((1, 3), degraded=True)
+    ledger.harmed("a", "lost", 5.0)
+    assert ledger.demanded(10.0, 11.0) is None
+    ledger.complete(1, 3, 6.0)
+    assert ledger.demanded(10.0, 11.0) == (1, 3)
+
+
+def test_what_was_durable_is_promised_when_all_memory_is_lost() -> None:
+    """The newest durable step is demanded, and a history, unless storage did not work during the get."""
+    ledger = trained()
+    ledger.became_durable((1, 2))
+    for domain in RACKS:
+        ledger.harmed(domain, "lost", 5.0)
+    assert ledger.demanded(10.0, 11.0) == (1, 2)
+    ledger.lost_storage(9.0)
+    assert ledger.demanded(10.0, 11.0) is None
+    ledger.lost_storage(9.0, 9.5)
+    assert ledger.demanded(10.0, 11.0) == (1, 2)
+    assert judged(ledger, reply(None), reply(None)) == ["lost-history"]
+
+
+class IdleMeter(LoadMeter):
+    """A machine that is never late."""
+
+    def late_s(self, from_s: float, to_s: float) -> float:
+        return 0.0
+
+
+def test_a_put_that_raised_or_stalled_is_caught() -> None:
+    """Beyond the budget, its margin and what the machine overslept; a rank that was stopped is excused."""
+    scenario = draw(1)
+    budget_s = scenario.stall_budget_s
+    put = {"raised": "", "stall_s": budget_s + 2.0, "began_s": 0.0, "ended_s": budget_s + 2.0, "is_first": False}
+
+    def broken(paused: tuple[tuple[float, float], ...] = (), **changes: Any) -> list[str]:
+        story = Story()
+        check_put(scenario, story, IdleMeter(), paused, 0, 1, {**put, **changes})
+        return [violation.kind for violation in story.violations]
+
+    assert broken() == ["stall"]
+    assert broken(((0.0, 1.5),)) == []
+    assert broken(stall_s=budget_s) == []
+    assert broken(raised="PeerTimeout: x") == ["put-raised"]
+    assert broken(raised="CapacityError: x", is_first=True) == ["first-put-raised"]
+    assert stall_bound_s(1.0, 2.0, is_first=False) == 8.0
+
+
+def test_wrong_bytes_of_a_reader_are_caught() -> None:
+    """A refusal is none."""
+    story = Story()
+    check_read([{"rank": 0, "error": "RecoveryError: gone"}], story, "h1")
+    assert not story.violations
+    check_read([{"rank": 0, "step": 1, "attempt": 1, "problem": "x", "nbytes": 1}], story, "h1")
+    assert [violation.kind for violation in story.violations] == ["wrong-bytes"]
+
+
+def test_missing_copies_and_hosts_are_seen() -> None:
+    """Copies are complete only if the store says so with all hosts live."""
+    row = {"committed_step": 3, "missing_copies": 0, "short_shards": 0}
+    assert incomplete(row, {"h1", "h2"}, {"h1", "h2"}) == ""
+    assert "h2" in incomplete(row, {"h1"}, {"h1", "h2"})
+    assert "1 copies missing" in incomplete({**row, "missing_copies": 1}, {"h1"}, {"h1"})
+    assert "nothing" in incomplete(None, {"h1"}, {"h1"})
+
+
+# -- draws and records ----------------------------------------------------------------------------
+
+
+def test_a_seed_draws_the_same_round_again() -> None:
+    """Every shape and every kind of fault is drawn by some seed; a round follows from its seed alone."""
+    rounds = [draw(seed) for seed in range(400)]
+    assert rounds == [draw(seed) for seed in range(400)]
+    assert {scenario.shape for scenario in rounds} == {"random", *COMPOSED}
+    assert {fault.kind for scenario in rounds for fault in scenario.faults} >= {*KINDS, "lose_everything"}
+    assert {scenario.replicas for scenario in rounds} == {1, 2, 3}
+    assert {scenario.world_size for scenario in rounds} == {2, 3, 4, 5}
+    assert all(len(set(scenario.domains().values())) >= scenario.replicas for scenario in rounds)
+
+
+def test_the_record_grows_by_every_part(tmp_path: Path) -> None:
+    """Parts are appended, a part that goes on replaces its former state, and a broken promise leaves its story."""
+    path, story = tmp_path / "record.json", Story()
+    story.fault("kill_holder", "h1")
+    story.violate("stall", "for long")
+    first, second = Part(1), Part(2)
+    first.body["date"], second.body["date"] = "1", "2"
+    first.add(draw(1), Story(), 5.0, 0.1)
+    append(path, first)
+    first.add(draw(2), story, 7.0, 0.1)
+    append(path, first)
+    second.add(draw(3), Story(), 9.0, 0.1)
+    total = append(path, second)
+    assert (total["rounds"], total["clean_rounds"], total["violations"]) == (3, 2, 1)
+    assert total["faults"] == {"kill_holder": 1}
+    kept = json.loads(path.read_text())["parts"][0]["violations"][0]
+    assert kept["broken"] == ["stall: for long"]
+    assert any("VIOLATION stall" in line for line in kept["story"])
+
+
+def test_a_long_story_keeps_its_beginning_and_what_is_around_the_violation() -> None:
+    """Hundreds of lines are no story."""
+    lines = [f"line {i}" for i in range(1000)]
+    lines[700] = "VIOLATION x"
+    kept = shortened(lines)
+    assert kept[0] == "line 0"
+    assert "VIOLATION x" in kept
+    assert len(kept) <= 122
+
+
+# -- rounds on real processes -----------------------------------------------------------------------
+
+
+def play(tmp_path: Path, *options: str, timeout_s: float = 110.0) -> tuple[int, str, dict[str, Any]]:
+    """Run the command; return its exit code, what it printed, and its record."""
+    done = subprocess.run(
+        [sys.executable, "-m", "memstore.testing.nemesis", "--folder", str(tmp_path / "report"),
+         "--out", str(tmp_path / "record.json"), *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / "record.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_short_round_is_clean(tmp_path: Path) -> None:
+    """Holders, controller and ranks are killed and stopped for some seconds; every promise is kept."""
+    code, text, record = play(tmp_path, "--round-seed", "12", "--shape", "kills", "--short")
+    assert code == 0, text
+    counts = record["total"]["counts"]
+    assert counts["gets"] > 0
+    assert counts["bytes_compared"] > 0
+    assert counts["steps_committed"] > 0
+    assert sum(record["total"]["faults"].values()) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_some_minutes_of_rounds_are_clean(tmp_path: Path) -> None:
+    """Rounds of all shapes, new ones in every run: the seed is in the message of a failure."""
+    seed = random.SystemRandom().getrandbits(32)
+    code, text, _ = play(tmp_path, "--seed", str(seed), "--minutes", "3", timeout_s=800.0)
+    assert code == 0, f"seed {seed}\n{text}"

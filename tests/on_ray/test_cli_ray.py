@@ -1,0 +1,84 @@
+"""`memstore up` and `memstore down` on a Ray cluster of this machine (R3, R5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import memstore
+from memstore.cli import main
+from memstore.config import Config
+from memstore.testing.clusters.embedded import EmbeddedCluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def test_up_and_down_and_what_is_left() -> None:
+    """up starts a holder per host; down keeps the arenas, which --leftovers --discard then frees without Ray."""
+    name = f"c{secrets.token_hex(4)}"
+    config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
+    root = Path(config.arena_dir) / f"memstore-{os.getuid()}" / name
+
+    def run(*arguments: str, code: int = 0) -> dict[str, Any]:
+        result = CliRunner().invoke(main, [*arguments, "--store", name, "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout) if code == 0 else {"said": result.stderr}
+
+    start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1", "--keep-steps", "2"]
+    with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False) as cluster:
+        refused = run("up", "--arena-bytes", "1TiB", code=1)["said"]
+        assert "can ever be had here" in refused, refused
+        assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
+        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]  # a smaller --arena-bytes, as it was told
+        assert run("up")["hosts"] == ["h1", "h2"]  # what is not given need not be the running store's
+        assert run(*start)["hosts"] == ["h1", "h2"]
+        other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
+        assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other
+        assert f"`memstore down --store {name}`" in other
+        assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
+        assert "2 of the 3 hosts asked for" in run(*start, "--wait", "3", "--timeout-s", "1", code=1)["said"]
+        assert run("status")["ray"]
+        assert run("status")["job_defaults"] == {"keep_steps": 2}
+        assert _reader_outside(name, cluster.address).startswith("RecoveryError: the store holds no job 'train'")
+        kept = run("down")["kept"]
+        assert [(row["host"], row["is_live"]) for row in kept] == [("h1", False), ("h2", False)]
+        assert run(*start)["hosts"] == ["h1", "h2"]
+        assert run("down", "--discard")["kept"] == []
+        run(*start)
+        run("down")
+        assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
+        run("down", "--leftovers", "--discard")
+        assert not root.exists()
+
+
+def _reader_outside(store: str, address: str) -> str:
+    """What a process hears that neither Ray nor MEMSTORE_HOST tells which of two hosts is its own (R4)."""
+    reader = f"memstore.reader('train', address={address!r}, config=memstore.Config(store={store!r}))"
+    command = [sys.executable, "-c", f"import memstore; {reader}.steps()"]
+    env = {key: value for key, value in os.environ.items() if key not in ("MEMSTORE_HOST", "RAY_ADDRESS")}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return run.stderr.strip().splitlines()[-1].removeprefix("memstore.errors.")
+
+
+def test_a_job_of_another_store_of_the_cluster_is_named(tmp_path: Path) -> None:
+    """From a machine without arenas, through --address: the error names the store, and its command shows the job."""
+    other = Config(store=f"c{secrets.token_hex(4)}", arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)
+    with EmbeddedCluster({"h1": {}}) as cluster:
+        memstore.start(other)
+        with memstore.connect("train", rank=0, world_size=1, config=other) as store:
+            store.get()
+            store.put(7, {"a": 1}).wait("committed", 20)
+        away = ["--arena-dir", str(tmp_path), "--address", cluster.address]
+        refused = CliRunner().invoke(main, ["pin", "train", "7", "best", "--store", cluster.config.store, *away])
+        (command,) = re.findall(rf"it is in store {other.store} of the Ray cluster: `memstore (.*)`", refused.stderr)
+        assert CliRunner().invoke(main, command.split()).stdout.startswith("train · attempt 1")
+        memstore.stop(config=other, keep_data=False, force=True)

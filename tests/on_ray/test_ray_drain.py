@@ -1,0 +1,56 @@
+"""A node that Ray will take away: the store hears of it from Ray and does without it before its moment (R29)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import memstore  # noqa: E402
+from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
+from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
+from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+NOTICE_S = 120
+
+
+def wait_for(what: str, look: Callable[[], Any], limit_s: float = 30.0) -> Any:
+    """Return what `look` finds as soon as it finds something."""
+    deadline_s = time.monotonic() + limit_s
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"waited {limit_s:g} s in vain for {what}"
+        time.sleep(0.05)
+    return found
+
+
+def test_a_node_drained_by_ray_is_evacuated() -> None:
+    """The preemption notice reaches the store by itself; when the host dies every shard still has two copies."""
+    hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
+    with EmbeddedCluster(hosts, cpus_per_host=3) as cluster:
+        ranks = on_hosts(["h1", "h2", "h3"], cluster.config)
+        assert ray.get([rank.put.remote(3) for rank in ranks], timeout=60) == ["committed"] * 3
+
+        def host(name: str) -> dict[str, Any]:
+            status = memstore.status(config=cluster.config)
+            return next(row for row in status.hosts if row["host"] == name)
+
+        node = RayMembership(cluster.config.store).hosts()["h3"]["node"]
+        notice = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address,
+                  "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
+                  "--deadline-remaining-seconds", str(NOTICE_S)]  # fmt: skip
+        subprocess.run(notice, check=True, capture_output=True, timeout=60)
+
+        due_s = wait_for("the notice to reach the store", lambda: host("h3")["drains_s"])
+        assert 0 < due_s <= NOTICE_S
+        wait_for("the store to do without h3", lambda: host("h3")["drain_left"] == 0)
+        cluster.lose_host("h3")
+        wait_for("its death to be noticed", lambda: host("h3")["status"] == "dead")
+        [job] = memstore.status(config=cluster.config).jobs
+        assert (job["committed_step"], job["copies"]) == (2, 2)

@@ -1,0 +1,72 @@
+"""Raylets with a network each: one is cut off, its processes live on as zombies, and the job goes on (R3, R21; F6)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import memstore.admin.cluster as store_cluster  # noqa: E402
+from memstore.config import MIB, Config  # noqa: E402
+from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
+from memstore.testing.clusters.namespaces import NamespaceRig, available  # noqa: E402
+from memstore.testing.clusters.processes import wait_for  # noqa: E402
+from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.root,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(available() is not None, reason=str(available())),
+    pytest.mark.long,
+]
+HOSTS = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}}
+
+
+@pytest.fixture
+def cluster() -> Iterator[EmbeddedCluster]:
+    """A head on this machine's end of the rig, another host in a namespace."""
+    with NamespaceRig(["h1"]) as rig:
+        config = Config(
+            store=f"e{secrets.token_hex(4)}", arena_bytes=64 * MIB, chunk_bytes=64 << 10, interface=str(rig.network),
+            suspect_after_s=1.0, repair_after_s=2.0,
+        )  # fmt: skip
+        with EmbeddedCluster(HOSTS, cpus_per_host=3, config=config, rig=rig) as cluster:
+            yield cluster
+
+
+def host_status(cluster: EmbeddedCluster, host: str) -> str:
+    """What the store thinks of a host."""
+    found = store_cluster.status(config=cluster.config).to_dict()
+    return next(row["status"] for row in found["hosts"] if row["host"] == host)
+
+
+def copies(cluster: EmbeddedCluster) -> int:
+    """Copies of the job's newest committed step."""
+    return int(store_cluster.status(config=cluster.config).to_dict()["jobs"][0]["copies"])
+
+
+def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: EmbeddedCluster) -> None:
+    """The cable of a host is pulled: the newest step is restored without it, and with it back all copies are again."""
+    rig = cluster.rig
+    assert rig is not None
+    ranks = on_hosts(["h0", "h1"], cluster.config)
+    assert ray.get([rank.put.remote(4) for rank in ranks], timeout=60) == ["committed"] * 2
+
+    rig.cut("h1")
+    zombies = set(rig.processes("h1"))
+    assert len(zombies) > 3, "raylet, agents, holder and rank are on the host"
+    wait_for(lambda: host_status(cluster, "h1") == "dead", "the cut host to be dead")
+    ranks = on_hosts(["h0", "h0"], cluster.config)
+    results = ray.get([rank.get.remote() for rank in ranks], timeout=60)
+    assert [step for step, _, _ in results] == [3, 3]
+    assert all(is_equal for _, is_equal, _ in results)
+    assert copies(cluster) == 1
+
+    rig.heal("h1")
+    wait_for(lambda: not zombies & set(rig.processes("h1")), "the raylet that Ray gave up to end", timeout_s=60)
+    cluster.add_node("h1")
+    wait_for(lambda: copies(cluster) == 2, "the second copies")

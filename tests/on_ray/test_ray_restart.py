@@ -1,0 +1,46 @@
+"""All of Ray dies at once; the hosts' memory does not (R5, R17, R24). One host comes back late."""
+
+from __future__ import annotations
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
+from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+LATE_S = 20.0  # as the issue says: long after the others serve, within recovery_grace_s
+GRACE_S = 90.0  # a busy machine takes many seconds more to start a raylet and its holder
+
+
+def test_every_ray_process_killed_and_a_host_twenty_seconds_late() -> None:
+    """The newest committed step comes back although the only host of one shard is 20 s late."""
+    hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r3"}}
+    first = EmbeddedCluster(hosts, cpus_per_host=3)
+    first.config = first.config.with_fields({"recovery_grace_s": GRACE_S})
+    config = first.config.with_fields({"replicas": 1})  # so that nobody else can stand in for the late host
+    try:
+        first.start()
+        ranks = on_hosts(["h1", "h2", "h3"], config)
+        assert ray.get([rank.put.remote(4) for rank in ranks], timeout=60) == ["committed"] * 3
+
+        first.kill_everything()
+
+        again = EmbeddedCluster({"h1": hosts["h1"], "h2": hosts["h2"]}, cpus_per_host=3, config=first.config)
+        try:
+            again.start()
+            ranks = on_hosts(["h1", "h2", "h1"], config)  # rank 2 has to move: its host is not there yet
+            calls = [rank.get.remote() for rank in ranks]
+            done, _ = ray.wait(calls, timeout=LATE_S)
+            assert not done, "a get ended without the host that holds the newest step"
+
+            again.add_node("h3", hosts["h3"])
+            results = ray.get(calls, timeout=60)
+
+            assert [step for step, _, _ in results] == [3, 3, 3]
+            assert all(is_equal for _, is_equal, _ in results)
+        finally:
+            again.stop()
+    finally:
+        first.stop()

@@ -1,0 +1,184 @@
+"""The whole store under seeded faults on virtual time: no rule breaks, and the harness itself can be trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memstore.core.wire.messages import Event, RankCall
+from memstore.testing.simulator.__main__ import main, parser
+from memstore.testing.simulator.checks import campaign, corpus, record
+from memstore.testing.simulator.checks.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
+from memstore.testing.simulator.checks.scenario import Fault, Scenario, draw
+from memstore.testing.simulator.host.holder import SimHolder
+from memstore.testing.simulator.planted.planted import load
+from memstore.testing.simulator.world.world import Simulation
+
+ROOT = Path(__file__).resolve().parent.parent
+CORPUS = ROOT / "tests" / "simulator_corpus.txt"
+SEEDS, CHUNK = 300, 15
+SHRINK_S = 40.0  # a failing test still ends within its timeout
+
+
+def complaint(outcomes: list[Outcome]) -> str:
+    """Return the first failure, shrunk and with its replay command, and the numbers of the others."""
+    failed = [outcome for outcome in outcomes if outcome.rule]
+    others = ", ".join(str(outcome.seed) for outcome in failed[1:])
+    return (
+        "" if not failed else f"\n{failure_text(failed[0], limit_s=SHRINK_S)}\nother seeds that failed: {others or '-'}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_no_rule_breaks(first: int) -> None:
+    """Under the faults of every seed the invariants hold after every event, and the store is whole again afterwards."""
+    found = complaint([play(draw(seed)) for seed in range(first, first + CHUNK)])
+    assert not found, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.seed}-{row.rule}")
+def test_a_seed_that_failed_once_holds(row: corpus.Row) -> None:
+    """No seed of the corpus breaks a rule again."""
+    found = complaint([play(draw(row.seed))])
+    assert not found, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [7, 21])
+def test_a_seed_is_one_run(seed: int) -> None:
+    """The same seed gives the same run, in one process and in others whose strings hash otherwise (I23)."""
+    here = {play(draw(seed)).fingerprint for _ in range(2)}
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "memstore.testing.simulator", "--seed", str(seed)], cwd=ROOT, capture_output=True,
+            text=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
+        )  # fmt: skip
+        here.update(re.findall(r"^fingerprint (\w+),", done.stdout, re.MULTILINE))
+    assert len(here) == 1
+
+
+def test_shrinking_finds_the_fault_that_matters() -> None:
+    """Of six faults the one that a bug needs is left, as short as it shows, and its command plays it again."""
+    bug = load()["lease-freed-by-timeout"]
+    noise = [
+        Fault(at_s, kind) for at_s, kind in ((1.5, "slow-link"), (2.0, "flip-in-transit"), (2.2, "double-reports"))
+    ]
+    faults = (*noise, *bug.scenario.faults, Fault(8.0, "kill-controller"), Fault(9.0, "kill-rank"))
+    with bug.plant():
+        cut, outcome = shrink(replace(bug.scenario, faults=faults), "R8")
+    assert cut.keep == (3,)
+    assert cut.for_s
+    assert cut.for_s[0][1] < faults[3].for_s
+    assert outcome.rule == "R8"
+    assert "freeze-rank" in outcome.page
+
+
+def test_a_command_is_its_cut() -> None:
+    """What a failure tells people to type is read back as the scenario that failed."""
+    cut = Cut((0, 3), ((3, 0.3),))
+    options = parser().parse_args(cut.command(7).split()[3:])
+    assert options.seed == 7
+    assert Cut(options.keep, options.shorten) == cut
+    none = parser().parse_args(Cut(()).command(7).split()[3:])
+    assert Cut(none.keep, none.shorten).apply(draw(7)).faults == ()
+
+
+def test_any_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies of something else than a broken rule is no pass, and is counted."""
+    monkeypatch.setattr(Simulation, "run", lambda self: 1 // 0)
+    assert play(draw(1)).rule == "ZeroDivisionError"
+    summary = run(0, 3, jobs=1)
+    assert (summary.seeds, [row["seed"] for row in summary.violations]) == (3, [0, 1, 2])
+
+
+def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each seed that failed is appended to the corpus once."""
+    file = tmp_path / "corpus.txt"
+    command = ["--seeds", "1", "--first", "5", "--jobs", "1", "--record", "--corpus", str(file)]
+    assert main(command) == 0
+    assert not file.exists()
+    bug = load()["fact-not-written"]
+    with bug.plant():
+        assert main(command) == 1
+        assert main(command) == 1
+    assert "replay: python -m memstore.testing.simulator --seed 5" in capsys.readouterr().out
+    assert [(row.seed, row.rule) for row in corpus.read(file)] == [(5, "R16")]
+
+
+def test_a_corpus_line_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A line that cannot be read names its number."""
+    file = tmp_path / "corpus.txt"
+    file.write_text("# seeds\n12 R7\n")
+    with pytest.raises(ValueError, match=r"corpus\.txt:2"):
+        corpus.read(file)
+
+
+def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seed of the range is played once, over several calls, and its record is that of one call."""
+    played: list[int] = []
+
+    def quick(scenario: Scenario) -> Outcome:
+        played.append(scenario.seed)
+        if scenario.seed == 15:
+            return Outcome(15, "R7", "torn", virtual_s=36.0, commits=2, injected={"kill-rank": 1, "partition": 2})
+        return Outcome(scenario.seed, virtual_s=36.0, commits=2, injected={"kill-rank": 1})
+
+    monkeypatch.setattr(campaign, "play", quick)
+    monkeypatch.setattr(record, "BATCH_SEEDS", 4)
+    path = tmp_path / "record.json"
+    assert main(["--first", "10", "--seeds", "3", "--jobs", "1", "--campaign", str(path)]) == 0
+    monkeypatch.setattr("memstore.testing.simulator.__main__.failure_text", lambda outcome: "")
+    main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    main(["--first", "5", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
+    assert played[:10] == list(range(10, 20))
+    assert played[10:] == list(range(5, 10))
+    first, second = record.load(path)
+    assert (first["first_seed"], first["last_seed"], first["seeds"]) == (10, 19, 10)
+    assert (second["first_seed"], second["last_seed"]) == (5, 9)
+    assert first["virtual_h"] == pytest.approx(0.1)
+    assert (first["commits_acknowledged"], first["faults_injected"]) == (20, 12)
+    assert first["faults"] == {"kill-rank": 10, "partition": 2}
+    assert [row["seed"] for row in first["violations"]] == [15]
+
+
+def test_another_commit_is_another_part(tmp_path: Path) -> None:
+    """What was played on two commits is told apart."""
+    path = tmp_path / "record.json"
+    record.add(path, Summary(seeds=2, first_seed=7), "abc")
+    record.add(path, Summary(seeds=3, first_seed=9), "abc")
+    record.add(path, Summary(seeds=1, first_seed=12), "def")
+    assert [(part["commit"], part["first_seed"], part["last_seed"]) for part in record.load(path)] == [
+        ("abc", 7, 11), ("def", 12, 12)
+    ]  # fmt: skip
+    assert record.unplayed(record.load(path), 0, 20) == (0, 7)
+    assert record.unplayed(record.load(path), 7, 20) == (13, 14)
+    assert record.unplayed(record.load(path), 8, 5) == (13, 0)
+
+
+@pytest.mark.parametrize(("kind", "is_failed"), [("memory-full", False), ("remove-files", True)])
+def test_a_put_that_fails_in_a_simulated_holder_says_why_as_a_real_one(
+    kind: str, is_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of room or not: only the first lengthens the pause until all put again (R12)."""
+    said: list[bool] = []
+    real = SimHolder.tell
+
+    def tell(self: SimHolder, event: Event) -> None:
+        if isinstance(event, RankCall) and event.verb == "skip" and not self.calls[event.call_id][1]:
+            said.append(event.body["is_failed"])
+        real(self, event)
+
+    monkeypatch.setattr(SimHolder, "tell", tell)
+    faults = tuple(Fault(4.0 + n, kind, (1,), for_s=3.0) for n in range(4))
+    outcome = play(Scenario(seed=0, step_s=0.15, duration_s=12.0, faults=faults))
+    assert not outcome.rule, outcome.why
+    assert is_failed in said

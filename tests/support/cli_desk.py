@@ -1,0 +1,43 @@
+"""The `memstore` command against the real controller in virtual time, whose hosts hang and die when a test says so."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memstore import errors
+from memstore.cli import main
+from memstore.cli.options import ASK_S, Where
+from memstore.testing.controller.catalog_holder import FakeRank
+from memstore.testing.controller.catalog_world import CatalogWorld
+
+
+class Desk:
+    """Takes what the command asks to the controller of a world, through one of its ranks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, world: CatalogWorld, rank: FakeRank) -> None:
+        self.world, self.rank = world, rank
+        patch.setattr(Where, "ask", lambda where, verb, body=None, limit_s=ASK_S: self.ask(verb, body, limit_s))
+        patch.setattr(
+            import_module("memstore.cli.drain"), "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
+        )
+
+    def ask(self, verb: str, body: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
+        """As `Where.ask`, in the world's time."""
+        said, refused = self.rank.answers.setdefault(verb, []), self.rank.errors.setdefault(verb, [])
+        before = len(said), len(refused)
+        self.world.call(self.rank, verb, **(body or {}))
+        if not self.world.run_until(lambda: (len(said), len(refused)) != before, limit_s):
+            raise errors.PeerTimeout(verb, operation=verb, waited_s=limit_s, limit_s=limit_s)
+        if len(refused) > before[1]:
+            kind, message = refused[-1]
+            raise getattr(errors, kind)(message)
+        return dict(said[-1])
+
+    def run(self, *typed: str) -> Result:
+        """Type a command."""
+        return CliRunner().invoke(main, typed)

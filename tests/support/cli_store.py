@@ -1,0 +1,106 @@
+"""A store of processes with one trained job, and the `memstore` command run on it in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import memstore.client.connect
+from memstore.cli import main
+from memstore.client.store import Store
+from memstore.config import Config
+from memstore.testing.clusters.processes import ProcessCluster
+
+HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1", "memstore": "replica"}}
+STEPS = 3
+_where = threading.local()  # the host a rank of this process runs on: two ranks, two hosts, one process
+
+
+def on_every_rank(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work(rank)` on all ranks at once, as collective calls need; return what they returned."""
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def train(config: Config, job: str = "llama3-8b", hosts: tuple[str, ...] = ("h1", "h2")) -> list[Store]:
+    """Connect one rank per host and commit STEPS steps; return the open stores."""
+    quick = config.with_fields({"connect_timeout_s": 10.0})
+
+    def begin(rank: int) -> Store:
+        _where.host = hosts[rank]
+        store = memstore.client.connect.connect(job, rank=rank, world_size=len(hosts), config=quick)
+        assert store.get() is None
+        for step in range(STEPS):
+            state = {"w": np.random.default_rng((rank, step)).standard_normal((64, 1024)), "step": step}
+            store.put(step, state).wait("committed", 10)
+        return store
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memstore.client.connect, "rank_host", lambda env, root, labels: _where.host)
+        return on_every_rank(len(hosts), begin)
+
+
+@contextlib.contextmanager
+def open_store(folder: Path) -> Iterator[ProcessCluster]:
+    """Give a patient store of three hosts with one job of two ranks; for tests that change nothing."""
+    with ProcessCluster(folder, HOSTS, suspect_after_s=30.0, repair_after_s=60.0) as cluster:
+        ranks = train(cluster.config)
+        yield cluster
+        for rank in ranks:
+            rank.close()
+
+
+def run(cluster: ProcessCluster | None, *arguments: str) -> Result:
+    """Run a verb on the cluster's store in this process."""
+    where = ["--store", cluster.config.store] if cluster is not None else []
+    return CliRunner().invoke(main, [*arguments, *where])
+
+
+def run_json(cluster: ProcessCluster, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Run a verb with --json; stdout must be one JSON document and the exit code `code`."""
+    result = run(cluster, *arguments, "--json")
+    assert result.exit_code == code, result.output
+    body: dict[str, Any] = json.loads(result.stdout)
+    return body
+
+
+def run_remedies(cluster: ProcessCluster) -> list[str]:
+    """Run every command that status recommends now; none may be wrong usage. Return them."""
+    text = "\n".join(row["remedy"] for row in cluster.status()["problems"])
+    commands = re.findall(r"`memstore ([^`]+)`", text)
+    for command in commands:
+        result = run(cluster, *shlex.split(command))
+        assert result.exit_code in (0, 3, 4), f"{command}: {result.output}"
+    return commands
+
+
+def cells(screen: str, first: str) -> list[str]:
+    """Return the cells of the row that begins with `first`; columns are two spaces apart."""
+    line = next(line for line in screen.splitlines() if line.startswith(first))
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]

@@ -1,0 +1,88 @@
+"""How tests start an example: the README's command in a store of their own, watched, killed, its output read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import memstore
+from memstore.shell.arena.lock import is_alive, process_start_time
+from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+DEADLINE_S = 240.0
+
+
+def environment(cluster: EmbeddedCluster, tmp_path: Path) -> dict[str, str]:
+    own = {
+        "RAY_ADDRESS": cluster.address,
+        "HOME": str(tmp_path),
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_DEDUP_LOGS": "0",
+    }
+    return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
+
+
+def first_steps(output: str) -> set[int]:
+    return {int(step) for step in re.findall(r"rank \d+: first step (\d+)", output)}
+
+
+def losses(output: str) -> dict[tuple[int, int], str]:
+    found = re.findall(r"rank (\d+): step (\d+) loss ([0-9.]+)", output)
+    return {(int(rank), int(step)): loss for rank, step, loss in found}
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a launcher and everything below it, then wait until all of it is gone."""
+    victims = [(pid, start) for pid in descendants([process.pid]) if (start := process_start_time(pid)) is not None]
+    for pid, _ in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    deadline_s = time.monotonic() + 60
+    while any(is_alive(pid, start) for pid, start in victims):
+        assert time.monotonic() < deadline_s, "ranks survive SIGKILL"
+        time.sleep(0.01)  # bounded by the deadline above
+
+
+def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
+    """The newest committed step, -1 for none."""
+    rows = {row["job"]: row for row in memstore.status(config=cluster.config).jobs}
+    step = rows.get(job, {}).get("committed_step")
+    return -1 if step is None else int(step)
+
+
+def wait_committed(cluster: EmbeddedCluster, job: str, step: int, process: subprocess.Popen[bytes]) -> int:
+    """Wait until a step is committed; return the newest one."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        committed = newest_committed(cluster, job)
+        if committed >= step:
+            return committed
+        assert process.poll() is None, f"the ranks ended with {process.returncode} before step {step} was committed"
+        assert time.monotonic() < deadline_s, f"step {step} is not committed after {DEADLINE_S:g} s"
+        time.sleep(0.05)  # bounded by the deadline above
+
+
+def command_of(example: str, cluster: EmbeddedCluster, job: str, *options: str) -> list[str]:
+    """The command that the README prints for an example, in this store."""
+    [line] = re.findall(rf"^((?:python|torchrun) .*examples/{example}\b.*?)(?: +#.*)?$", README, re.MULTILINE)
+    launcher, *words = line.split()
+    start = ["-m", "torch.distributed.run"] if launcher == "torchrun" else []
+    return [sys.executable, *start, *words, "--store", cluster.config.store, "--job", job, *options]
+
+
+def run(command: list[str], env: dict[str, str]) -> str:
+    """What the command prints; it must succeed."""
+    done = subprocess.run(
+        command, env=env, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr

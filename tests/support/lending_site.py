@@ -1,0 +1,141 @@
+"""A holder with one rank's link, whose slots are filled, lent and handed over, and children of that rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from memstore.client.pending_put import OpenPut
+from memstore.client.ticket import Ticket
+from memstore.config import Config
+from memstore.core.arena.share import Share
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.rank.admin_link import store_root
+from memstore.shell.rank.holder_link import RankLink
+from memstore.testing.clusters.processes import kill, wait_for
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+WAIT_S = 30.0
+SHARE_SLOTS = 6
+STEP = 5
+SHARD = ShardId("job", 1, STEP, 0)
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from memstore.errors import MemstoreError
+from memstore.shell.rank.holder_link import RankLink
+
+link, slots = None, []
+for line in sys.stdin:
+    try:
+        if line == "connect\\n":
+            link = RankLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
+        elif line == "adopt\\n":
+            slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
+        elif line == "hand over\\n":
+            body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
+            assert link.hand_over(link.heir, 5, slots, link.mapping, body)
+        elif line == "bye\\n":
+            link.close()
+        reply = {"slots": slots}
+    except MemstoreError as error:
+        reply = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps(reply), flush=True)
+"""
+# Its parent ends, so that it descends from nobody who has joined.
+ORPHAN = "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\n"
+
+
+class Child:
+    """A process that does what a save process does, one command at a time."""
+
+    def __init__(self, holder: Holder, *, is_orphan: bool = False) -> None:
+        source = (ORPHAN if is_orphan else "") + CHILD
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", source, str(holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def do(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return reply
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        kill(self.process)
+
+
+class Site:
+    """A holder without a controller, and a rank of this process with all of its share leased."""
+
+    def __init__(self) -> None:
+        self.config = Config(
+            store=f"t{secrets.token_hex(4)}", arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            scrub_bytes_per_s=0,
+        )  # fmt: skip
+        self.children: list[Child] = []
+        self.begin()
+        self.levels: list[tuple[int, str]] = []
+        self.link = RankLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
+        self.link.on_event = lambda body: self.levels.append((body.get("step", -1), body.get("level", "")))
+        wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
+
+    def begin(self) -> None:
+        """A holder starts and adopts what is there; the job has claimed its room."""
+        identity = HostIdentity("a", read_boot_id(), True, {})
+        self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
+        self.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, 0))
+
+    def child(self, **options: Any) -> Child:
+        self.children.append(Child(self.holder, **options))
+        return self.children[-1]
+
+    def stage(self, count: int = 3) -> OpenPut:
+        """Fill slots, as the training process does."""
+        room = OpenPut(self.link, Ticket(STEP), world_size=1)
+        assert room.extend(count, WAIT_S)
+        for number, view in enumerate(room.views()):
+            view[:] = bytes([number + 1]) * CHUNK_BYTES
+        return room
+
+    def lend(self, count: int = 3) -> OpenPut:
+        room = self.stage(count)
+        room.lend()
+        wait_for(lambda: self.holder.ranks.lendings.lent, "the offer")
+        return room
+
+    def is_whole(self, stored: int = 0) -> bool:
+        """Every slot of the share is free to fill by the rank, but those of what is stored."""
+        with self.link.room:
+            ours = sorted(self.link.pool)
+            is_quiet = not (self.link.in_copy or self.link.lent or self.link.granting or self.link.handovers)
+        with self.holder.vault.lock:
+            leases = {o.pid: sorted(n) for o, n in self.holder.vault.table.leases.items() if n}
+        return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leases == {os.getpid(): ours}
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+        self.link.close()
+        self.holder.close()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+def tell(site: Site, level: str) -> None:
+    """The parent's side of Puts.on_level: its child is done with the step."""
+    wait_for(lambda: (STEP, level) in site.levels, f"level {level}")

@@ -1,0 +1,113 @@
+"""A controller and holders in the process of a test, so that it can stop them anywhere, and what it puts there."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore.client.connect
+from memstore.client.store import Store
+from memstore.config import Config
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.controller.controller import Controller
+from memstore.shell.controller.membership import DirectoryMembership
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.processes import wait_for
+
+ARENA_BYTES = 16 << 20
+WAIT_S = 15.0
+
+
+class Stop:
+    """Holds up the first call of a function until `go`."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.at, self.go = real, threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.at.is_set():
+            self.at.set()
+            assert self.go.wait(WAIT_S)
+        return self.real(*args, **kwargs)
+
+
+class Site:
+    """A controller and holders in this process, so that a test can stop them anywhere."""
+
+    def __init__(self, folder: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.config = Config(
+            store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
+            heartbeat_s=0.1, suspect_after_s=0.6, repair_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
+        )  # fmt: skip
+        members = DirectoryMembership(folder)
+        self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)
+        self.holders: dict[str, Holder] = {}
+        for host in hosts:
+            identity = HostIdentity(host, read_boot_id(), True, {"memstore": "replica"})
+            holder = Holder(identity, self.config, secret=self.secret, arena_limit_bytes=ARENA_BYTES)
+            self.holders[host] = holder
+            info = holder.info
+            members.announce(host, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
+        wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
+        self.stores: list[Store] = []
+        self.place = threading.local()
+        monkeypatch.setattr(
+            memstore.client.connect, "holder_folder", lambda config, labels: self.folder(self.place.host)
+        )
+
+    def folder(self, host: str) -> Path:
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    @property
+    def vault(self) -> Vault:
+        return self.holders["a"].vault
+
+    def connect(self) -> list[Store]:
+        """One rank per host, of a new launch."""
+        key, hosts = secrets.token_hex(4), list(self.holders)
+
+        def join(rank: int) -> Store:
+            self.place.host = hosts[rank]
+            return memstore.client.connect.connect(
+                "job", rank=rank, world_size=len(hosts), attempt=key, config=self.config
+            )
+
+        stores = together(*[lambda r=rank: join(r) for rank in range(len(hosts))])
+        self.stores += stores
+        return stores
+
+    def close(self) -> None:
+        for store in self.stores:
+            store._link.close()
+        self.controller.close()
+        for holder in self.holders.values():
+            holder.close()
+        shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(WAIT_S * 2) for future in [pool.submit(call) for call in calls]]
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100_000,), value)}
+
+
+def break_link(store: Store) -> None:
+    """End the channel and wait until the store is connected on another one."""
+    channel = store._link.channel
+    channel.abort()
+    wait_for(lambda: store._link.channel is not channel, "a new link")

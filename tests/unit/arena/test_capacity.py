@@ -1,0 +1,177 @@
+"""Admission: the numbers of a machine, what "auto" means, and refusals with remedies (R9)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memstore.errors import ConfigError
+from memstore.shell.arena.memory_limits import MemoryLimits, admission, auto_bytes, measure, rooms
+
+GIB = 1 << 30
+LIMITS = MemoryLimits("/dev/shm", 400 * GIB, 40 * GIB, 400 * GIB, 360 * GIB, ray_threshold=1.0)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Path]:
+    """A fake proc and cgroup tree of a machine with 8 GiB, no cgroup limit and no Ray."""
+    own = tmp_path / "proc" / "self"
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text("4:memory:/a/b\n0::/x/y\n")
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
+    (tmp_path / "shm").mkdir()
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def measured(machine: Path, **arguments: float) -> MemoryLimits:
+    return measure(machine / "shm", cgroup_root=machine / "cgroup", proc_root=machine / "proc", **arguments)  # type: ignore[arg-type]
+
+
+def write_cgroup(folder: Path, limit: str, used: int, *, v2: bool, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(limit + "\n")
+    (folder / ("memory.current" if v2 else "memory.usage_in_bytes")).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{'inactive_file' if v2 else 'total_inactive_file'} {cache}\n")
+
+
+def test_machine_without_limits(machine: Path) -> None:
+    """RAM and file system are read; no cgroup file means no cgroup limit."""
+    limits = measured(machine)
+    assert (limits.ram_total_bytes, limits.ram_used_bytes) == (8 * GIB, 2 * GIB)
+    assert (limits.cgroup_limit_bytes, limits.ray_object_store_bytes) == (None, 0)
+    assert limits.fs_total_bytes >= limits.fs_free_bytes > 0
+
+
+@pytest.mark.parametrize(("v2", "no_limit"), [(True, "max"), (False, str(2**63 - 4096))])
+def test_tightest_cgroup_counts(machine: Path, v2: bool, no_limit: str) -> None:
+    """The cgroup above us that leaves least decides, without its reclaimable cache; "no limit" is none."""
+    root = machine / "cgroup" if v2 else machine / "cgroup" / "memory"
+    parent, own = (root / "x", root / "x" / "y") if v2 else (root / "a", root / "a" / "b")
+    write_cgroup(own, no_limit, 5, v2=v2)
+    assert measured(machine).cgroup_limit_bytes is None
+    write_cgroup(own, str(4 * GIB), GIB, v2=v2)
+    write_cgroup(parent, str(6 * GIB), 5 * GIB, v2=v2, cache=GIB)
+    limits = measured(machine)
+    assert (limits.cgroup_limit_bytes, limits.cgroup_used_bytes) == (6 * GIB, 4 * GIB)
+
+
+def test_container_cgroup_at_the_mount_root(machine: Path) -> None:
+    """In a container whose own path is not mounted, the files at the mount's root are its limit."""
+    write_cgroup(machine / "cgroup" / "memory", str(2 * GIB), 7, v2=False)
+    assert measured(machine).cgroup_limit_bytes == 2 * GIB
+
+
+def test_unlinked_object_store_is_found(machine: Path) -> None:
+    """Ray's sparse, unlinked object store is found among open files, once, with what it has still to claim."""
+    store = os.open(machine / "shm" / "plasmaAbC123", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(store, 64 << 20)
+        os.posix_fallocate(store, 0, 8 << 20)
+        for pid in ("10", "11"):
+            (machine / "proc" / pid / "fd").mkdir(parents=True)
+            (machine / "proc" / pid / "fd" / "5").symlink_to(machine / "shm" / "plasmaAbC123")
+            (machine / "proc" / pid / "fd" / "6").symlink_to("/dev/null")
+        limits = measured(machine)
+        assert limits.ray_object_store_bytes == 64 << 20
+        assert limits.ray_object_store_claim_bytes == 56 << 20
+        assert measured(machine, ray_object_store_bytes=100 << 20).ray_object_store_claim_bytes == 92 << 20
+        (machine / "shm" / "plasmaAbC123").unlink()
+        real = measure(machine / "shm", cgroup_root=machine / "cgroup")  # the real proc, this very process
+        assert real.ray_object_store_bytes == 64 << 20
+    finally:
+        os.close(store)
+
+
+def test_auto_is_half_beside_ray_and_within_the_file_system() -> None:
+    """R9: half of what the memory limit leaves beside the object store, at most 0.9 of free, per host."""
+    assert auto_bytes(LIMITS) == 200 * GIB
+    ray = replace(LIMITS, ray_object_store_bytes=100 * GIB, ray_object_store_claim_bytes=90 * GIB)
+    assert auto_bytes(ray) == 150 * GIB
+    assert auto_bytes(replace(ray, hosts_on_machine=3)) == 50 * GIB
+    assert auto_bytes(replace(LIMITS, cgroup_limit_bytes=50 * GIB)) == 25 * GIB
+    assert auto_bytes(replace(LIMITS, fs_free_bytes=64 << 20)) == int(0.9 * (64 << 20))
+    assert auto_bytes(replace(ray, fs_free_bytes=GIB)) == 0
+
+
+def test_auto_counts_the_stores_own_pages_as_free() -> None:
+    """What this host's arena holds is no less its own after a restart: the limit stays what it was."""
+    before = replace(LIMITS, fs_total_bytes=8 * GIB, fs_free_bytes=8 * GIB)
+    after = replace(before, fs_free_bytes=3 * GIB, held_bytes=5 * GIB)
+    assert auto_bytes(after) == auto_bytes(before) == int(0.9 * 8 * GIB)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_limits_of_arenas_that_start_one_by_one_stay_within_what_is_there(seed: int) -> None:
+    """Each host fills some of what it was given, then another restarts: together they never exceed 0.9 of the whole."""
+    chosen = random.Random(seed)
+    count, whole = chosen.randint(1, 5), chosen.randint(1, 64) << 20
+    held, limit = [0] * count, [0] * count
+    for _ in range(40):
+        host = chosen.randrange(count)
+        limit[host] = auto_bytes(
+            replace(
+                LIMITS, fs_total_bytes=whole, fs_free_bytes=whole - sum(held), hosts_on_machine=count,
+                held_bytes=held[host], beside_bytes=tuple(held[:host] + held[host + 1 :]),
+            )
+        )  # fmt: skip
+        assert limit[host] >= held[host], "a restart does not refuse what is stored"
+        held[host] = chosen.randint(held[host], limit[host])
+        assert sum(limit) <= int(0.9 * whole) + count
+
+
+def test_admission_fits_to_the_byte() -> None:
+    """R9: exactly the room fits, one byte more does not; claimed bytes are not asked for twice."""
+    room = min(entry.room_bytes for entry in rooms(LIMITS))
+    assert room == 320 * GIB  # 0.9 x 400 less 40
+    assert admission(LIMITS, asked_bytes=room, claimed_bytes=0) is None
+    assert admission(LIMITS, asked_bytes=room + 1, claimed_bytes=0) is not None
+    assert admission(LIMITS, asked_bytes=room + GIB, claimed_bytes=GIB) is None
+    full = replace(LIMITS, fs_free_bytes=0)
+    assert admission(full, asked_bytes=5, claimed_bytes=5) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "tightest", "remedy"),
+    [
+        ({"fs_free_bytes": 10 * GIB}, "file system /dev/shm", "enlarge /dev/shm to 490.0 GiB"),
+        ({"ram_used_bytes": 350 * GIB}, "memory of this machine", "raise the memory of this machine to 500.0 GiB"),
+        (
+            {"cgroup_limit_bytes": 100 * GIB, "cgroup_used_bytes": 60 * GIB},
+            "pod memory limit (cgroup)",
+            "raise the pod memory limit (cgroup) to 177.8 GiB",
+        ),
+        (
+            {"ray_object_store_claim_bytes": 300 * GIB, "ray_object_store_bytes": 310 * GIB},
+            "memory of this machine",
+            "--object-store-memory (now 310.0 GiB)",
+        ),
+    ],
+)
+def test_refusal_names_limit_numbers_and_remedy(change: dict[str, int], tightest: str, remedy: str) -> None:
+    """R9: a refusal says which limit, all numbers, and what to do; following the remedy admits it."""
+    text = admission(replace(LIMITS, **change), asked_bytes=100 * GIB, claimed_bytes=0)
+    assert text is not None
+    assert f"the {tightest} is the tightest" in text
+    assert remedy in text
+    assert "needs 100.0 GiB" in text
+    assert "lower replicas or keep_steps" in text
+
+
+def test_bad_arguments(machine: Path) -> None:
+    """An absent arena_dir, no meminfo and numbers out of range are ConfigErrors that name them."""
+    with pytest.raises(ConfigError, match="arena_dir"):
+        measure(machine / "absent", proc_root=machine / "proc")
+    with pytest.raises(ConfigError, match=r"ray_threshold=1\.5"):
+        measured(machine, ray_threshold=1.5)
+    with pytest.raises(ConfigError, match="hosts_on_machine=0"):
+        measured(machine, hosts_on_machine=0)
+    (machine / "proc" / "meminfo").unlink()
+    with pytest.raises(ConfigError, match="meminfo"):
+        measured(machine)

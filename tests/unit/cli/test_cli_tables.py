@@ -1,0 +1,134 @@
+"""What `ls`, `events` and `drain --cancel` show and leave out, of what the controller knows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from cli_desk import Desk
+from cli_store import cells
+
+from memstore.testing.controller.catalog_trained import trained
+
+
+def events_of(desk: Desk, *typed: str) -> list[dict[str, Any]]:
+    """Return what `memstore events --json` prints."""
+    result = desk.run("events", *typed, "--json")
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Job "train" with a durable step, a pinned one, one that a rewind left behind; and job "other"."""
+    world, _ = trained(3, 2, last=3, durable="/durable", durable_every=1, keep_steps=2)
+    world.run(5.0)
+    for job, fresh in (("other", False), ("train", True)):
+        ranks = world.launch(2, job=job, fresh=fresh)
+        world.get(ranks)
+        assert world.put_all(ranks, 7)
+    return Desk(monkeypatch, world, ranks[0])
+
+
+def test_ls_of_one_job_draws_that_alone_and_both_lineages(two_jobs: Desk) -> None:
+    """The step of the lineage has a star, what a fresh start left behind is said to be beside it."""
+    assert two_jobs.run("pin", "train", "7", "best").exit_code == 0
+    assert two_jobs.run("fork", "train", "7", "twig").exit_code == 0
+    jobs = json.loads(two_jobs.run("ls", "--json").stdout)["jobs"]
+    assert sorted(job["job"] for job in jobs) == ["other", "train", "twig"]
+    [job] = json.loads(two_jobs.run("ls", "train", "--json").stdout)["jobs"]
+    assert (job["job"], job["attempt"]) == ("train", 2)
+    screen = two_jobs.run("ls", "train").stdout
+    assert "other" not in screen
+    newest, behind = cells(screen, "*  "), cells(screen, "| o  ")
+    assert newest[1:4] == ["7", "committed, durable, pinned best, forked to twig", "2 of 2"]
+    assert (behind[1], "durable, not in the lineage" in behind[2]) == ("3", True)
+    assert "forked from train@7" in two_jobs.run("ls", "twig").stdout
+
+
+def test_ls_says_what_is_wrong_with_a_step(two_jobs: Desk) -> None:
+    """A retired step with the reason, one with fewer copies with how many of how many."""
+    for name in ("h1", "h2"):
+        two_jobs.world.kill_host(name)
+    two_jobs.world.run(10.0)
+    assert cells(two_jobs.run("ls", "train").stdout, "*  ")[3] == "1 of 2"
+    two_jobs.world.call(two_jobs.rank, "retire", attempt=2, step=7, reason="it diverges")
+    two_jobs.world.run(1.0)
+    assert "retired: it diverges" in two_jobs.run("ls", "train").stdout
+
+
+def test_ls_of_an_empty_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, ranks = trained(2)
+    desk = Desk(monkeypatch, world, ranks[0])
+    assert desk.run("rm", "train", "--yes", "--force").exit_code == 0
+    result = desk.run("ls")
+    assert (result.exit_code, result.stdout, "holds no job yet" in result.stderr) == (0, "", True)
+    assert json.loads(desk.run("ls", "--json").stdout) == {"jobs": []}
+
+
+def test_events_are_of_the_job_level_and_age_that_are_asked_for(two_jobs: Desk) -> None:
+    """Each filter alone; a job that nobody knows is refused, not an empty account."""
+    everything = events_of(two_jobs, "--level", "routine")
+    kinds = {row["event"] for row in everything}
+    assert {"put", "commit", "attempt"} <= kinds
+    assert {row["event"] for row in events_of(two_jobs)}.isdisjoint({"put", "commit", "durable"})
+    assert {row.get("job") for row in events_of(two_jobs, "other", "--level", "routine")} <= {"other", None}
+    two_jobs.world.kill_host("h2")
+    two_jobs.world.run(90.0)
+    problems = {row["event"] for row in events_of(two_jobs, "--level", "problem")}
+    assert "host_dead" in problems
+    assert problems.isdisjoint({"put", "attempt", "pinned", "host_live"})
+    late = two_jobs.world.launch(2, job="late")
+    two_jobs.world.get(late)
+    two_jobs.world.run(5.0)
+    young = [row["seq"] for row in events_of(two_jobs, "--since", "1m")]
+    told = events_of(two_jobs)
+    assert young == [row["seq"] for row in told if row["wall_s"] >= told[-1]["wall_s"] - 40.0]
+    assert 0 < len(young) < len(events_of(two_jobs, "--since", "1h")) == len(told)
+    assert events_of(two_jobs, "--tail", "0") == []
+    refused = two_jobs.run("events", "trian")
+    assert (refused.exit_code, refused.stdout, "did you mean train?" in refused.stderr) == (1, "", True)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_notice_that_is_taken_back_is_no_problem_any_more(desk_of_three: Desk, is_short: bool) -> None:
+    """Also where copies were still to be made: exit code 0, and words that the host stays."""
+    for holder in desk_of_three.world.holders.values():
+        holder.refuses_copies = "the network is slow" if is_short else ""
+    given = desk_of_three.run("drain", "h1", "--within", "20")
+    assert (given.exit_code, "can go" in given.stderr) == ((4, False) if is_short else (0, True))
+    began_s = desk_of_three.world.now
+    back = desk_of_three.run("drain", "h1", "--cancel")
+    assert desk_of_three.world.now - began_s < 30.0
+    assert (back.exit_code, back.stderr) == (0, "host h1 stays\n")
+    assert "is to go" not in desk_of_three.run("status").stdout
+    assert json.loads(desk_of_three.run("drain", "h1", "--cancel", "--json").stdout)["drains_s"] is None
+
+
+@pytest.fixture
+def desk_of_three(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Three hosts, a job of two ranks."""
+    world, ranks = trained(3, 2, last=2)
+    return Desk(monkeypatch, world, ranks[0])
+
+
+def test_a_host_that_nothing_can_take_the_place_of_must_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, two copies: said at once, with what helps, and never that it can go."""
+    world, ranks = trained(2, 2, last=2)
+    result = Desk(monkeypatch, world, ranks[0]).run("drain", "h1")
+    assert result.exit_code == 4
+    assert "host h1 must not go: " in result.stderr
+    assert "add a host" in result.stderr
+
+
+def test_a_pin_is_told_with_its_step_and_attempt_and_can_be_taken_back_once(two_jobs: Desk) -> None:
+    """The newest step of the lineage is "latest", though an older attempt had others."""
+    pinned = two_jobs.run("pin", "train", "latest", "best")
+    assert (pinned.exit_code, pinned.stderr) == (0, "step 7 of train (attempt 2) is pinned as best\n")
+    assert "pinned best" in two_jobs.run("ls", "train").stdout
+    taken = two_jobs.run("unpin", "train", "best")
+    assert (taken.exit_code, taken.stderr) == (0, "step 7 of train is not pinned as best any more\n")
+    assert "pinned" not in two_jobs.run("ls", "train").stdout
+    again = two_jobs.run("unpin", "train", "best")
+    assert (again.exit_code, "best" in again.stderr) == (1, True)

@@ -1,0 +1,127 @@
+"""A launch with a rank missing, on real processes: the ranks that wait, and status, say for whom (R20)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import memstore
+from memstore.cli import main
+from memstore.client.store import Store
+from memstore.errors import MemstoreError
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+
+LIMIT_S = 60.0
+
+
+def test_who_waits_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After 5 s the rank that waits logs it, status shows the launch, and once the other comes both are in."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S, replicas=1) as cluster:
+        stores: list[Store] = []
+
+        def join(rank: int) -> None:
+            stores.append(memstore.connect("train", rank=rank, world_size=2, attempt="one", config=cluster.config))
+
+        with caplog.at_level(logging.WARNING, "memstore"):
+            ranks = [threading.Thread(target=join, args=(0,), daemon=True)]
+            ranks[0].start()
+            said = wait_for(lambda: [line for line in caplog.messages if "connect to job train" in line], "a word")
+        assert "1 of 2 ranks have come after" in said[0]
+        assert said[0].endswith("waiting for rank 1 (up to 60 s)")
+
+        where = ["--store", cluster.config.store, "--arena-dir", cluster.config.arena_dir]
+        shown = CliRunner().invoke(main, ["status", *where]).stdout
+        assert "gathering 1/2" in shown
+        assert "a launch gathers: 1 of 2 ranks have come" in " ".join(shown.split())
+        [row] = json.loads(CliRunner().invoke(main, ["status", "--json", *where]).stdout)["launches"]
+        assert (row["job"], row["ranks"], row["missing"]) == ("train", 1, [1])
+
+        ranks.append(threading.Thread(target=join, args=(1,), daemon=True))
+        ranks[1].start()
+        for thread in ranks:
+            thread.join(LIMIT_S)
+        assert sorted(store.rank for store in stores) == [0, 1]
+        for store in stores:
+            store.close()
+
+
+def launches(cluster: ProcessCluster) -> list[dict[str, Any]]:
+    """What `memstore status` shows; none while the holder is not back."""
+    with contextlib.suppress(MemstoreError):
+        return list(cluster.status()["launches"])
+    return []
+
+
+def test_all_of_connect_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder came late: the launch gathers for what is left, not for all of connect_timeout_s again."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    late_s = 5.0
+    with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S, replicas=1) as cluster:
+        cluster.kill_holder("h1")
+        back = threading.Timer(late_s, cluster.start_holder, ("h1",))
+        back.start()
+        stores: list[Store] = []
+
+        def join(rank: int) -> None:
+            stores.append(memstore.connect("train", rank=rank, world_size=2, attempt="one", config=cluster.config))
+
+        ranks = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
+        ranks[0].start()
+        back.join()
+        [row] = wait_for(lambda: launches(cluster), "the launch")
+        assert row["left_s"] <= LIMIT_S - late_s
+        ranks[1].start()
+        for thread in ranks:
+            thread.join(LIMIT_S)
+        for store in stores:
+            store.close()
+        assert len(stores) == 2
+
+
+def test_every_call_of_all_ranks_says_for_whom_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mesh_order(), get() and prepare() of one rank of two: the log names the other and its host, then all goes on."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S, replicas=1) as cluster:
+        stores: dict[int, Store] = {}
+
+        def join(rank: int) -> None:
+            stores[rank] = memstore.connect("train", rank=rank, world_size=2, attempt="one", config=cluster.config)
+
+        run_together(join, join)
+        for name, call in {
+            "mesh_order of": lambda store: store.mesh_order(),
+            "get of": lambda store: store.get(),
+            "room for the puts of": lambda store: store.prepare({"x": b"1"}).wait(),
+        }.items():
+            with caplog.at_level(logging.WARNING, "memstore"):
+                first = threading.Thread(target=call, args=(stores[0],), daemon=True)
+                first.start()
+                line = f"{name} job train: 1 of 2 ranks have come after 5 s, waiting for rank 1 on h1 (up to "
+                wait_for(lambda line=line: [said for said in caplog.messages if line in said], line)
+            call(stores[1])
+            first.join(LIMIT_S)
+            assert not first.is_alive()
+        for store in stores.values():
+            store.close()
+
+
+def run_together(*work: Callable[[int], None]) -> None:
+    """Run what each rank does, at once."""
+    threads = [threading.Thread(target=each, args=(rank,), daemon=True) for rank, each in enumerate(work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)

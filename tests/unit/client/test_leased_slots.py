@@ -1,0 +1,143 @@
+"""Slots that a rank filled in another arena than its holder has, or through another file, are never stored (R8)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, tell
+
+from memstore.shell.arena.mapping import ArenaMapping
+from memstore.testing.clusters.processes import wait_for
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+def replace_arena(site: Site) -> None:
+    """The holder is replaced, and so are its files; the rank is leased slots of the new arena under old numbers."""
+    site.holder.close()
+    shutil.rmtree(site.holder.folder)
+    site.begin()
+    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
+    site.holder.ranks.grant_job("job")
+    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
+
+
+def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
+    """What it filled is never handed over, kept or given back under the numbers that another put has now (R8)."""
+    room, torn = site.stage(2), site.stage(2)
+    before = room.views()
+    replace_arena(site)
+    other = site.stage(4)
+    assert set(other.slots) >= {*room.slots, *torn.slots}
+    before[0][:4] = b"late"
+    assert bytes(other.views()[0][:4]) == bytes([1]) * 4
+    assert not room.extend(1, 0.0)
+    assert not room.hand_over(b"", 2 * CHUNK_BYTES)
+    torn.abandon()
+    assert site.link.in_copy == set(other.slots)
+    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert other.hand_over(b"", 4 * CHUNK_BYTES)
+    tell(site, "sealed")
+
+
+def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> None:
+    """Another rank gave the step up while the hand-over waited for the link's writer: it is never sent, so the holder
+    takes no slot of it, and all are free again.
+    """
+    is_told = threading.Event()
+    site.link.outbox.put(lambda: is_told.wait(30.0) and None)
+    room = site.stage(2)
+    assert room.hand_over(b"", 2 * CHUNK_BYTES)
+    site.link.take_event({"k": "level", "attempt": 1, "step": STEP, "level": "skipped", "reason": ""})
+    is_told.set()
+    wait_for(site.link.outbox.empty, "the link's writer")
+    assert len(site.link.pool) == SHARE_SLOTS
+
+
+def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
+    """A hand-over that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
+    room = site.stage()
+    sent, site.link._send = site.link._send, lambda body: None  # type: ignore[method-assign]
+    assert room.hand_over(b"", 3 * CHUNK_BYTES)
+    message = site.link.handovers[1, STEP].body
+    wait_for(site.link.outbox.empty, "the message that gets lost")
+    site.link._send = sent  # type: ignore[method-assign]
+    replace_arena(site)
+    site.link.notify(message)  # as one that was queued before the link broke
+    wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
+    assert not site.link.handovers
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_what_was_staged_in_another_arena_is_adopted_by_nobody(site: Site) -> None:
+    """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
+    room = site.lend()
+    replace_arena(site)
+    site.link.call_soon("lend", {"step": STEP, "slots": room.slots, "arena": room.mapping.arena})
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["error"] == "CommitError"
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@contextlib.contextmanager
+def another_file(site: Site) -> Iterator[None]:
+    """The rank has a copy of the arena mapped, as after a mistake that no identity tells."""
+    right = site.link.mapping.open()
+    copy = site.holder.folder / "copy"
+    shutil.copyfile(site.holder.folder / "arena", copy)
+    files = [os.open(path, os.O_RDWR) for path in (copy, site.holder.folder / "slots")]
+    site.link.mapping._mapping = ArenaMapping(site.holder.folder, *files)
+    yield
+    site.link.mapping._mapping.close()
+    os.close(files[0])
+    site.link.mapping._mapping = right
+
+
+def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The holder sees other bytes than the rank: the put fails by name, nothing is kept, and the next one is sealed."""
+    with another_file(site):
+        assert site.stage().hand_over(b"", 3 * CHUNK_BYTES - 7)
+        tell(site, "failed")
+    wait_for(site.is_whole, "the whole share")
+    assert "what rank 0 filled is not what its host sees: 3 of 3 chunks differ, the first is chunk 0" in caplog.text
+    assert site.holder.vault.pin(SHARD) is None
+    assert site.stage().hand_over(b"", 3 * CHUNK_BYTES - 7)
+    tell(site, "sealed")
+
+
+def test_what_a_rank_filled_elsewhere_is_lent_to_nobody(site: Site) -> None:
+    """The offer of slots that the holder sees other bytes in is refused, so the child has nothing to hand over."""
+    with another_file(site):
+        room = site.stage()
+        room.lend()
+    assert not site.holder.ranks.lendings.lent
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["error"] == "CommitError"
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("seen", [None, {}, {"seed": 1, "digests": b"x"}, {"seed": "1", "digests": bytes(24)}])
+def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, seen: dict[str, Any] | None) -> None:
+    """Whoever hands over says what it sees in the slots, or the put fails by name and its slots are free again."""
+    room = site.stage()
+    body = {"k": "handover", "step": STEP, "slots": room.slots, "arena": room.mapping.arena, "sample": seen}
+    site.link.notify({**body, "attempt": 1, "world_size": 1, "layout": b"", "nbytes": 3 * CHUNK_BYTES})
+    tell(site, "failed")
+    assert site.holder.vault.pin(SHARD) is None
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")

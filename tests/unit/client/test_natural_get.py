@@ -1,0 +1,159 @@
+"""A get of a natural replica that fails on the way names each of the given states that it wrote to (R7, R34)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from memstore.client import shared_shard as module
+from memstore.client.restore import OpenShard
+from memstore.client.shared_shard import NaturalReplicas, Read, load_natural
+from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
+from memstore.core.format.shared_layout import NaturalLayout
+from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
+from memstore.shell.codec.encode import copy_into
+from memstore.shell.codec.verified_stream import Views
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.shard_read import ShardRead
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 1 << 16
+STATE = {"w": torch.arange(50_000.0)}
+OWN = {"noise": torch.arange(40_000.0) * 3}
+OWN_TEXT, INTO_TEXT = "the state given as own_into=", "the state given as into="
+
+
+class Staged:
+    """What a rank of two put, of whom rank 0 copies the shared state: its chunks, of which some may be bad for good."""
+
+    def __init__(self, rank: int, *, bad: Sequence[int] = ()) -> None:
+        natural = NaturalReplicas(0, 1, (0,), rank)
+        plan = natural.plan(STATE, OWN, CHUNK_BYTES)
+        data = np.zeros(plan.nbytes, np.uint8)
+        self.chunks = [memoryview(data)[at : at + CHUNK_BYTES] for at in range(0, plan.nbytes, CHUNK_BYTES)]
+        copy_into(plan, self.chunks, CHUNK_BYTES)
+        sizes = chunk_sizes(plan.nbytes, CHUNK_BYTES)
+        named = tuple(Chunk(chunk_digest(chunk), size) for chunk, size in zip(self.chunks, sizes, strict=True))
+        self.named = Manifest(ShardId("job", 1, 7, rank), 2, plan.layout, plan.nbytes, CHUNK_BYTES, named)
+        for index in bad:
+            self.chunks[index][0] ^= 1
+
+    def manifest(self) -> Manifest:
+        """As a read of it is asked."""
+        return self.named
+
+    def take(self, wanted: Sequence[int]) -> Views:
+        """All at once."""
+        return [(index, self.chunks[index]) for index in wanted]
+
+    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+        """There is no other copy."""
+        raise RecoveryError("no host has a good copy")
+
+
+def reads(source: Staged | None) -> Read:
+    """Return what reads the copier's shard; without one it cannot be reached."""
+
+    @contextlib.contextmanager
+    def read() -> Iterator[Staged]:
+        if source is None:
+            raise RecoveryError("the copier's shard is gone")
+        yield source
+
+    return lambda ranks: cast(ShardRead, read())
+
+
+def failed(staged: Staged, others: Read, *, late: MemstoreError | None = None) -> tuple[str, Any, Any]:
+    """Get with both targets, which must fail, at the latest with `late`; return what is said, and the targets."""
+    into, own_into = {"w": torch.zeros(50_000)}, {"noise": torch.zeros(40_000)}
+    opened = OpenShard(staged, staged.named)
+    natural = NaturalLayout.decode(staged.named)
+    assert natural is not None
+
+    def get() -> None:
+        with opened.telling():
+            load_natural(opened, natural, others, into, own_into)
+            if late is not None:
+                raise late
+
+    with pytest.raises(MemstoreError) as caught:
+        get()
+    return str(caught.value), into["w"], own_into["noise"]
+
+
+def test_own_state_that_came_half_is_named_and_the_shared_one_untouched() -> None:
+    """The last chunk, of the rank's own part, is bad in every copy."""
+    copier = Staged(0)
+    said, into, _ = failed(Staged(0, bad=[len(copier.chunks) - 1]), reads(None))
+    assert said.endswith(f"no host has a good copy; {OWN_TEXT} is unusable: restart this process")
+    assert not into.any()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_both_are_named_if_the_shared_state_came_half(rank: int) -> None:
+    """Own is of the step that was read by then; whether the shared part lies in the rank's shard or in a copier's."""
+    said, _, own = failed(Staged(rank, bad=[1] if rank == 0 else []), reads(Staged(0, bad=[1])))
+    assert said.endswith(f"; {OWN_TEXT} and {INTO_TEXT} are unusable: restart this process")
+    assert torch.equal(own, OWN["noise"])
+
+
+def test_a_copier_out_of_reach_leaves_both_as_they_were() -> None:
+    """Nothing is written before the copier's layout was compared as well, so nothing is said of the states."""
+    said, into, own = failed(Staged(1), reads(None))
+    assert said == "the copier's shard is gone"
+    assert not into.any()
+    assert not own.any()
+
+
+def test_a_read_whose_end_never_comes_names_both() -> None:
+    """All bytes came and the word that they are right did not: what was written must not be used (R27)."""
+    said, into, _ = failed(Staged(1), reads(Staged(0)), late=PeerTimeout("not answered"))
+    assert said == f"not answered; {OWN_TEXT} and {INTO_TEXT} are unusable: restart this process"
+    assert torch.equal(into, STATE["w"])
+
+
+def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of the newest step that was there says who copied it; all agree on a newer one, which others copied."""
+    asked: list[tuple[int | None, int | None]] = []
+    reads: list[dict[str, Any]] = []
+    copiers = {(1, 5): 3, (2, 7): 1}  # (attempt, step)
+
+    class Ranges:
+        """Of rank 0 in two steps; the newer one comes with the agreement."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> tuple[int, int]:
+            asked.append((attempt, step))
+            return (1, 5) if attempt is None or step is None else (attempt, step)
+
+        def open(self, found: tuple[int, int]) -> SimpleNamespace:
+            made = Staged(0).named
+            natural = NaturalLayout.decode(made)
+            assert natural is not None
+            layout = replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
+            manifest = replace(made, layout=layout, world_size=4)
+            return SimpleNamespace(attempt=found[0], step=found[1], manifest=manifest, close=lambda: None)
+
+    @contextlib.contextmanager
+    def read(_: Any, body: dict[str, Any], timeout_s: float) -> Iterator[Staged]:
+        reads.append(body)
+        raise RecoveryError("far enough")
+        yield
+
+    monkeypatch.setattr(module, "ShardRanges", Ranges)
+    monkeypatch.setattr(module, "ShardRead", read)
+    monkeypatch.setattr(module, "collective", lambda *_: {"step": 7, "attempt": 2})
+    link = cast(RankLink, SimpleNamespace(job="job", folder=Path("h0")))
+    with pytest.raises(RecoveryError, match="far enough"):
+        NaturalReplicas(0, 1, (0,), 1).get_resized(link, {"step": None}, None, 1.0)
+    assert asked == [(None, None), (2, 7)]
+    assert reads == [{"job": "job", "step": 7, "of_attempt": 2, "rank": 1}]

@@ -1,0 +1,192 @@
+"""Each setting of a store reaches the part that works by it: holders and a controller made of values no default has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.arena.slot_table import SlotState
+from memstore.core.controller.machine import Rules
+from memstore.core.format.manifest import chunk_sizes
+from memstore.errors import PeerTimeout
+from memstore.shell.controller.controller import Controller
+from memstore.shell.controller.membership import DirectoryMembership
+from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.scrub import IDLE_S, Scrubber
+from memstore.shell.host import interface
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.net.pacing import CHUNK_S
+from memstore.shell.net.socket_options import SO_MAX_PACING_RATE
+from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.two_holders import two_holders
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+SECRET = b"s" * 32
+SHARD = ShardId("train", 1, 2, 0)
+WAIT_S = 20.0
+
+
+@contextmanager
+def a_holder(**config: Any) -> Iterator[Holder]:
+    """Yield one holder; nothing of it is left afterwards."""
+    given = {"interface": "127.0.0.1", "scrub_bytes_per_s": 0, **config}
+    made = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=1 << 20, chunk_bytes=CHUNK_BYTES, **given)
+    holder = Holder(HostIdentity("a", read_boot_id(), True, {}), made, secret=SECRET, arena_limit_bytes=1 << 20)
+    try:
+        yield holder
+    finally:
+        holder.close()
+        shutil.rmtree(store_root(made), ignore_errors=True)
+
+
+def as_controller(holder: Holder, address: str, port: int) -> Channel:
+    """Connect as the controller does."""
+    return connect_tcp(
+        address, port, secret=SECRET, store=holder.config.store, identity={"role": "controller", "term": 1},
+        timeout_s=WAIT_S,
+    )  # fmt: skip
+
+
+def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two addresses of the machine the one that `interface` names, announced as such; the other answers nobody."""
+    monkeypatch.setattr(
+        interface, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("train", "127.0.0.2"), ("train6", "::1")]
+    )
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    with a_holder(interface="train", port=port) as holder:
+        assert (holder.info.address, holder.info.port) == ("127.0.0.2", port)
+        with as_controller(holder, "127.0.0.2", port) as channel:
+            assert channel.recv(timeout_s=WAIT_S).body["address"] == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+
+def test_a_holder_beats_as_often_as_its_config_says() -> None:
+    """Often if told so; with 60 s between two beats none comes meanwhile."""
+    with a_holder(heartbeat_s=0.02) as holder, as_controller(holder, holder.info.address, holder.info.port) as channel:
+        beats = 0
+        while beats < 3:
+            beats += channel.recv(timeout_s=WAIT_S).body["k"] == "beat"
+    with (
+        a_holder(heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0) as holder,
+        as_controller(holder, holder.info.address, holder.info.port) as channel,
+    ):
+        assert channel.recv(timeout_s=WAIT_S).body["k"] == "up"
+        with pytest.raises(PeerTimeout):
+            channel.recv(timeout_s=1.5)
+
+
+def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, on a machine that has the cores for more."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    with two_holders(CHUNK_BYTES, streams=3) as (near, far):
+        near.targets["train"] = ["b"]
+        near.pusher.connect("train")
+        assert far.listener.connections == 3
+
+
+def kernel_settings(channel: Channel) -> tuple[int, int]:
+    """Return the class and the pace that the kernel has for a connection."""
+    sock = channel._sock
+    pace = sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS, 1), "little"), struct.unpack("@L", pace)[0]
+
+
+def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None:
+    """As the kernel has them for the connection that carried the bytes."""
+    with two_holders(CHUNK_BYTES, streams=1, dscp=10, replicate_bytes_per_s=3 << 20) as (near, far):
+        for holder in (near, far):
+            holder.vault.ensure_free(4)
+        slots, ended = near.vault.take_slots(1), list[bool]()
+        fresh = Fresh(near.vault, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
+        near.pusher.submit(SHARD, "", "b", is_repair=False, done=lambda _, is_ok: ended.append(is_ok), fresh=fresh)
+        near.vault.seal_local(
+            SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, fresh=fresh
+        )  # fmt: skip
+        wait_for(lambda: ended == [True], "the push")
+        with near.peer("b").channel() as channel:
+            assert kernel_settings(channel) == (10 << 2, 3 << 20)
+
+
+def test_no_pace_is_so_slow_that_a_chunk_misses_its_deadline() -> None:
+    """A byte a second is not obeyed: the least follows from the store's own `chunk_bytes`."""
+    with (
+        two_holders(CHUNK_BYTES, replicate_bytes_per_s=1) as (near, _),
+        near.peer("b").channel() as channel,
+        near.lane.sending(channel),
+    ):
+        assert kernel_settings(channel) == (1 << 2, int(CHUNK_BYTES / CHUNK_S))
+
+
+def test_repair_is_bound_by_the_rate_of_the_config() -> None:
+    """The pushes of repairs wait for it."""
+    with two_holders(CHUNK_BYTES, repair_bytes_per_s=9 << 20) as (near, _):
+        assert near.pusher.repair_limit.bytes_per_s == 9 << 20
+
+
+class Pauses:
+    """In the place of a holder's end: never waits, keeps for how long the scrubber would, ends after one round."""
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        is_over = seconds == IDLE_S and IDLE_S in self.waited_s
+        self.waited_s.append(seconds)
+        return is_over
+
+
+@pytest.mark.parametrize(("rate", "checked"), [(CHUNK_BYTES // 4, [0, 2]), (0, [])])
+def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int]) -> None:
+    """4 s for each sealed chunk at a quarter of a chunk a second; at 0 it reads nothing."""
+    found: list[int] = []
+    slots = [SimpleNamespace(state=state) for state in (SlotState.SEALED, SlotState.FREE, SlotState.SEALED)]
+    vault = SimpleNamespace(
+        table=SimpleNamespace(slots=slots), shelf=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
+        verify_slot=lambda n: found.append(n) or [],
+    )  # fmt: skip
+    pauses = Pauses()
+    holder: Any = SimpleNamespace(
+        config=SimpleNamespace(scrub_bytes_per_s=rate, chunk_bytes=CHUNK_BYTES), stopping=pauses, vault=vault
+    )
+    Scrubber(holder).run()
+    assert found == checked
+    assert pauses.waited_s[1:-1] == [4.0] * len(checked)
+
+
+def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None:
+    """Every rule that is a setting of the store has the setting's value, none its default."""
+    config = Config(
+        store="rules", failure_domains=("row", "shelf"), heartbeat_s=0.25, suspect_after_s=61.0, repair_after_s=122.0,
+        recovery_grace_s=3.5, orphan_ttl_s=77.0, keep_steps=3,
+    )  # fmt: skip
+    controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
+    try:
+        rules = controller.catalog.rules
+    finally:
+        controller.close()
+    shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}
+    assert shared == {"failure_domains", "suspect_after_s", "repair_after_s", "recovery_grace_s", "orphan_ttl_s"}
+    for name in shared:
+        assert getattr(rules, name) == getattr(config, name) != getattr(Rules(), name), name
+    assert (rules.lease_s, rules.outlast_s, rules.settle_s) == (config.lease_s, 0.25, 0.5)
+    assert rules.job_defaults == {"keep_steps": 3}

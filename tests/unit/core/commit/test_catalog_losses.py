@@ -1,0 +1,147 @@
+"""Hosts that come and go in a row: placed together, told piecewise, and all is as if placed anew (R13, R18)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memstore.core.targets import targets as cluster_view
+from memstore.core.wire.messages import Heard, HostLost, HostUp, Tell, Tick
+from memstore.testing.controller.catalog_fleet import JOB, CatalogFleet
+
+HOSTS = 12
+
+
+@pytest.fixture
+def placements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many hosts each placement was made for."""
+    real, found = cluster_view.rebalance, list[int]()
+
+    def counted(old: Any, topology: Any, **kwargs: Any) -> Any:
+        found.append(len(topology.hosts))
+        return real(old, topology, **kwargs)
+
+    monkeypatch.setattr(cluster_view, "rebalance", counted)
+    return found
+
+
+def lose(fleet: CatalogFleet, host: str) -> None:
+    fleet.targets.pop(host, None)
+    fleet.rooms.pop(host, None)
+    fleet.handle(HostLost(host, "reset"))
+
+
+def come_back(fleet: CatalogFleet, host: str) -> None:
+    info = fleet.catalog.hosts.states[host].info
+    fleet.handle(HostUp(replace(info, incarnation=info.incarnation + 1)))
+
+
+def tick(fleet: CatalogFleet) -> None:
+    """Time passes, and who lives is heard of."""
+    fleet.now += 0.1
+    fleet.handle(Tick(tuple(Heard(host) for host in fleet.catalog.hosts.live_ids())))
+
+
+def told_whole(fleet: CatalogFleet) -> dict[str, dict[str, Any]]:
+    """What every host would be told if all were told now: targets and room."""
+    catalog, found = fleet.catalog, dict[str, dict[str, Any]]()
+    job = catalog.jobs[JOB]
+    assert job.newest is not None
+    catalog.actions = []
+    catalog.room.order(job, job.newest)
+    catalog.view.send_targets(job)
+    for action in catalog.actions:
+        assert isinstance(action, Tell)
+        found.setdefault(action.host_id, {})[action.kind] = action.body
+    return found
+
+
+def test_a_rack_that_dies_host_by_host_is_placed_twice(placements: list[int]) -> None:
+    """The first loss is placed at once; all others that come before the next tick are placed with it."""
+    fleet = CatalogFleet(96, ranks_per_host=1)
+    fleet.put(1)
+    tick(fleet)
+    placements.clear()
+    for host in fleet.hosts[:32]:
+        lose(fleet, host)
+    assert placements == [95]
+    tick(fleet)
+    # Stand-ins there are none: 64 hosts have ranks of their own.
+    assert placements == [95, 64]
+    tick(fleet)
+    assert placements == [95, 64]
+
+
+def test_a_change_tells_only_those_whom_it_concerns() -> None:
+    """The targets and the room of most hosts stay what they were when one is lost (R13)."""
+    fleet = CatalogFleet(64)
+    fleet.put(1)
+    tick(fleet)
+    fleet.targets.clear()
+    fleet.rooms.clear()
+    lose(fleet, fleet.hosts[3])
+    assert 0 < len(fleet.targets) <= 8
+    assert 0 < len(fleet.rooms) <= 16
+
+
+def test_a_host_that_refused_its_room_is_told_again_with_the_next_change() -> None:
+    """It does not go by the order: that another one would say the same is no reason to be silent (R10)."""
+    fleet = CatalogFleet(8)
+    fleet.put(1)
+    tick(fleet)
+    refused = fleet.rooms[fleet.hosts[7]]
+    fleet.catalog.room.reserved(fleet.hosts[7], {**refused, "ok": False, "why": "full"})
+    fleet.rooms.clear()
+    lose(fleet, fleet.hosts[0])
+    tick(fleet)
+    assert fleet.hosts[7] in fleet.rooms
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["lose", "lose", "return", "tick"]), st.integers(0, HOSTS - 1)), max_size=25))
+def test_what_is_told_piecewise_is_what_all_would_be_told(story: list[tuple[str, int]]) -> None:
+    """Whatever the order of losses, returns and ticks: every live host goes by the placement of now."""
+    fleet = CatalogFleet(HOSTS, ranks_per_host=2)
+    fleet.put(1)
+    for what, number in story:
+        host = fleet.hosts[number]
+        is_live = fleet.catalog.hosts.is_live(host)
+        if what == "tick":
+            tick(fleet)
+        elif what == "lose" and is_live and len(fleet.catalog.hosts.live_ids()) > 1:
+            lose(fleet, host)
+        elif what == "return" and not is_live:
+            come_back(fleet, host)
+    tick(fleet)
+    tick(fleet)
+    for host, orders in told_whole(fleet).items():
+        assert fleet.targets[host] == orders["targets"]["targets"]
+        if "reserve" in orders:
+            assert {**fleet.rooms[host], "call": 0} == orders["reserve"]
+
+
+def test_nothing_commits_before_it_is_known_who_is_to_have_copies() -> None:
+    """A target that died is not one copy less: another takes its place with the next tick, and the step waits (R18)."""
+    fleet = CatalogFleet(8, ranks_per_host=1)
+    owner = fleet.hosts[5]
+    target = fleet.targets[owner][0]
+    other = next(host for host in fleet.hosts if host not in (owner, target))
+    for rank in range(fleet.world_size):
+        fleet.seal(fleet.hosts[rank], rank, 1, is_own=True)
+        if fleet.hosts[rank] != owner:
+            for host in fleet.targets[fleet.hosts[rank]]:
+                fleet.seal(host, rank, 1, is_own=False)
+    lose(fleet, other)
+    lose(fleet, target)
+    assert fleet.catalog.placing.is_stale
+    for rank, host in enumerate(fleet.hosts):  # whatever comes meanwhile
+        if fleet.catalog.hosts.is_live(host):
+            fleet.seal(host, rank, 1, is_own=True)
+    assert not fleet.catalog.jobs[JOB].commits
+    tick(fleet)
+    assert fleet.targets[owner] != [target]
+    assert not fleet.catalog.jobs[JOB].commits

@@ -1,0 +1,187 @@
+"""What all hosts are told, and no more: views as changes, journals as what they lack, fences by host (R3, R16, R28)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.core.cluster.facts import HostsJoined
+from memstore.core.journal import compaction, records
+from memstore.core.journal.records import entry_from_record
+from memstore.core.wire.messages import Body
+from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from recovery.inventory import StepId
+
+
+def told(world: CatalogWorld, host: str, kind: str) -> list[Body]:
+    """The orders of a kind that a host was given since the last look."""
+    orders = world.holders[host].orders
+    found = [body for name, body in orders if name == kind]
+    orders.clear()
+    return found
+
+
+def known(world: CatalogWorld, host: str) -> set[str]:
+    """The hosts whose addresses a host has, by all views that it was ever given."""
+    peers: set[str] = set()
+    for kind, body in world.holders[host].orders:
+        if kind == "view":
+            peers = (peers if body["gone"] is not None else set()) - set(body["gone"] or ())
+            peers |= {row[0] for row in body["hosts"]}
+    return peers
+
+
+def test_a_host_that_is_suspected_for_a_moment_is_no_news() -> None:
+    """Nobody's address has changed: nobody is told one, nor of other targets (R28)."""
+    world = CatalogWorld(4)
+    world.launch(4)
+    world.run(2.0)
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.silence("h1")
+    assert world.run_until(lambda: not world.served.hosts.is_answering("h1"), 5.0)
+    world.thaw("h1")
+    assert world.run_until(lambda: world.served.hosts.is_answering("h1"), 5.0)
+    world.run(1.0)
+    assert not [kind for h in world.holders.values() for kind, _ in h.orders if kind in ("view", "targets", "reserve")]
+
+
+@pytest.mark.parametrize("has_job", [False, True])
+def test_views_say_who_came_and_who_went_and_a_newcomer_hears_of_all(has_job: bool) -> None:
+    """Whatever was said one by one, everybody ends with the addresses of all live hosts but the dead (R3)."""
+    world = CatalogWorld(4)
+    if has_job:
+        world.launch(4)
+    world.run(2.0)
+    world.kill_host("h1")
+    world.run(0.1)  # within a message's way: nobody waits for a tick to hear of a death
+    assert known(world, "h0") == {"h0", "h2", "h3"}
+    world.add_host("h4", {})
+    world.return_host("h1")
+    world.run(2.0)
+    assert all(known(world, host) == set(world.holders) for host in ("h0", "h2", "h3", "h4"))
+    sizes = [len(body["hosts"]) for body in told(world, "h0", "view") if body["gone"] is not None]
+    assert sizes
+    assert max(sizes) <= 2
+
+
+def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
+    """Their facts and their addresses go out once a tick, not once a host (R16)."""
+    world = CatalogWorld(2)
+    world.run(2.0)
+    told(world, "h0", "view")
+    for number in range(2, 12):
+        world.add_host(f"h{number}", {})
+    world.run(2.0)
+    orders = world.holders["h0"].orders
+    facts = [[entry_from_record(r).fact for r in body["records"]] for kind, body in orders if kind == "journal"]
+    joined = [fact for group in facts for fact in group if isinstance(fact, HostsJoined)]
+    assert sorted(host for fact in joined for host in fact.labels) == sorted(f"h{number}" for number in range(2, 12))
+    assert len(facts) <= 2
+    assert sum(kind == "view" for kind, _ in orders) <= 2
+
+
+def world_with_a_commit() -> CatalogWorld:
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    world.run(1.0)
+    return world
+
+
+def test_a_successor_sends_nobody_what_his_journal_has() -> None:
+    """All journals are whole: no record travels back; and one that lacks its end is given that end alone (R16)."""
+    world = world_with_a_commit()
+    for holder in world.holders.values():
+        holder.orders.clear()
+    del world.holders["h2"].journal[-2:]
+    world.crash_controller()
+    world.run(6.0)
+    first = {host: next(b for k, b in h.orders if k == "journal") for host, h in world.holders.items()}
+    assert {host: (body["reset"], len(body["records"])) for host, body in first.items()} == {
+        "h0": (False, 0), "h1": (False, 0), "h2": (False, 2),
+    }  # fmt: skip
+    entries = [entry.record for entry in world.served.log.entries]
+    assert all(holder.journal == entries for holder in world.holders.values())
+
+
+def test_a_journal_with_other_facts_between_is_written_anew() -> None:
+    """What is not the first part of the log is not added to: facts of a lower term never follow those of a higher."""
+    world = world_with_a_commit()
+    del world.holders["h2"].journal[2]
+    world.crash_controller()
+    world.run(6.0)
+    assert any(body.get("reset") for body in told(world, "h2", "journal"))
+    assert world.holders["h2"].journal == [entry.record for entry in world.served.log.entries]
+
+
+def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders are told what to keep; what is left is the controller's log, in its order, on every host (R16)."""
+    monkeypatch.setattr(compaction, "JOURNAL_NBYTES_MIN", 4 << 10)
+    world = CatalogWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    for step in range(1, 40):
+        assert world.put_all(ranks, step)
+    world.run(1.0)
+    orders: list[tuple[str, Any]] = world.holders["h1"].orders
+    kept = [body for kind, body in orders if kind == "journal" and "keep" in body]
+    assert len(kept) >= 2
+    assert not any(body["records"] for body in kept)
+    assert sum(map(len, world.holders["h1"].journal)) <= 3 * (4 << 10)
+    newest = {entry_from_record(record).seq for record in world.holders["h1"].journal}
+    assert {entry.seq for entry in world.served.log.entries} <= newest
+    world.crash_controller()
+    world.run(6.0)
+    world.check_restored(world.get(world.launch(3)))
+
+
+def test_a_fence_names_the_processes_of_the_host_alone() -> None:
+    """A process talks to its own host's holder: of the others it need not know (R4, R21)."""
+    world = CatalogWorld(3)
+    ranks = world.launch(6)
+    for host in world.holders:
+        body = told(world, host, "fence")[-1]
+        assert body["job"] == JOB
+        assert sorted(body["members"]) == sorted(rank.nonce for rank in ranks if rank.host_id == host)
+
+
+def test_journals_are_written_anew_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late host's facts go to all in pages; the controller dies after the first of them: no host lost any (R16)."""
+    world = world_with_a_commit()
+    world.kill_host("h2", keep_memory=True)
+    for host in ("h0", "h1"):
+        del world.holders[host].journal[1]  # what only the late host has kept: then all are written anew
+    world.crash_controller()
+    world.run(6.0)
+    before = {host: list(world.holders[host].journal) for host in ("h0", "h1")}
+    monkeypatch.setattr(records, "PAGE_BYTES", 1)
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.return_host("h2")
+
+    def pages() -> list[Body]:
+        return [body for host in ("h0", "h1") for kind, body in world.holders[host].orders if kind == "journal"]
+
+    assert world.run_until(lambda: len(pages()) >= 2, 5.0)
+    world.crash_controller(restart_after_s=None)
+    assert {host: world.holders[host].journal for host in before} == before
+    monkeypatch.undo()
+    world.kill_host("h2")
+    world.start_controller()
+    world.run(8.0)
+    assert StepId(1, 1) in world.job().commits
+
+
+def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals that come in pages are whole in the end, whatever a controller began before (R16)."""
+    monkeypatch.setattr(records, "PAGE_BYTES", 1)
+    world = world_with_a_commit()
+    world.holders["h1"].pages.append(b"of a controller that is gone")
+    world.holders["h1"].journal.clear()
+    world.crash_controller()
+    world.run(6.0)
+    entries = [entry.record for entry in world.served.log.entries]
+    assert all(holder.journal == entries for holder in world.holders.values())

@@ -1,0 +1,129 @@
+"""Frames of chunks as a hostile or unlucky peer sends them: no slot is lost, nothing wrong is kept (R14)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+
+from memstore import errors
+from memstore.core.format.manifest import chunk_digest
+from memstore.core.wire import frame as wire
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.messages import shard_to_wire
+from memstore.shell.holder.holder import Holder
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.testing.clusters.two_holders import two_holders
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+COUNT = 6
+SHARD = shard_to_wire(ShardId("train", 1, 2, 0))
+CHUNKS = [bytes([i]) * CHUNK_BYTES for i in range(COUNT)]
+
+
+def stranger(holder: Holder) -> Channel:
+    """Connect as the holder of a host that the store does not know, with its secret."""
+    return connect_tcp(
+        holder.info.address, holder.info.port, secret=holder.secret, store=holder.config.store,
+        identity={"role": "holder", "host": "z"}, timeout_s=5,
+    )  # fmt: skip
+
+
+def ask_for_all(channel: Channel) -> None:
+    """Begin a request whose chunks the receiver lacks, all of them."""
+    body = {
+        "do": "chunks", "shard": SHARD, "sender": "z", "want": list(range(COUNT)),
+        "digests": [chunk_digest(chunk) for chunk in CHUNKS], "sizes": [CHUNK_BYTES] * COUNT,
+    }  # fmt: skip
+    channel.send(Kind.CALL, 9, body, deadline_s=5)
+    assert channel.recv(timeout_s=5).body["lack"] == list(range(COUNT))
+
+
+def offer(channel: Channel) -> None:
+    """Open the draft."""
+    body = {"do": "offer", "shard": SHARD, "digest": "", "attempt": 1, "sender": "z", "count": COUNT}
+    assert channel.request(body, timeout_s=5).body["ok"]
+
+
+def wait_all_free(holder: Holder) -> None:
+    """Wait until every slot is free again."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        with holder.vault.lock:
+            if len(holder.vault.table.free) == len(holder.vault.table.slots):
+                return
+        assert time.monotonic() < deadline_s, "slots are lost"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "nbytes"),
+    [
+        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES] * (COUNT + 1)}, CHUNK_BYTES * (COUNT + 1), id="too many"),
+        pytest.param(Kind.CHUNK, {"sizes": []}, 0, id="none"),
+        pytest.param(Kind.CHUNK, {"sizes": [0] * COUNT}, 0, id="all lacking"),
+        pytest.param(Kind.CHUNK, {"sizes": [-1, CHUNK_BYTES]}, CHUNK_BYTES, id="negative"),
+        pytest.param(Kind.CHUNK, {"sizes": [1.0]}, 1, id="fraction"),
+        pytest.param(Kind.CHUNK, {"sizes": [True]}, 1, id="truth"),
+        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES] * 3}, 2 * CHUNK_BYTES, id="more than the bulk"),
+        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES + 1]}, CHUNK_BYTES + 1, id="longer than a slot"),
+        pytest.param(Kind.CHUNK, {}, CHUNK_BYTES, id="no sizes"),
+        pytest.param(Kind.ERROR, {"error": "CapacityError", "message": "x"}, 1000, id="error with bulk"),
+    ],
+)
+def test_a_frame_that_contradicts_itself_costs_no_slot(
+    kind: Kind, body: dict[str, Any], nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection ends or the chunks count as bad; the draft goes with its connection."""
+    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+        holder.vault.ensure_free(2 * COUNT)
+        with stranger(holder) as channel:
+            offer(channel)
+            ask_for_all(channel)
+            with contextlib.suppress(errors.TransportError):
+                channel.send(kind, 9, body, [memoryview(bytes(nbytes))] if nbytes else [], deadline_s=5)
+                assert len(channel.recv(timeout_s=5).body["bad"]) == COUNT
+        wait_all_free(holder)
+    assert not [record for record in caplog.records if "error of ours" in record.getMessage()]
+
+
+def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
+    """Two whole chunks of a frame that was cut in the third are good; their slots come back with the draft."""
+    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+        holder.vault.ensure_free(2 * COUNT)
+        with stranger(holder) as feeding, stranger(holder) as other:
+            offer(other)
+            ask_for_all(feeding)
+            packed = wire.pack_body({"sizes": [CHUNK_BYTES] * COUNT})
+            head = wire.pack_header(Kind.CHUNK, 9, packed, COUNT * CHUNK_BYTES)
+            feeding._sock.setblocking(True)  # type: ignore[union-attr]
+            feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
+            feeding._sock.setblocking(False)  # type: ignore[union-attr]
+            feeding.close()
+            deadline_s = time.monotonic() + 10
+            draft = holder.vault.shelf.draft("z", ShardId("train", 1, 2, 0))
+            assert draft is not None
+            while draft.missing != [2, 3, 4, 5]:
+                assert time.monotonic() < deadline_s, f"missing: {draft.missing}"
+                time.sleep(0.02)
+        wait_all_free(holder)
+
+
+def test_chunks_without_a_slot_are_asked_for_again() -> None:
+    """Two slots for a frame of six: two are kept, four are named bad, the connection is in order."""
+    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+        holder.vault.ensure_free(2 * COUNT)
+        with stranger(holder) as channel:
+            offer(channel)
+            taken = holder.vault.take_slots(len(holder.vault.table.free) - 2)
+            ask_for_all(channel)
+            bulk = [memoryview(chunk) for chunk in CHUNKS]
+            channel.send(Kind.CHUNK, 9, {"sizes": [CHUNK_BYTES] * COUNT}, bulk, deadline_s=5)
+            assert channel.recv(timeout_s=5).body == {"ok": True, "bad": [2, 3, 4, 5]}
+            assert channel.request({"do": "ping"}, timeout_s=5).kind is Kind.REPLY
+        holder.vault.give_back(taken)
+        wait_all_free(holder)

@@ -1,0 +1,282 @@
+"""A holder obeys one controller, the newest of the highest term, whatever comes at once or too late (R16, R17)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.journal import records as records_module
+from memstore.core.journal.records import place_of_record
+from memstore.core.wire.frame import Kind
+from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
+from memstore.shell.arena import journal_file as journal_module
+from memstore.shell.controller.holder_session import Session
+from memstore.shell.holder import holder as holder_module
+from memstore.shell.holder.controller_session import ControllerSession
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.processes import wait_for
+
+WAIT_S = 15.0
+SECRET = b"s" * 32
+Dial = Callable[[int], Channel]
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    """A holder that never beats by itself, so that what it sends is what it was asked for."""
+    config = Config(
+        store=f"t{secrets.token_hex(4)}", arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
+        heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0,
+    )  # fmt: skip
+    made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
+    yield made
+    made.close()
+    shutil.rmtree(store_root(config), ignore_errors=True)
+
+
+@pytest.fixture
+def dial(holder: Holder) -> Iterator[Dial]:
+    """Connects as the controller of a term."""
+    made: list[Channel] = []
+
+    def connect(term: int) -> Channel:
+        channel = connect_tcp(
+            holder.info.address, holder.info.port, secret=SECRET, store=holder.config.store,
+            identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+        )  # fmt: skip
+        made.append(channel)
+        return channel
+
+    yield connect
+    for channel in made:
+        channel.close()
+
+
+class Pause:
+    """Holds up whoever comes until `go`."""
+
+    def __init__(self) -> None:
+        self.at, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.at.set()
+        assert self.go.wait(WAIT_S)
+
+
+def order(channel: Channel, kind: str, **body: Any) -> None:
+    channel.send(Kind.EVENT, 0, {"k": kind, **body}, deadline_s=WAIT_S)
+
+
+def heard(channel: Channel, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    return channel.recv(timeout_s=timeout_s).body
+
+
+def obeys(holder: Holder, channel: Channel) -> None:
+    """Raise unless an order on this session is carried out."""
+    target = secrets.token_hex(4)
+    order(channel, "targets", job="job", targets=[target])
+    wait_for(lambda: holder.targets.get("job") == [target], "the order")
+
+
+def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
+    """A controller of an older term hears of the newer one, is not obeyed, and does not displace it (R17)."""
+    newer = dial(6)
+    assert heard(newer)["k"] == "up"
+    older = dial(5)
+    with contextlib.suppress(Exception):  # the holder may have hung up already
+        order(older, "targets", job="job", targets=["old"])
+    assert heard(older) == {"k": "stale", "term": 6}
+    obeys(holder, newer)
+    assert holder.term == 6
+
+
+def test_of_two_controllers_at_once_the_higher_term_stays(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older controller that is slow to be taken does not displace the newer one that came meanwhile (R17)."""
+    pause, firsts = Pause(), [True]
+
+    class Slow(ControllerSession):
+        def __init__(self, channel: Channel) -> None:
+            super().__init__(channel)
+            if firsts and firsts.pop():
+                pause()
+
+    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    older = dial(5)
+    assert pause.at.wait(WAIT_S)
+    newer = dial(6)
+    assert heard(newer)["k"] == "up"
+    pause.go.set()
+    assert heard(older) == {"k": "stale", "term": 6}
+    obeys(holder, newer)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError(), CapacityError("too much")])
+def test_an_order_that_fails_is_answered(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Ranks wait for the room and a person for the answer, whatever broke; the next order is carried out (R9)."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    channel = dial(5)
+    assert heard(channel)["k"] == "up"
+    share = {"job": "job", "attempt": 1, "ranks": [[0, 2]], "guest_slots": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(holder.vault.arena, "grow", fail)
+        patch.setattr(holder.scrubber, "verify_all", fail)
+        order(channel, "reserve", **share, call=7)
+        order(channel, "ask", ask=8, what="verify")
+        answers = {body["k"]: body for body in (heard(channel), heard(channel))}
+    assert (answers["reserved"]["call"], answers["reserved"]["ok"]) == (7, False)
+    assert (answers["answer"]["ask"], answers["answer"]["ok"]) == (8, False)
+    said = str(error.args[-1]) if error.args else repr(error)
+    assert all(said in body["why"] for body in answers.values())
+    order(channel, "reserve", **share, call=9)
+    again = heard(channel)
+    assert (again["call"], again["ok"]) == (9, True)
+
+
+@pytest.mark.parametrize("term", [5, 6])
+def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, term: int
+) -> None:
+    """What was read from an older session, of this term or one before, never overrides the newer session (R17)."""
+    pause, closed = Pause(), threading.Semaphore(0)
+
+    class Slow(ControllerSession):
+        """Its orders are read and then wait."""
+
+        def __init__(self, channel: Channel) -> None:
+            super().__init__(channel)
+            real = channel.recv
+
+            def recv(**limits: Any) -> Any:
+                frame = real(**limits)
+                pause()
+                return frame
+
+            monkeypatch.setattr(channel, "recv", recv)
+
+        def close(self) -> None:
+            super().close()
+            closed.release()
+
+    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    older = dial(5)
+    assert heard(older)["k"] == "up"
+    order(older, "targets", job="job", targets=["old"])
+    assert pause.at.wait(WAIT_S)
+    monkeypatch.setattr(holder_module, "ControllerSession", ControllerSession)
+    newer = dial(term)
+    assert heard(newer)["k"] == "up"
+    obeys(holder, newer)
+    pause.go.set()
+    assert closed.acquire(timeout=WAIT_S)  # by the newer session
+    assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
+    assert holder.targets["job"] != ["old"]
+    obeys(holder, newer)
+
+
+def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of facts come again in the next term: a write under way at the takeover counts for nobody else (R16)."""
+    pause, real = Pause(), holder.journal.append
+    monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
+    older = dial(5)
+    assert heard(older)["k"] == "up"
+    order(older, "journal", seq=7, reset=False, records=[b"old"])
+    assert pause.at.wait(WAIT_S)
+    newer, first = dial(6), None
+    with contextlib.suppress(PeerTimeout):
+        first = heard(newer, 0.3)  # not before the write is over, else it may be missing in what it says
+    pause.go.set()
+    first = first or heard(newer)
+    assert (first["k"], first["journal"]) == ("up", [b"old"])
+    order(newer, "journal", seq=1, reset=False, records=[b"new"])
+    assert heard(newer) == {"k": "ack", "seq": 1}
+
+
+def test_a_long_journal_comes_in_pages_before_the_inventory(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message is longer than the wire allows, however many facts a journal has; the catalog is given all at once."""
+    records = [bytes([number]) * 30 for number in range(5)]
+    first = dial(5)
+    assert heard(first)["k"] == "up"
+    order(first, "journal", seq=5, reset=False, records=records)
+    assert heard(first) == {"k": "ack", "seq": 5}
+    monkeypatch.setattr(records_module, "PAGE_BYTES", 70)
+    pages = dial(6)
+    assert heard(pages) == {"k": "journal", "records": records[:2]}
+    assert heard(pages) == {"k": "journal", "records": records[2:4]}
+    assert heard(pages)["journal"] == records[4:]
+    given: queue.Queue[dict[str, Any]] = queue.Queue()
+    session = Session("a", holder.info.incarnation, dial(7), lambda _, body: given.put(body))
+    session.start()
+    up = given.get(timeout=WAIT_S)
+    session.close()
+    assert (up["k"], up["journal"]) == ("up", records)
+
+
+def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
+    holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older session still reads the journal for its inventory when the newer one's facts come: all stay (R16)."""
+    pause, real = Pause(), journal_module._scan
+
+    def slow(path: Path) -> Iterator[bytes]:
+        found = list(real(path))
+        monkeypatch.setattr(journal_module, "_scan", real)
+        pause()
+        return iter(found)
+
+    monkeypatch.setattr(journal_module, "_scan", slow)
+    dial(5)
+    assert pause.at.wait(WAIT_S)
+    newer, first = dial(6), None
+    with contextlib.suppress(PeerTimeout):
+        first = heard(newer, 0.3)  # not before the older one has read it
+    order(newer, "journal", seq=1, reset=False, records=[b"new"])
+    if first is not None:
+        assert heard(newer) == {"k": "ack", "seq": 1}
+    pause.go.set()
+    if first is None:
+        assert heard(newer)["k"] == "up"
+        assert heard(newer) == {"k": "ack", "seq": 1}
+    obeys(holder, newer)
+    wait_for(lambda: not holder._session_lock.locked(), "the older session to be done")
+    assert holder.journal.records() == [b"new"]
+
+
+def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: Holder, dial: Dial) -> None:
+    """A record was damaged, and with it what lies behind: the session ends, the next one shows what is left (R16)."""
+    records = [bytes(14) + bytes([1, number]) + b"fact" for number in range(3)]
+    first = dial(5)
+    assert heard(first)["k"] == "up"
+    order(first, "journal", seq=3, reset=False, records=records)
+    assert heard(first) == {"k": "ack", "seq": 3}
+    with holder.journal.path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    order(first, "journal", seq=4, keep=[list(place_of_record(record)) for record in records], records=[])
+    with pytest.raises(PeerUnreachable):
+        heard(first)
+    newer = dial(5)
+    assert heard(newer)["journal"] == records[:2]

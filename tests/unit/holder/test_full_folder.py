@@ -1,0 +1,189 @@
+"""A holder whose file system is full keeps its controller: facts wait for room, and it says what it lacks (R16)."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.wire.frame import Kind
+from memstore.drills.breaking.kept_up import FullFileSystem
+from memstore.errors import CapacityError, PeerTimeout
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from recovery.inventory import ShardId
+
+WAIT_S = 15.0
+SECRET = b"s" * 32
+LARGE = b"x" * 5000  # more than the journal's last page still takes
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A memory file system of 4 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield tmp_path
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def holder(small_tmpfs: Path) -> Iterator[Holder]:
+    """A holder that beats ten times a second."""
+    config = Config(
+        store=f"t{secrets.token_hex(4)}", arena_dir=str(small_tmpfs), arena_bytes=1 << 20, chunk_bytes=64 << 10,
+        interface="127.0.0.1", heartbeat_s=0.1, suspect_after_s=180.0, repair_after_s=600.0,
+    )  # fmt: skip
+    made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def full(holder: Holder, small_tmpfs: Path) -> Iterator[FullFileSystem]:
+    """No page is left beside the holder's arena."""
+    filler = FullFileSystem(small_tmpfs)
+    filler.start()
+    yield filler
+    filler.end()
+
+
+def dial(holder: Holder, term: int) -> Channel:
+    """Connect as the controller of a term."""
+    return connect_tcp(
+        holder.info.address, holder.info.port, secret=SECRET, store=holder.config.store,
+        identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+    )  # fmt: skip
+
+
+def heard(channel: Channel, kind: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    """The next message of a kind; the others are passed over."""
+    found: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        body = channel.recv(timeout_s=timeout_s).body
+        found[:] = [body] if body["k"] == kind else []
+        return bool(found)
+
+    wait_for(look, f"a message {kind!r}", timeout_s)
+    return found[0]
+
+
+def order(channel: Channel, kind: str, **body: Any) -> None:
+    channel.send(Kind.EVENT, 0, {"k": kind, **body}, deadline_s=WAIT_S)
+
+
+def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full: FullFileSystem) -> None:
+    """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
+    controller = dial(holder, 5)
+    heard(controller, "up")
+    order(controller, "journal", seq=1, reset=False, records=[LARGE])
+    order(controller, "journal", seq=2, reset=False, records=[b"small"])
+    order(controller, "targets", job="job", targets=["b"])
+    wait_for(lambda: holder.targets.get("job") == ["b"], "an order after the facts")
+    wait_for(lambda: "journal" in heard(controller, "beat")["stats"]["short_of_room"], "a beat that says so")
+    assert holder.journal.records() == [], "a later fact must not be there without the one before it"
+    full.end()
+    assert heard(controller, "ack")["seq"] == 1
+    assert heard(controller, "ack")["seq"] == 2
+    assert len(holder.journal.records()) == 2
+    wait_for(lambda: not heard(controller, "beat")["stats"]["short_of_room"], "a beat that no longer says so")
+    controller.close()
+
+
+def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Holder, full: FullFileSystem) -> None:
+    """A newer session sends the whole journal; what an older one had sent counts for nobody any more (R16, R17)."""
+    older = dial(holder, 5)
+    heard(older, "up")
+    order(older, "journal", seq=9, reset=False, records=[LARGE])
+    wait_for(lambda: holder.facts.problem, "the fact to wait")
+    newer = dial(holder, 6)
+    assert heard(newer, "up")["journal"] == []
+    order(newer, "journal", seq=1, reset=True, records=[b"one", LARGE])
+    wait_for(lambda: holder.facts.problem, "the newer facts to wait")
+    full.end()
+    assert heard(newer, "ack")["seq"] == 1
+    with pytest.raises((PeerTimeout, AssertionError, TimeoutError)):
+        heard(newer, "ack", 0.5)
+    assert len(holder.journal.records()) == 2
+    older.close()
+    newer.close()
+
+
+def test_a_manifest_without_room_is_told_until_there_is_some(small_tmpfs: Path) -> None:
+    """The problem names the size; it goes by itself once such a manifest would fit, and leaves no file."""
+    folder = ManifestFolder.open(small_tmpfs)
+    name = ManifestFolder.name_of(ShardId("j", 1, 2, 3), "ab")
+    filler = FullFileSystem(small_tmpfs)
+    filler.start()
+    with pytest.raises(CapacityError, match="no room for a manifest"):
+        folder.save(name, bytes(9000))
+    folder.look_for_room()
+    assert "9000 bytes" in folder.problem
+    filler.end()
+    folder.look_for_room()
+    assert folder.problem == ""
+    assert list(folder.path.iterdir()) == []
+    folder.save(name, b"small")
+    assert list(folder.load_all()) == [(name, b"small")]
+    folder.close()
+
+
+def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, small_tmpfs: Path) -> None:
+    """With no page left the holder says what it needs and serves on from memory; with room its successor has all."""
+    ended: list[str] = []
+    holder.on_fatal = ended.append
+    shard = ShardId("job", 1, 5, 0)
+    holder.vault.ensure_free(2)
+    slots = holder.vault.take_slots(2)
+    for slot in slots:
+        holder.vault.arena.view(slot)[:] = b"\7" * (64 << 10)
+    holder.vault.seal_local(shard, world_size=1, layout=b"", nbytes=2 * (64 << 10), slots=slots, attempt=1)
+    filler = FullFileSystem(small_tmpfs)
+    filler.start()
+    (holder.folder / "arena").unlink()
+    wait_for(lambda: " free; " in holder.guard.problem, "the word of no room")
+    assert ended == []
+    assert [bytes(holder.vault.arena.view(slot, 2)) for slot in slots] == [b"\7\7"] * 2
+    filler.end()
+    wait_for(lambda: bool(ended), "the end of the holder")
+    assert "written again, for another holder to adopt" in ended[0]
+    holder.lock_file.release()
+    identity = HostIdentity("a", read_boot_id(), True, {})
+    again = Holder(identity, holder.config, secret=SECRET, arena_limit_bytes=1 << 20)
+    try:
+        found = again.vault.shelf.find(shard)
+        assert found is not None
+        assert [bytes(again.vault.arena.view(slot, 2)) for slot in found.slots if slot is not None] == [b"\7\7"] * 2
+    finally:
+        again.close()
+
+
+def test_a_killed_holder_comes_back_while_the_file_system_is_full(
+    small_tmpfs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its memory is there, and all that its start needs: no file is written anew that is there already (R3, R4)."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with ProcessCluster(folder, {"a": {}}, arena_dir=str(small_tmpfs), arena_bytes=1 << 20) as cluster:
+        filler = FullFileSystem(small_tmpfs)
+        filler.start()
+        try:
+            cluster.kill_holder("a")
+            cluster.start_holder("a")
+            cluster.wait_live("a")
+        finally:
+            filler.end()

@@ -1,0 +1,83 @@
+"""What a reader hears of its chunks: the manifest first, then each chunk once (R27)."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import Future
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from memstore.client.checkpoint import read_shard
+from memstore.core.arena.replica_index import Draft
+from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
+from memstore.errors import IntegrityError
+from memstore.shell.codec.encode import copy_into, plan_state
+from memstore.shell.holder.chunk_notifier import Herald
+from memstore.shell.rank.holder_link import RankLink
+from recovery.inventory import ShardId
+
+
+def test_a_herald_tells_each_chunk_once() -> None:
+    """The manifest goes out at once, even alone; a chunk is named when it has come, and never again."""
+    said: list[dict[str, Any]] = []
+    draft = Draft(ShardId("job", 1, 2, 0), [b"d"] * 4, [None] * 4, 1)
+    herald = Herald(said.append, 7, b"manifest", draft)
+    herald.tell()
+    herald.tell()
+    assert said == [{"k": "came", "read": 7, "manifest": b"manifest", "chunks": []}]
+    draft.slots[3], draft.slots[1] = 30, 10
+    herald.tell()
+    herald.tell()
+    draft.slots[0] = draft.slots[2] = 5  # two chunks of one content
+    herald.tell()
+    herald.tell()
+    assert said[1:] == [
+        {"k": "came", "read": 7, "chunks": [[1, 10], [3, 30]]},
+        {"k": "came", "read": 7, "chunks": [[0, 5], [2, 5]]},
+    ]
+
+
+class Asked:
+    """A link whose question is answered twice: chunks of one step come, then the answer names another."""
+
+    nonce, job = "n", "job"
+
+    def __init__(self, first: tuple[bytes, list[bytearray]], then: bytes) -> None:
+        self.first, self.then = first, then
+        self.mapping = MagicMock()  # no arena: nothing whose pages a reader could keep
+
+    def hear(self, heard: queue.SimpleQueue[Any]) -> int:
+        self.heard = heard
+        return 1
+
+    def call_soon(self, verb: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        manifest, slots = self.first
+        self.heard.put({"manifest": manifest, "chunks": [[i, i] for i in range(len(slots))]})
+        future: Future[dict[str, Any]] = Future()
+        future.set_result({"manifest": self.then, "slots": list(range(len(slots))), "pin": 1, "verdict": "peer"})
+        return future
+
+    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
+        return memoryview(self.first[1][slot])[:nbytes]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def put(step: int) -> tuple[bytes, list[bytearray]]:
+    """A manifest and its slots."""
+    plan = plan_state({"w": torch.full((1000,), float(step))})
+    sizes = chunk_sizes(plan.nbytes, 1024)
+    slots = [bytearray(1024) for _ in sizes]
+    copy_into(plan, [memoryview(slot) for slot in slots], 1024)
+    chunks = tuple(Chunk(chunk_digest(memoryview(s)[:n]), n) for s, n in zip(slots, sizes, strict=True))
+    return encode_manifest(Manifest(ShardId("job", 1, step, 0), 1, plan.layout, plan.nbytes, 1024, chunks)), slots
+
+
+def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:
+    """The controller came back while step 10 was read and chose step 11: no bytes of 10 under the name of 11."""
+    with pytest.raises(IntegrityError, match=r"step=11.*was chosen while.*step=10"):
+        read_shard(cast(RankLink, Asked(put(10), put(11)[0])), {"job": "job"}, None, 60.0)

@@ -1,0 +1,268 @@
+"""Leases that cross to a child process and back: never had twice, never lost (R8, R20)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
+
+from memstore.core.arena.share import Share
+from memstore.errors import CommitError, ConfigError
+from memstore.shell.arena import replica_store as vault
+from memstore.shell.holder import lease_transfer as lendings
+from memstore.shell.holder import rank_server
+from memstore.shell.holder.seal import RankLink as ServedLink
+from memstore.shell.rank.holder_link import RankLink
+from memstore.testing.clusters.processes import wait_for
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+def test_a_child_takes_the_slots_over_and_hands_them_over(site: Site) -> None:
+    """What the parent filled is sealed by the child; the parent hears of it, and gets its room again."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    assert not site.is_whole()
+    child.do("hand over")
+    tell(site, "sealed")
+    shelved = site.holder.vault.shelf.find(SHARD)
+    assert shelved is not None
+    assert [bytes(site.holder.vault.chunk_view(shelved, i) or b"")[:1] for i in range(3)] == [b"\1", b"\2", b"\3"]
+    room.abandon()
+    child.do("bye")
+    wait_for(lambda: site.is_whole(stored=3), "the lease of what is not stored")
+
+
+def test_what_a_child_did_not_hand_over_is_free_when_it_says_bye(site: Site) -> None:
+    """A save process that fails gives its slots back; they are leased to the rank again."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    room.abandon()
+    child.do("bye")
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_stranger_is_refused(site: Site) -> None:
+    """A process that does not descend from the rank's, and one whose rank has not joined, get nothing."""
+    room = site.lend()
+    stranger = site.child(is_orphan=True).do("connect")
+    assert stranger["error"] == "ConfigError"
+    assert f"is no child of process {os.getpid()}" in stranger["message"]
+    with pytest.raises(ConfigError, match="no process has joined as 'nobody'"):
+        RankLink(site.holder.folder, nonce="nobody/1", job="job", rank=0, parent="nobody", attempt=1)
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_child_that_comes_too_late_gets_nothing(site: Site) -> None:
+    """The parent took the slots back: the child is told so, and writes nowhere."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+    late = child.do("adopt")
+    assert late["error"] == "CommitError"
+    assert "nothing staged for step 5 is lent any more" in late["message"]
+    assert site.is_whole()
+
+
+def test_slots_are_adopted_once(site: Site) -> None:
+    """A second child, or the same one again, finds nothing to adopt."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    assert child.do("adopt")["error"] == "CommitError"
+    with pytest.raises(CommitError, match="lent any more"):
+        site.link.call("adopt", {"step": STEP}, WAIT_S)
+    room.abandon()
+    child.close()
+    site.holder.ranks.reap()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_an_offer_of_what_a_child_has_looks_at_no_byte_of_it(site: Site) -> None:
+    """The child writes there: an offer that comes again, as with a new link, is no mistake of the parent's."""
+    room = site.lend()
+    body = site.link.offers[STEP][1]
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    for view in room.views():
+        view[:] = b"z" * CHUNK_BYTES
+    site.link.call("lend", body, WAIT_S)
+    assert not site.holder.ranks.lendings.lent
+    child.do("bye")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("when", ["unborn", "connect", "adopt"])
+def test_a_child_that_is_killed_leaves_no_slot_behind(site: Site, when: str) -> None:
+    """Killed before it came, before it adopted, or after: the parent gives the step up and has all of its room."""
+    room = site.lend()
+    child = site.child()
+    for command in {"unborn": [], "connect": ["connect"], "adopt": ["connect", "adopt"]}[when]:
+        child.do(command)
+    child.close()
+    room.abandon()
+    site.holder.ranks.reap()
+    wait_for(site.is_whole, "the whole share")
+    again = site.stage(SHARE_SLOTS)
+    again.abandon()
+
+
+def restart(site: Site) -> None:
+    """The holder is replaced; the links come back by themselves."""
+    site.holder.close()
+    site.begin()
+    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
+
+
+def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:
+    """The lease is in the slots' headers, the offer comes again with the parent's link: the child adopts (R8)."""
+    room = site.lend()
+    restart(site)
+    wait_for(lambda: site.holder.ranks.lendings.lent, "the offer")
+    child = site.child()
+    child.do("connect")
+    assert child.do("adopt")["slots"] == room.slots
+    restart(site)
+    assert not site.holder.ranks.lendings.lent, "what a child has is not offered again"
+    child.do("bye")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_holder_that_restarts_after_the_adoption_seals_for_the_child(site: Site) -> None:
+    """The child's lease is its own, in the slot headers too: it confirms it and hands over (R6, R8)."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    restart(site)
+    wait_for(lambda: "n/child" in site.holder.ranks.links, "the child's link")
+    child.do("hand over")
+    tell(site, "sealed")
+    room.abandon()
+    child.do("bye")
+    wait_for(lambda: site.is_whole(stored=3), "the lease of what is not stored")
+
+
+def test_slots_used_up_by_a_child_and_leased_anew_are_not_had_twice(site: Site) -> None:
+    """The parent's room of an ended save names slots that it was granted again meanwhile: they stay single."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    child.do("bye")
+    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "the new lease")
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+def test_a_grant_is_not_overtaken_by_the_answer_to_a_taking_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child is done and its slots are leased anew while the parent takes the room back: each is had once."""
+    room = site.lend()
+    child = site.child()
+    child.do("connect")
+    child.do("adopt")
+    real, sent = ServedLink.send, threading.Event()
+
+    def slow(self: ServedLink, body: dict[str, Any]) -> None:
+        if body["k"] == "grant":
+            room.abandon()
+            sent.wait(0.5)  # time for an answer that does not wait
+        real(self, body)
+        if body["k"] == "grant":
+            sent.set()
+
+    monkeypatch.setattr(ServedLink, "send", slow)
+    child.do("bye")
+    assert sent.wait(WAIT_S)
+    site.link.call("unlend", {"step": STEP, "slots": []}, WAIT_S)  # what was sent before has been heard
+    wait_for(site.is_whole, "the whole share")
+    assert len(site.link.pool) == SHARE_SLOTS
+
+
+def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has come, the save process has not looked yet, the link breaks: the slots stay its own (R8)."""
+    monkeypatch.setattr(rank_server, "check_child", lambda *_: None)
+    room = site.lend()
+    heir = RankLink(site.holder.folder, nonce="n/0/5", job="job", rank=0, parent="n", attempt=1)
+    answer = heir.call("adopt", {"step": STEP}, WAIT_S)
+    old = heir.channel
+    old.abort()
+    wait_for(lambda: heir.channel is not old, "the link")
+    with site.holder.vault.lock:
+        owners = {site.holder.vault.table.slots[n].owner for n in answer["slots"]}
+    assert owners == {site.holder.ranks.owners["n/0/5"]}
+    heir.close()
+    room.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("where", ["save process", "digest"])
+def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """What a save process has, or what is handed over and being digested, still counts for the rank (R10)."""
+    site.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    room, may_go = site.stage(), threading.Event()
+    if where == "digest":
+        real = vault.chunk_digest
+        monkeypatch.setattr(vault, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
+        assert room.hand_over(b"", 3 * CHUNK_BYTES)
+        wait_for(lambda: site.holder.vault.table.handed, "the hand-over")
+    else:
+        room.lend()
+        wait_for(lambda: site.holder.ranks.lendings.lent, "the offer")
+        child = site.child()
+        child.do("connect")
+        child.do("adopt")
+    site.holder.ranks.reap()
+    with site.holder.vault.lock:
+        leased = sum(len(slots) for slots in site.holder.vault.table.leases.values())
+    may_go.set()
+    assert leased == (3 if where == "digest" else SHARE_SLOTS)
+    assert len(site.link.pool) == 3
+
+
+def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
+    """A save in the background keeps or adds slots after its room was needed: the next put's are not touched (R8)."""
+    room = site.stage(4)
+    room.abandon()
+    other = site.stage(4)
+    assert set(other.slots) & set(room.slots)
+    room.keep([0])
+    assert not room.extend(1, 0.0)
+    assert site.link.in_copy == set(other.slots)
+    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert other.hand_over(b"", 4 * CHUNK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_child"),
+    [({7: 6, 6: 5}, True), ({7: 1}, False), ({7: 0}, False), ({n: n + 1 for n in range(7, 99)}, False)],
+)
+def test_descent_is_by_the_kernels_word(monkeypatch: pytest.MonkeyPatch, tree: dict[int, int], is_child: bool) -> None:
+    """A grandchild is a child; an orphan, a process without a parent and one too far down are not."""
+    parent_of: Callable[[int], int] = lambda pid: tree.get(pid, 1)  # noqa: E731
+    monkeypatch.setattr(lendings, "_parent_pid", parent_of)
+    if is_child:
+        lendings.check_child(7, 5, "n")
+    else:
+        with pytest.raises(ConfigError, match="process 7 is no child of process 5"):
+            lendings.check_child(7, 5, "n")

@@ -1,0 +1,445 @@
+"""A link that breaks, a store that closes, a fence or abandon at the worst moment: nothing is mixed up (R6-R8)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from link_site import WAIT_S, Site, Stop, break_link, state, together
+
+import memstore.client.connect
+import memstore.client.restore
+import memstore.shell.arena.replica_store
+from memstore.client.ticket import Ticket
+from memstore.core.arena.slot_table import SlotState
+from memstore.core.format.manifest import chunk_digest
+from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
+from memstore.shell.arena.mapping import ArenaMapping
+from memstore.shell.codec import verified_stream as checked_stream
+from memstore.shell.codec.interpreter import copying
+from memstore.shell.holder import stage as stager
+from memstore.shell.holder.stage import Reading, Stager
+from memstore.shell.peer.client import Peer
+from memstore.shell.rank.admin_link import Tool
+from memstore.shell.rank.lease_pool import Tenant
+from memstore.testing.clusters.processes import wait_for
+
+
+@pytest.fixture
+def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*hosts: str) -> Site:
+        made.append(Site(tmp_path, list(hosts), monkeypatch))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots being pre-faulted while the link comes back are leased once, and no sealed slot is written (R6, R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    stop = Stop(ArenaMapping.prefault)
+    monkeypatch.setattr(ArenaMapping, "prefault", lambda self, *args: stop(self, *args))
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, 1, state(1))
+        assert stop.at.wait(WAIT_S)
+        break_link(store)
+        stop.go.set()
+        put.result(WAIT_S)
+    for step in range(2, 8):
+        store.put(step, state(step), timeout_s=WAIT_S).wait("committed", WAIT_S)
+        assert len(store._link.pool) == len(set(store._link.pool))
+        with site.vault.lock:
+            for number, slot in enumerate(site.vault.table.slots):
+                if slot.state is SlotState.SEALED:
+                    assert chunk_digest(site.vault.arena.view(number, slot.nbytes)) == slot.digest
+
+
+def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[..., Site]) -> None:
+    """After a rewind a link that comes back hears nothing of the old attempt's commit of the same step (R15)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    for step in (3, 5):
+        together(*[lambda s=s, n=step: s.put(n, state(n)).wait("committed", WAIT_S) for s in stores])
+    together(*[lambda s=s: s.rewind(3) for s in stores])
+    ticket, _ = together(lambda: stores[0].put(5, state(50)), lambda: stores[1].put(4, state(4)))
+    break_link(stores[0])
+    stores[0].steps()  # answered on the new link, after whatever it was told first
+    assert ticket.level != "committed"
+
+
+def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwrite a slot of what host a holds of step 1, after it was staged and before it is copied."""
+    real = memstore.client.restore.build_state
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        with site.vault.lock:
+            shelved = next(s for s in site.vault.shelf.shards.values() if s.shard.rank == 0)
+        site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(memstore.client.restore, "build_state", late)
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_bytes_that_change_under_a_get_are_not_returned(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """A slot that is overwritten between staging and the copy fails the get where there is no other copy (R7)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    recycle_under_the_copy(site, monkeypatch)
+    reader = memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config())
+    with reader, pytest.raises(DigestMismatch, match="no good copy was found") as caught:
+        reader.get(into=state(0) if has_into else None)
+    assert ("restart this process" in str(caught.value)) is has_into
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_bytes_that_change_under_a_get_come_from_the_peer(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """With another copy the chunk is brought and copied again: the state is what was put, and get says so (R26)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[lambda s=s: s.put(1, state(s.rank)).wait("committed", WAIT_S) for s in stores])
+    recycle_under_the_copy(site, monkeypatch)
+    target = {"w": torch.zeros_like(state(0)["w"])} if has_into else None
+    with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+        wait_for(lambda: len(stores[0].steps()) == 1 and stores[0].steps()[0].copies == 2, "both copies")
+        got = reader.get(rank=0, into=target)
+    assert torch.equal(got.state["w"], state(0)["w"])
+    assert target is None or torch.equal(target["w"], state(0)["w"])
+    assert got.verdict == "mixed"
+    assert "chunks were bad on its host and came from another copy" in got.reason
+
+
+def test_an_abandon_under_a_seal_fails_that_put_only(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step abandoned while its manifest is made leaves nothing behind, and later puts are sealed (R12)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(memstore.shell.arena.replica_store.Manifest)
+    monkeypatch.setattr("memstore.shell.arena.replica_store.Manifest", stop)
+    ticket = store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    store.puts.skip(Ticket(3), "no room")
+    store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
+    wait_for(lambda: not site.vault.shelf.drafts, "the abandon")
+    stop.go.set()
+    wait_for(lambda: ticket.is_over, "the end of the abandoned put")
+    assert ticket.level in ("skipped", "failed")
+    assert store.put(100, state(100), timeout_s=WAIT_S).wait("committed", WAIT_S).level == "committed"
+    with site.vault.lock:
+        assert len(list(site.vault.manifests.load_all())) == len(site.vault.shelf.shards)
+
+
+def test_the_end_of_a_with_block_waits_for_nothing_once_the_store_is_closed(make_site: Callable[..., Site]) -> None:
+    """No word of a level comes any more, and a put that no other rank has joined never gets further (R15)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[store.prepare(100).wait for store in stores])
+    stores[0].config = stores[0].config.with_fields({"stall_budget_s": 4 * WAIT_S})
+    with stores[0] as store:
+        store.put(1, {"w": 1}).wait("sealed", WAIT_S)
+        store.close()
+        closed_s = time.monotonic()
+    assert time.monotonic() - closed_s < 4 * WAIT_S
+
+
+def test_a_put_that_fails_on_its_host_is_skipped_by_all(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest that cannot be saved on one host skips that step on every rank, and its slots are free (R12)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    together(*[lambda s=s: s.put(1, state(1)).wait("committed", WAIT_S) for s in stores])
+    real, failed = site.vault.manifests.save, threading.Event()
+
+    def save(name: str, data: bytes) -> None:
+        if threading.current_thread().name.startswith("memstore-seal") and not failed.is_set():
+            failed.set()
+            raise OSError("no space left")
+        real(name, data)
+
+    monkeypatch.setattr(site.vault.manifests, "save", save)
+    tickets = [store.put(2, state(2)) for store in stores]
+    wait_for(lambda: all(ticket.is_over for ticket in tickets), "the skip")
+    assert [ticket.level for ticket in tickets] == ["failed", "skipped"]
+    assert not site.vault.shelf.drafts
+
+
+def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() and connect() in one process while a put is still digested: the new store keeps its leases (R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    owner = next(iter(site.vault.table.leases))
+    store.close()
+    ranks = site.holders["a"].ranks
+    again = memstore.client.connect.RankLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
+    try:
+        with ranks.lock:
+            link = ranks.links[again.nonce]
+        link.attempt = 1
+        ranks.grant(link)
+        taken = again.acquire(Tenant(), 1, WAIT_S)
+        assert taken is not None
+        stop.go.set()
+        wait_for(lambda: owner == link.owner or not site.vault.table.leases.get(owner), "the old store's goodbye")
+        wait_for(lambda: not ranks_busy(site), "the old link's end")
+        assert site.vault.table.slots[taken.slots[0]].state is SlotState.LEASED
+    finally:
+        again.close()
+
+
+def ranks_busy(site: Site) -> bool:
+    """Return whether some put is still digested or a link of a closed store is still served."""
+    names = [t.name for t in threading.enumerate() if t.name.startswith("memstore-seal")]
+    return len(names) > 1
+
+
+def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hand-over that is sent again waits for the seal under way instead of failing its ticket (R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    ticket = store.put(2, state(2))
+    assert stop.at.wait(WAIT_S)
+    break_link(store)
+    store.steps()  # the holder has read what was sent again before this call
+    link = site.holders["a"].ranks.links[store._link.nonce]
+    wait_for(link.handovers.empty, "the second hand-over to be taken up")
+    stop.go.set()
+    assert ticket.wait("committed", WAIT_S).level == "committed"
+
+
+def test_a_fence_finishes_every_put_that_was_handed_over(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two puts wait in the holder when the fence comes: both are sealed and in its inventory (R21)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1)).wait("committed", WAIT_S)
+    stop = Stop(site.vault.seal_local)
+    monkeypatch.setattr(site.vault, "seal_local", stop)
+    for step in (2, 3):
+        store.put(step, state(step))
+    assert stop.at.wait(WAIT_S)
+    store.steps()  # the holder has read both hand-overs
+    with ThreadPoolExecutor(1) as pool:
+        rewind = pool.submit(store.rewind, 1)
+        wait_for(lambda: site.holders["a"].fences.get("job") == 2, "the fence")
+        stop.go.set()
+        rewind.result(WAIT_S)
+    with site.vault.lock:
+        assert {2, 3} <= {copy.shard.step for copy in site.vault.shelf.copies("a", "job")}
+
+
+def apart(make_site: Callable[..., Site]) -> tuple[Site, dict[str, torch.Tensor]]:
+    """Two ranks on two hosts, one copy each; return what the second one put at step 1, every chunk of it different."""
+    site = make_site("a", "b")
+    site.config = dataclasses.replace(site.config, replicas=1)
+    stores = site.connect()
+    states = [{"w": torch.arange(400_000, dtype=torch.int32) + rank} for rank in (1 << 20, 1 << 21)]
+    together(*[lambda s=s: s.put(1, states[s.rank]).wait("committed", WAIT_S) for s in stores])
+    return site, states[1]
+
+
+def test_chunks_are_copied_while_others_are_still_coming(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read from a peer does not wait for the whole shard: some are copied before the last are sent (R27)."""
+    site, put = apart(make_site)
+    copied, batches = threading.Event(), itertools.count()
+    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+
+    def copy(*args: Any) -> bool:
+        is_good = copy_chunk(*args)
+        copied.set()
+        return is_good
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(batches):
+            assert copied.wait(WAIT_S)
+            wait_for(gc.isenabled, "the reader to wait for more: it holds no cyclic collection then (D125)")
+        return fetch_batch(peer, *args)
+
+    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(Peer, "_fetch_batch", fetch)
+    target = {"w": torch.zeros_like(put["w"])}
+    with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+        got = reader.get(rank=1, into=target)
+    assert next(batches) > 2
+    assert (got.verdict, torch.equal(target["w"], put["w"])) == ("peer", True)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_of_two_reads_of_one_shard_one_fetches(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Ranks of one host that share a state read it at once: the second waits, and fetches only if the first failed."""
+    site, put = apart(make_site)
+    fetches, has_second = itertools.count(), threading.Event()
+    fetch_into, await_other = Peer.fetch_into, Stager._await_other
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        next(fetches)
+        assert has_second.wait(WAIT_S)
+        if is_lost and site.holders["a"].stager.reading:
+            raise CapacityError("no room")
+        return fetch_into(peer, *args)
+
+    def await_first(read: Reading) -> bool:
+        has_second.set()
+        return await_other(read)
+
+    def read() -> Any:
+        with (
+            memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader,
+            contextlib.suppress(RecoveryError),
+        ):
+            return reader.get(rank=1).state["w"]
+
+    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(Stager, "_await_other", staticmethod(await_first))
+    came = [found for found in together(read, read) if found is not None]
+    assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
+    assert all(torch.equal(found, put["w"]) for found in came)
+
+
+def test_a_read_that_hangs_holds_no_other_one_up(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that wait for it one takes its place, what has come already counts, and the others wait for that one."""
+    site, put = apart(make_site)
+    fetches, is_over, has_waited = itertools.count(), threading.Event(), threading.Semaphore(0)
+    fetch_into, await_other = Peer.fetch_into, Stager._await_other
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(fetches) == 0:
+            assert is_over.wait(WAIT_S)
+        else:  # until the third waits for the second
+            assert all(has_waited.acquire(timeout=WAIT_S) for _ in range(3))
+        return fetch_into(peer, *args)
+
+    def await_first(read: Reading) -> bool:
+        has_waited.release()
+        return await_other(read)
+
+    def read() -> Any:
+        with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+            return reader.get(rank=1).state["w"]
+
+    def read_beside() -> list[Any]:
+        try:
+            wait_for(lambda: bool(site.holders["a"].stager.reading), "the first read")
+            return together(read, read)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(stager, "BESIDE_S", 1.0)
+    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(Stager, "_await_other", staticmethod(await_first))
+    first, others = together(read, read_beside)
+    assert next(fetches) == 2
+    assert all(torch.equal(found, put["w"]) for found in (first, *others))
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_a_read_that_fails_half_way_says_what_it_leaves(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, has_into: bool
+) -> None:
+    """The source is lost after some chunks were copied: an error, which says that a state filled in place is lost."""
+    site, put = apart(make_site)
+    copied, batches = threading.Event(), itertools.count()
+    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+
+    def copy(*args: Any) -> bool:
+        copied.set()
+        return copy_chunk(*args)
+
+    def fetch(peer: Peer, *args: Any) -> list[int]:
+        if next(batches) == 0:
+            return fetch_batch(peer, *args)
+        assert copied.wait(WAIT_S)
+        raise PeerUnreachable("the source is gone")
+
+    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(Peer, "_fetch_batch", fetch)
+    monkeypatch.setattr(Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    target = {"w": torch.zeros_like(put["w"])} if has_into else None
+    reader = memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config())
+    with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
+        reader.get(rank=1, into=target)
+    assert ("given as into= is unusable" in str(caught.value)) is has_into
+    assert not site.vault.shelf.drafts
+
+
+def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make_site: Callable[..., Site]) -> None:
+    """Again and again: old Stores say so at once, and give their slots back (R8, R20, D133)."""
+    site = make_site("a", "b")
+    former = site.connect()
+    for attempt in range(2, 6):
+        together(*[lambda s=s, n=attempt: s.put(n, state(n)).wait("committed", WAIT_S) for s in former])
+        stores = site.connect()
+        assert [store.attempt for store in stores] == [attempt] * 2
+        for call in (lambda s=former[0]: s.put(99, state(99)), former[0].get):
+            with pytest.raises(FencedError, match=f"attempt {attempt} was opened"):
+                call()
+        former[1].close()
+        assert [got.step for got in together(*[store.get for store in stores])] == [attempt, attempt]
+        former = stores
+    leases = site.vault.table.leases
+    wait_for(lambda: sum(bool(slots) for slots in list(leases.values())) <= 1, "the old Stores' slots to come back")
+
+
+def test_ranks_that_are_threads_connect_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has opened is looked through by some while others are added, and some are gone (D133)."""
+    monkeypatch.setattr(memstore.client.connect, "_STORES", type(memstore.client.connect._STORES)())
+
+    class Opened:
+        attempt = 1
+
+        def __init__(self, nonce: str) -> None:
+            self.puts = SimpleNamespace(link=SimpleNamespace(folder=Path(), nonce=nonce))
+
+    def connect(rank: int) -> list[Opened]:
+        stores = [Opened(f"{rank}-{number}") for number in range(100)]
+        for store in stores:
+            memstore.client.connect.end_former(cast(Any, store))
+        return stores[::2]
+
+    with copying():
+        kept = together(*[lambda rank=rank: connect(rank) for rank in range(8)])
+    assert len(memstore.client.connect._STORES) == sum(len(stores) for stores in kept) == 400

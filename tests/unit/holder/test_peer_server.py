@@ -1,0 +1,171 @@
+"""What a holder does for its peers: one offer's room is not found by another, a have is true (R10, R13)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, cast
+
+import pytest
+
+from memstore.core.arena.share import Share
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.messages import shard_to_wire
+from memstore.errors import PeerUnreachable
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.net.channel import Channel, Frame
+from memstore.shell.peer.server import PeerServer
+from memstore.testing.clusters.scratch_folder import scratch_folder
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+
+
+class Moments:
+    """A lock that, once armed, does something as soon as nobody holds it: what another thread could do."""
+
+    def __init__(self) -> None:
+        self.lock, self.depth = threading.RLock(), 0
+        self.work: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depth -= 1
+        self.lock.release()
+        if not self.depth and self.work is not None:
+            work, self.work = self.work, None
+            work()
+
+
+@pytest.fixture
+def vault() -> Iterator[Vault]:
+    with scratch_folder() as folder:
+        made = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        yield made
+        made.close()
+
+
+def offer(server: PeerServer, sender: str, shard: ShardId, digest: str = "") -> dict[str, Any]:
+    """Offer a shard of two chunks."""
+    body = {"shard": shard_to_wire(shard), "digest": digest, "attempt": shard.attempt, "sender": sender, "count": 2}
+    return server._offer(cast(Channel, object()), body)
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.MonkeyPatch, is_reserved: bool) -> None:
+    """Room for one shard, offered two: one is admitted and one refused, with a share and without (R10, R13)."""
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    if is_reserved:
+        vault.claim("job", Share(1, {}, 2))
+    else:
+        vault.ensure_free(2)
+    moments, real = Moments(), vault.shelf.guest_refusal
+    monkeypatch.setattr(vault, "lock", moments)
+    answers: list[dict[str, Any]] = []
+
+    def refusal(shard: ShardId, chunks_count: int) -> str | None:
+        why = real(shard, chunks_count)
+        if not answers and shard.rank == 1:
+            moments.work = lambda: answers.append(offer(server, "c", ShardId("job", 1, 7, 2)))
+        return why
+
+    monkeypatch.setattr(vault.shelf, "guest_refusal", refusal)
+    answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
+    second, first = answers
+    assert first == {"ok": True, "have": False}
+    assert not second["ok"]
+    assert not second["is_final"]
+    assert len(vault.shelf.drafts) == 1
+    server._abort({"sender": "b", "shard": shard_to_wire(ShardId("job", 1, 7, 1))})
+    assert offer(server, "c", ShardId("job", 1, 7, 2))["ok"]
+
+
+def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offer of a shard that retention drops at that moment is taken as new, and no copy is reported (R13)."""
+    reported: list[Any] = []
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
+    shard = ShardId("job", 1, 7, 1)
+    vault.ensure_free(4)
+    slots = vault.take_slots(2)
+    known = vault.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
+    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": True}
+    assert len(reported) == 1
+    real = vault.verify_old
+    monkeypatch.setattr(vault, "verify_old", lambda digests, sizes: (real(digests, sizes), vault.drop(shard)))
+    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": False}
+    assert len(reported) == 1
+
+
+class Line:
+    """A connection of a peer: what it asks, one by one, then its end."""
+
+    def __init__(self) -> None:
+        self.peer = "tcp:b"
+        self.asked: queue.Queue[Frame | None] = queue.Queue()
+        self.replies: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def recv(self, timeout_s: float | None) -> Frame:
+        frame = self.asked.get(timeout=60)
+        if frame is None:
+            raise PeerUnreachable("the connection ended", peer=self.peer)
+        return frame
+
+    def send(self, kind: Kind, request_id: int, body: dict[str, Any], *, deadline_s: float) -> None:
+        self.replies.put(body)
+
+
+def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
+    """A peer's pushes share its connections and it closes surplus ones: only with the last one its drafts go (R13)."""
+    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    vault.claim("job", Share(1, {}, 2))
+    shard = ShardId("job", 1, 7, 1)
+    identity = {"host": "b", "incarnation": 1}
+    first, second, older = Line(), Line(), Line()
+    lives = {first: identity, second: identity, older: {**identity, "incarnation": 0}}
+    serving = {
+        line: threading.Thread(target=server.serve, args=(cast(Channel, line), of)) for line, of in lives.items()
+    }
+    for line, thread in serving.items():
+        thread.start()
+        line.asked.put(Frame(Kind.CALL, 1, {"do": "ping"}, 0))
+        assert line.replies.get(timeout=60) == {}
+    body = {"shard": shard_to_wire(shard), "digest": "", "attempt": 1, "sender": "b", "count": 2}
+    first.asked.put(Frame(Kind.CALL, 2, {"do": "offer", **body}, 0))
+    assert first.replies.get(timeout=60) == {"ok": True, "have": False}
+    for line, is_kept in ((first, True), (second, False), (older, False)):
+        line.asked.put(None)
+        serving[line].join(60)
+        assert (vault.shelf.draft("b", shard) is not None) is is_kept
+
+
+def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth for another job, or for puts to come, takes minutes for hundreds of gigabytes (R10, D107)."""
+    vault.ensure_free(2)
+    grow, begun, may_end = vault.arena.grow, threading.Event(), threading.Event()
+
+    def slow(slots_count: int, **more: Any) -> None:
+        begun.set()
+        assert may_end.wait(60.0)
+        grow(slots_count, **more)
+
+    monkeypatch.setattr(vault.arena, "grow", slow)
+    with ThreadPoolExecutor(2) as pool:
+        claim = pool.submit(vault.claim, "other", Share(1, {0: 4}, 2, 1, 1))
+        assert begun.wait(60.0)
+        restore = pool.submit(lambda: (vault.ensure_free(2), vault.take_slots_growing(2))[1])
+        try:
+            assert len(restore.result(30.0)) == 2
+        finally:
+            may_end.set()
+        claim.result(60.0)
+    assert len(vault.table.slots) >= 6

@@ -1,0 +1,416 @@
+"""The holder's side of its ranks: stale answers, pid namespaces, leases of the dead, a raised limit (R4, R8)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from memstore.config import Config
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.share import Share
+from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.messages import shard_to_wire
+from memstore.errors import ConfigError, FencedError
+from memstore.shell.arena.lock import process_start_time
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.holder import rank_server
+from memstore.shell.holder.holder import Holder
+from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_unix
+from memstore.shell.rank.admin_link import store_root
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.lease_pool import Tenant
+from memstore.testing.clusters.processes import wait_for
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+WAIT_S = 15.0
+ME = os.getpid()
+
+RANK = """
+import signal, sys
+from pathlib import Path
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.rank.holder_link import RankLink
+link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
+link.wait_free(2, 15.0)
+link.call_soon("steps", {})
+link.outbox.put(lambda: print("ready", flush=True))
+signal.pause()
+"""
+
+
+FULL_RANK = """
+import os, resource, sys
+from pathlib import Path
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.rank.holder_link import RankLink
+link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
+lowest = os.dup(0)
+os.close(lowest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print("full", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Site:
+    """One holder, or one after the other, on one arena; without a controller."""
+
+    def __init__(self) -> None:
+        self.config = Config(
+            store=f"t{secrets.token_hex(4)}", arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            scrub_bytes_per_s=0,
+        )  # fmt: skip
+        self.relayed: list[tuple[int, str]] = []
+        self.gone: list[str] = []
+        self.holder = self.begin(64)
+
+    def begin(self, limit_slots: int) -> Holder:
+        """Start a holder that reaps only when told, and note what it passes on."""
+        identity = HostIdentity("a", read_boot_id(), True, {})
+        holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
+        holder.relay = lambda call_id, verb, body: self.relayed.append((call_id, verb))  # type: ignore[method-assign]
+        holder.rank_gone = self.gone.append  # type: ignore[method-assign]
+        self.holder = holder
+        return holder
+
+    def leased(self) -> int:
+        """Slots leased to anybody."""
+        with self.holder.vault.lock:
+            return sum(len(numbers) for numbers in self.holder.vault.table.leases.values())
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(Holder, "_reap_loop", lambda self: None)
+    made = Site()
+    yield made
+    made.holder.close()
+    shutil.rmtree(store_root(made.config), ignore_errors=True)
+
+
+@pytest.fixture
+def hello(site: Site) -> Iterator[Callable[..., Channel]]:
+    """Connects as a store of this process, and reads the welcome."""
+    made: list[Channel] = []
+
+    def connect(life: int, nonce: str = "n") -> Channel:
+        channel = connect_unix(site.holder.folder / "holder.sock", timeout_s=WAIT_S)
+        made.append(channel)
+        send(channel, {"k": "hello", "nonce": nonce, "life": life, "pid": ME, "start": 0, "held": []})
+        assert receive(channel)["k"] == "welcome"
+        return channel
+
+    yield connect
+    for channel in made:
+        channel.close()
+
+
+def send(channel: Channel, body: dict[str, Any]) -> None:
+    channel.send(Kind.EVENT, 0, body, deadline_s=WAIT_S)
+
+
+def receive(channel: Channel) -> dict[str, Any]:
+    return channel.recv(timeout_s=WAIT_S).body
+
+
+def ask(site: Site, channel: Channel) -> int:
+    """Ask the rank's first question; return the holder's number of it."""
+    before = len(site.relayed)
+    send(channel, {"k": "call", "id": 1, "verb": "steps", "body": {}})
+    wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
+    return site.relayed[-1][0]
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, hello: Callable[..., Channel]) -> None:
+    """Two stores of one process both count calls from 1: each gets the answer to its own question only (R4)."""
+    first = ask(site, hello(life=1))
+    newer = hello(life=2)
+    second = ask(site, newer)
+    assert second != first
+    site.holder.ranks.answer(first, {"to": "the old store"}, None)
+    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+
+
+def test_who_connects_is_in_the_inventory_before_it_is_reported(
+    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
+    known: list[bool] = []
+
+    def report(kind: str, body: dict[str, Any]) -> None:
+        if kind == "rank_here":
+            known.append(body["nonce"] in site.holder.ranks.owners)
+
+    monkeypatch.setattr(site.holder, "report", report)
+    hello(life=1)
+    wait_for(lambda: known, "the report")
+    assert known == [True]
+
+
+def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Callable[..., Channel]) -> None:
+    """A controller may answer what a holder asked before it died; no question of its successor has that number (R3)."""
+    first = ask(site, hello(life=1))
+    site.holder.close()
+    site.begin(64)
+    newer = hello(life=2, nonce="m")
+    second = ask(site, newer)
+    site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
+    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+
+
+def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
+    """A closed store's question is not asked again in the next controller's session (R4)."""
+    leaving, staying = hello(life=1), hello(life=1, nonce="other")
+    ask(site, leaving)
+    kept = ask(site, staying)
+    send(leaving, {"k": "bye"})
+    wait_for(lambda: "n" not in site.holder.ranks.links, "the goodbye")
+    site.relayed.clear()
+    site.holder.ranks.calls.ask_again()
+    assert site.relayed == [(kept, "steps")]
+
+
+def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello: Callable[..., Channel]) -> None:
+    """A store whose link broke asks again: the same number, and the first answer, on the new link, ends it (R4)."""
+    old = hello(life=1)
+    first = ask(site, old)
+    old.abort()
+    newer = hello(life=1)
+    assert ask(site, newer) == first
+    site.holder.ranks.answer(first, {"turn": 1}, None)
+    site.holder.ranks.answer(first, {"turn": 2}, None)
+    site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
+    assert [receive(newer)["body"]["turn"] for _ in range(2)] == [1, 3]
+
+
+# -- pid namespaces ---------------------------------------------------------------------------------
+
+
+def stored(site: Site) -> tuple[Shelved, dict[str, Any]]:
+    """Store a shard of one chunk; return it, and the controller's answer that names it."""
+    vault, shard = site.holder.vault, ShardId("job", 1, 2, 0)
+    vault.ensure_free(1)
+    shelved = vault.seal_local(
+        shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=vault.take_slots(1), attempt=1
+    )
+    return shelved, {"shard": shard_to_wire(shard), "digest": shelved.spec.digest}
+
+
+def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
+    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
+    shelved, answer = stored(site)
+    channel, vault = hello(1), site.holder.vault
+    number, pin = ask(site, channel), vault.pin
+
+    def pin_after_the_link(*named: Any, **how: Any) -> Any:
+        channel.close()
+        wait_for(lambda: not site.holder.ranks.links, "the link to end")
+        wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
+        return pin(*named, **how)
+
+    monkeypatch.setattr(vault, "pin", pin_after_the_link)
+    site.holder.ranks.answer(number, answer, None)
+    assert not shelved.pins
+
+
+def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callable[..., Channel]) -> None:
+    """Not left to its deadline; and nothing stays pinned for it."""
+    shelved, answer = stored(site)
+    channel = hello(1)
+    number = ask(site, channel)
+    path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    site.holder.ranks.answer(number, answer, None)
+    assert receive(channel)["error"][0] == "RecoveryError"
+    assert not shelved.pins
+
+
+def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
+    """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
+    with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
+        rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": 0})
+    assert rank_server.owner_of({"nonce": "n", "pid": 77, "is_tool": True}, {"pid": 0}).pid == 0
+    seen = rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": ME})
+    assert (seen.pid, seen.start) == (ME, process_start_time(ME))
+
+
+def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank from another pid namespace gets the ConfigError itself and no lease; a tool connects (R8)."""
+    site.holder.vault.claim("job", Share(1, {0: 2}, 0))
+    monkeypatch.setattr(rank_server, "process_start_time", lambda pid: None)
+    with pytest.raises(ConfigError, match="pid namespace"):
+        RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    assert site.leased() == 0
+    RankLink(site.holder.folder, nonce="tool", is_tool=True).close()
+
+
+# -- reaping ----------------------------------------------------------------------------------------
+
+
+def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
+    """A rank whose link ended keeps leases and calls; once it is proved dead both go, and it is said (R8, R20)."""
+    site.holder.vault.claim("job", Share(1, {0: 2}, 0))
+    command = [sys.executable, "-c", RANK, str(site.holder.folder)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"ready\n"
+            wait_for(lambda: bool(site.relayed), "the rank's call")
+            rank.send_signal(signal.SIGSTOP)  # alive, and silent
+            ranks = site.holder.ranks
+            ranks.links["n"].channel.abort()
+            wait_for(lambda: "n" not in ranks.links, "the link's end")
+            ranks.reap()
+            assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (2, [], 1)
+        finally:
+            rank.kill()
+    ranks.reap()
+    assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (0, ["n"], 0)
+
+
+def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> None:
+    """An owner that has not connected to this holder yet keeps its leases; a reused pid is another owner (R8)."""
+    start = process_start_time(ME)
+    assert start is not None
+    living, dead = Owner(ME, start, 1), Owner(ME, start - 1, 1)
+    site.holder.vault.ensure_free(4)
+    with site.holder.vault.lock:
+        site.holder.vault.table.lease(living, 2, attempt=1)
+        site.holder.vault.flush()
+    site.holder.close()
+    table = site.begin(64).vault.table
+    with site.holder.vault.lock:
+        table.lease(dead, 2, attempt=1)  # it died after the arena was adopted
+    site.holder.ranks.reap()
+    with site.holder.vault.lock:
+        assert {o: len(n) for o, n in table.leases.items() if n} == {living: 2}
+
+
+def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
+    """Neither its broken link nor a reap at any moment costs a living rank a slot it fills (R8)."""
+    site.holder.vault.claim("job", Share(1, {0: 3}, 0))
+    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    try:
+        taken = link.acquire(Tenant(), 3, WAIT_S)
+        assert taken is not None
+        for moment in range(2):
+            channel = link.channel
+            site.holder.ranks.links["n"].channel.abort()
+            site.holder.ranks.reap()
+            wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
+            site.holder.ranks.reap()
+            assert (site.leased(), site.gone) == (3, []), moment
+        assert sorted(link.in_copy) == taken.slots
+    finally:
+        link.close()
+    wait_for(lambda: site.leased() == 0, "the goodbye")
+
+
+# -- a removed job ------------------------------------------------------------------------------------
+
+
+def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) -> None:
+    """All that it needs is the one that the broken link gave back: of another error its reader thread would end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FULL_RANK, str(site.holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"full\n"
+        first = wait_for(lambda: site.holder.ranks.links.get("n"), "the link to be known")
+        first.channel.abort()
+        wait_for(lambda: site.holder.ranks.links.get("n", first) is not first, "the link to come back")
+        process.stdin.close()
+
+
+def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
+    """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
+    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    try:
+        with site.holder.ranks.lock:  # the welcome is read before the link is known
+            link.attempt = site.holder.ranks.links["n"].attempt = 2
+        order = {"k": "drop", "shards": [], "removed": ["job", 2]}
+        site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
+        assert link.acquire(Tenant(), 1, 0.0) is None
+        assert (link.fenced_by, site.holder.fences) == (0, {})
+        site.holder.orders.obey(order)
+        assert link.acquire(Tenant(), 1, WAIT_S) is None
+        with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
+            raise link.fenced_error()
+        link.fenced_by, link.is_removed = 0, False
+        site.holder.ranks.links["n"].channel.abort()
+        wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
+    finally:
+        link.close()
+
+
+# -- a raised limit -----------------------------------------------------------------------------------
+
+
+def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
+    """Slots beyond the mapping are granted and viewed after a holder with more room; older views stay good (R9)."""
+    site.holder.close()
+    shutil.rmtree(site.holder.folder)
+    site.begin(4).vault.claim("job", Share(1, {0: 2}, 0))
+    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    try:
+        taken = link.acquire(Tenant(), 2, WAIT_S)
+        assert taken is not None
+        held = taken.slots
+        mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
+        site.holder.close()
+        vault = site.begin(64).vault
+        wait_for(lambda: link.channel is not channel, "the next holder")
+        vault.claim("job", Share(1, {0: 8}, 8))
+        site.holder.ranks.grant_job("job")
+        more = link.acquire(Tenant(), 6, WAIT_S)
+        assert more is not None
+        assert max(more.slots) >= 4
+        for slot in more.slots:
+            link.view(slot)[:5] = b"fresh"
+            assert vault.arena.view(slot, 5) == b"fresh"
+        before[:5] = b"still"
+        assert vault.arena.view(held[0], 5) == b"still"
+        assert mapping.view(held[0], 5) == b"still"  # another thread may be about to look through it
+        before.release()
+    finally:
+        link.close()
+
+
+def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
+    """A reader that mapped the arena before its limit was raised reads what lies beyond (R9)."""
+    site.holder.close()
+    shutil.rmtree(site.holder.folder)
+    site.begin(4).vault.ensure_free(4)
+    link = RankLink(site.holder.folder, nonce="n", is_tool=True)
+    try:
+        with link.view(3) as before:
+            site.holder.close()
+            site.begin(64).vault.ensure_free(16)
+            site.holder.vault.arena.view(12)[:4] = b"far!"
+            assert link.view(12, 4) == b"far!"
+            site.holder.vault.arena.view(3)[:4] = b"near"
+            assert before[:4] == b"near"
+        with pytest.raises(IndexError):
+            link.view(40)
+    finally:
+        link.close()

@@ -1,0 +1,325 @@
+"""Transfers between two holders that break or rot: what counts as evidence, and what is only bad luck (R13, R25)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.messages import shard_to_wire, spec_to_wire
+from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.replica_store import VERIFY_AGE_S, Vault
+from memstore.shell.holder import fork as forker
+from memstore.shell.holder import stage as stager
+from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.seal import RankLink
+from memstore.shell.peer.client import Peer
+from memstore.shell.peer.outgoing_shard import Stored
+from memstore.testing.clusters.two_holders import two_holders
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+SHARD = ShardId("train", 1, 2, 0)
+Reports = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
+    """Two holders that know each other, without a controller."""
+    monkeypatch.setattr(stager, "RETRY_S", 0.01)
+    with two_holders(CHUNK_BYTES) as found:
+        yield found
+
+
+def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:
+    """Store a shard of one chunk per fill byte, as a rank's put would."""
+    vault.ensure_free(len(fills))
+    slots = vault.take_slots(len(fills))
+    for slot, fill in zip(slots, fills, strict=True):
+        vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return vault.seal_local(
+        shard, world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=shard.attempt
+    )
+
+
+def rot(vault: Vault, shelved: Shelved, index: int) -> None:
+    """Flip a bit of a sealed chunk behind everybody's back."""
+    slot = shelved.slots[index]
+    assert slot is not None
+    vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+
+
+def age(vault: Vault) -> None:
+    """Everything was verified too long ago to be trusted unseen."""
+    for slot in vault.table.slots:
+        slot.verified_s -= 2 * VERIFY_AGE_S
+
+
+def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
+    """Collect what a holder tells the controller."""
+    found: Reports = []
+    monkeypatch.setattr(holder, "report", lambda kind, body: found.append((kind, body)))
+    return found
+
+
+def order(shelved: Shelved, number: int = 1) -> dict[str, Any]:
+    """Stage the whole shard from host a."""
+    return {
+        "job": "train", "round": number, "rank": 0, "shard": shard_to_wire(shelved.shard), "attempt": 2,
+        "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 4]], "durable": None, "holders": ["a"],
+    }  # fmt: skip
+
+
+def staged(holder: Holder, body: dict[str, Any], reports: Reports) -> dict[str, Any]:
+    """Stage and return the report."""
+    holder.stager.order(body)
+    holder.stager.workers.submit(lambda: None).result(timeout=10)
+    holder.stager.workers.shutdown(wait=True)
+    return next(body for kind, body in reports if kind == "staged")
+
+
+def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
+    """The first fetches of a batch raise `error`."""
+    real, left = Peer._fetch_batch, [times]
+
+    def broken(self: Peer, *args: Any) -> list[int]:
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+        return real(self, *args)
+
+    monkeypatch.setattr(Peer, "_fetch_batch", broken)
+
+
+def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks once during a restore is no evidence about the bytes: they are fetched again (R25)."""
+    a, b = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
+    report = staged(b, order(shelved), reports)
+    assert (report["ok"], report["bad"]) == (True, {})
+    held = b.vault.shelf.find(SHARD, shelved.spec.digest)
+    assert held is not None
+    assert not b.vault.verify(held)
+
+
+@pytest.mark.parametrize("error", [PeerUnreachable("connection reset"), CapacityError("the arena is full")])
+def test_bad_luck_is_reported_without_evidence(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
+    a, b = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    monkeypatch.setattr(stager.Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    break_fetches(monkeypatch, error, times=1000)
+    report = staged(b, order(shelved), reports)
+    assert (report["ok"], report["bad"]) == (False, {})
+    assert str(error) in report["why"]
+
+
+def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source digests its bytes again and tells the controller what it lacks: then the chunk counts as bad (R25)."""
+    a, b = pair
+    shelved, reports, from_a = seal(a.vault, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
+    rot(a.vault, shelved, 2)
+    assert staged(b, order(shelved), reports)["bad"] == {"a": [2]}
+    assert [list(body["copies"][0][-1]) for kind, body in from_a if kind == "sealed"] == [[2]]
+
+
+def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    checked: list[Shelved] = []
+    monkeypatch.setattr(a.ranks, "check", lambda body, what: checked.append(what))
+    for number in (1, -1):
+        assert a.stager._stage(order(shelved, number), SHARD) == {}
+    a.stager.check({"job": "train", "round": 1, "rank": 0})
+    assert checked == [shelved]
+
+
+@pytest.mark.parametrize("kind", ["abandon", "drop"])
+def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], kind: str) -> None:
+    """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    assert a.stager._stage(order(shelved, 1), SHARD) == {}
+    free = len(a.vault.table.free)
+    bodies = {
+        "abandon": {"attempt": 1, "step": 2, "level": "skipped", "reason": "given up", "resume": 3},
+        "drop": {"shards": [shard_to_wire(SHARD)]},
+    }
+    a.orders.obey({"k": kind, "job": "train", **bodies[kind]})
+    a.orders.workers.shutdown(wait=True)
+    assert len(a.vault.table.free) == free + len(shelved.slots)
+    assert not a.vault.shelf.shards
+    assert not a.vault.shelf.staged
+
+
+@pytest.mark.parametrize("can_free", [True, False])
+def test_a_holder_says_when_it_has_freed_a_copy(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, can_free: bool
+) -> None:
+    """The controller counts no copy that it ordered to go until then; also where freeing it failed (R19)."""
+    a, _ = pair
+    seal(a.vault, SHARD)
+    reports, seen = reports_of(a, monkeypatch), []
+    drop, report = a.vault.drop, a.report
+
+    def dropped(shard: ShardId) -> None:
+        if not can_free:
+            raise OSError("its manifest cannot be removed")
+        drop(shard)
+
+    def noted(kind: str, body: dict[str, Any]) -> None:
+        seen.append(SHARD in [copy.shard for copy in a.vault.shelf.copies("a", "train")])
+        report(kind, body)
+
+    monkeypatch.setattr(a.vault, "drop", dropped)
+    monkeypatch.setattr(a, "report", noted)
+    a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)]})
+    a.orders.workers.shutdown(wait=True)
+    assert reports == [("freed", {"shards": [shard_to_wire(SHARD)]})]
+    assert seen == [not can_free]
+
+
+def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
+    """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    verify = a.vault.verify
+
+    def dropped_meanwhile(*given: Any) -> list[int]:
+        a.vault.drop(SHARD)
+        return verify(*given)
+
+    a.vault.verify = dropped_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match="was dropped while it was staged"):
+        a.stager._stage(order(shelved, 1), SHARD)
+    assert not a.vault.shelf.shards
+    assert len(a.vault.table.free) == len(a.vault.table.slots)
+
+
+def test_a_staging_that_fails_leaves_nothing_pinned(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is damaged and the other copy out of reach: a pin would keep the slots for minutes (R7)."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    damage_manifest(a, shelved)
+    monkeypatch.setattr(a.stager, "may_wait", lambda body, deadline_s: False)
+    with pytest.raises(PeerUnreachable):
+        a.stager._stage({**order(shelved), "holders": ["a", "gone"]}, SHARD)
+    assert not shelved.pins
+
+
+def damage_manifest(holder: Holder, shelved: Shelved) -> None:
+    """Flip a bit in the file of a manifest."""
+    path = holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_check_whose_manifest_was_damaged_since_is_answered(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The get fails by name, and brings the manifest from another copy when it is called again."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    assert a.stager._stage(order(shelved), SHARD) == {}
+    damage_manifest(a, shelved)
+    link = RankLink(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
+    monkeypatch.setattr(a.ranks, "of_job", lambda job: [link])
+    reports = reports_of(a, monkeypatch)
+    a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})
+    assert [(kind, body["ok"]) for kind, body in reports] == [("checked", False)]
+    assert "was damaged after it was written" in reports[0][1]["error"][1]
+
+
+def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host says that it has no copy, instead of nothing, for which the fork would wait."""
+    a, _ = pair
+    shelved = seal(a.vault, SHARD)
+    damage_manifest(a, shelved)
+    assert forker.look(a.vault, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    assert not shelved.pins
+
+
+def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order to check what is not staged any more ends the get with an error instead of its deadline."""
+    a, _ = pair
+    reports = reports_of(a, monkeypatch)
+    a.orders.obey({"k": "check", "job": "train", "round": 7, "rank": 0})
+    assert [(kind, body["ok"], body["error"][0]) for kind, body in reports] == [("checked", False, "RecoveryError")]
+
+
+@pytest.mark.parametrize("is_rotten", [False, True])
+def test_a_have_is_verified_and_reported(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_rotten: bool
+) -> None:
+    """An offered shard that is here already is digested again when old, mended if rotten, and reported (R13)."""
+    a, b = pair
+    mine, theirs = seal(a.vault, SHARD), seal(b.vault, SHARD)
+    b.vault.ensure_free(4)
+    age(b.vault)
+    if is_rotten:
+        rot(b.vault, theirs, 1)
+    reports = reports_of(b, monkeypatch)
+    sent_bytes = a.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
+    assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
+    assert reports[-1][0] == "sealed"
+    assert not reports[-1][1]["copies"][0][-1]
+    assert not b.vault.verify(theirs)
+
+
+def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
+    """A chunk that lies here for another shard is digested again before a restore counts on it, however young (R23)."""
+    a, b = pair
+    wanted, beside = seal(a.vault, SHARD), seal(b.vault, ShardId("train", 1, 1, 0))
+    rot(b.vault, beside, 1)
+    assert b.stager._stage(order(wanted), SHARD) == {}
+    found = b.vault.shelf.find(SHARD)
+    assert found is not None
+    assert not b.vault.verify(found)
+    assert beside.missing == {1}
+
+
+def test_a_put_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
+    """Fresh bytes equal to an old chunk that has rotted are stored, not dropped for it (R13)."""
+    vault = pair[0].vault
+    old = seal(vault, SHARD)
+    age(vault)
+    rot(vault, old, 0)
+    new = seal(vault, ShardId("train", 1, 3, 0))
+    assert not vault.verify(new)
+    assert old.missing == {0}
+
+
+def test_a_draft_loses_a_chunk_that_went_bad(pair: tuple[Holder, Holder]) -> None:
+    """What a draft holds by reference is lacking again once it is condemned, so the shard cannot be sealed (R30)."""
+    vault = pair[0].vault
+    old = seal(vault, SHARD)
+    sizes = [CHUNK_BYTES] * 4
+    draft = vault.open_draft("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
+    assert draft.missing == []
+    rot(vault, old, 3)
+    vault.verify(old)
+    assert draft.missing == [3]
+
+
+def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A durable part is written from verified bytes only; what is bad is taken out and reported (R30, R31)."""
+    a, _ = pair
+    shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
+    rot(a.vault, shelved, 1)
+    with pytest.raises(IntegrityError, match="chunk 1"):
+        list(a.persister._chunks(shelved, 0))
+    assert shelved.missing == {1}
+    assert reports[-1][0] == "sealed"

@@ -1,0 +1,356 @@
+"""Parts of a shard, brought to a reader's host: only what is wanted, digested, and given back (R7, R13, R27)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.wire.messages import shard_to_wire, spec_to_wire
+from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.holder import partial_read as excerpts
+from memstore.shell.holder import stage as stager
+from memstore.shell.holder.holder import Holder
+from memstore.shell.peer.client import Peer
+from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.range_read import ShardRanges, chunk_runs
+from memstore.shell.tensors.slot_stream import address_of
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.two_holders import two_holders
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+SHARD = ShardId("train", 1, 2, 3)
+FILLS = bytes(range(1, 9))
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
+    monkeypatch.setattr(stager, "RETRY_S", 0.01)
+    monkeypatch.setattr(stager, "RETRY_LIMIT_S", 0.5)
+    with two_holders(CHUNK_BYTES, repair_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
+        yield found
+
+
+def seal(vault: Vault, fills: bytes = FILLS, shard: ShardId = SHARD) -> Shelved:
+    """Store a shard of one chunk per fill byte."""
+    vault.ensure_free(len(fills))
+    slots = vault.take_slots(len(fills))
+    for slot, fill in zip(slots, fills, strict=True):
+        vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return vault.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
+
+
+def rot(vault: Vault, shelved: Shelved, index: int) -> None:
+    """Flip a bit of a sealed chunk behind everybody's back."""
+    slot = shelved.slots[index]
+    assert slot is not None
+    vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+
+
+def order(shelved: Shelved, chunks: list[list[int]], number: int = -1, **changes: Any) -> dict[str, Any]:
+    """Stage some chunks from host a, as the controller would order it."""
+    return {
+        "job": "train", "round": number, "rank": 3, "shard": shard_to_wire(shelved.shard), "attempt": 2,
+        "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 8]], "durable": None, "holders": ["a"],
+        "chunks": chunks, **changes,
+    }  # fmt: skip
+
+
+def used_slots(holder: Holder) -> int:
+    """Slots of the arena that hold something; it may grow meanwhile."""
+    with holder.vault.lock:
+        return len(holder.vault.table.slots) - len(holder.vault.table.free)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks that cross the network."""
+    found: list[int] = []
+    real = Peer.fetch_into
+
+    def noted(self: Peer, vault: Vault, draft: Any, digest: str, chunks: list[int]) -> list[int]:
+        found.extend(chunks)
+        return real(self, vault, draft, digest, chunks)
+
+    monkeypatch.setattr(Peer, "fetch_into", noted)
+    return found
+
+
+# -- which chunks -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=8), st.integers(1, 40))
+def test_runs_cover_exactly_the_chunks_that_ranges_touch(ranges: list[tuple[int, int]], chunk_bytes: int) -> None:
+    """The oracle goes byte by byte; runs are sorted, apart, and not empty."""
+    wanted = {byte // chunk_bytes for start, size in ranges for byte in range(start, start + size)}
+    runs = chunk_runs(ranges, chunk_bytes)
+    assert {i for first, count in runs for i in range(first, first + count)} == wanted
+    assert all(count > 0 for _, count in runs)
+    assert all(one[0] + one[1] < other[0] for one, other in itertools.pairwise(runs))
+
+
+def test_runs_of_a_hostile_range_take_no_memory() -> None:
+    """What damaged metadata names is not counted chunk by chunk."""
+    assert chunk_runs([(1 << 61, 1 << 61), (0, 1 << 60)], 1) == [[0, 1 << 60], [1 << 61, 1 << 61]]
+
+
+# -- excerpts -----------------------------------------------------------------------------------------
+
+
+def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
+    """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
+    a, b = pair
+    shelved, before = seal(a.vault), used_slots(b)
+    assert b.stager.excerpts.stage(order(shelved, [[1, 2], [6, 1]])) == {}
+    assert sorted(fetched) == [1, 2, 6]
+    excerpt = b.stager.excerpts.take(-1)
+    assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
+    assert b.vault.shelf.copies("b") == []
+    b.stager.excerpts.release(-1)
+    assert used_slots(b) == before
+    with pytest.raises(IntegrityError, match="read again"):
+        b.stager.excerpts.take(-1)
+
+
+def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
+    """Equal content of whatever shard is referenced, and survives the excerpt (R13)."""
+    a, b = pair
+    shelved = seal(a.vault)
+    mine = seal(b.vault, FILLS[:3], ShardId("train", 1, 1, 0))
+    assert b.stager.excerpts.stage(order(shelved, [[0, 4]])) == {}
+    assert fetched == [3]
+    b.stager.excerpts.release(-1)
+    assert b.vault.verify(mine) == []
+
+
+def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
+    """The reader's host digests what it has; what is bad comes from another holder, and is not served (R30)."""
+    a, b = pair
+    shelved, mine = seal(a.vault), seal(b.vault)
+    rot(b.vault, mine, 2)
+    body = order(shelved, [[1, 3]], runs=[["local", None, 0, 8]], holders=["a", "b"])
+    assert b.stager.excerpts.stage(body) == {}
+    assert fetched == [2]
+    excerpt = b.stager.excerpts.take(-1)
+    assert bytes(b.vault.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
+    b.stager.excerpts.release(-1)
+    assert sorted(mine.missing) == [2]
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], where: str) -> None:
+    """A read of bytes that are nowhere right names who lacks them, and leaves no slot behind (R25)."""
+    a, b = pair
+    shelved = seal(a.vault if where == "remote" else b.vault)
+    holder = "a" if where == "remote" else "b"
+    rot((a if where == "remote" else b).vault, shelved, 5)
+    runs = [["peer", "a", 0, 8]] if where == "remote" else [["local", None, 0, 8]]
+    found = b.stager.excerpts.stage(order(shelved, [[4, 2]], runs=runs, holders=[holder]))
+    assert found == {holder: [5]}
+    assert b.vault.shelf.drafts == {}
+    assert used_slots(b) == (7 if where == "local" else 0)
+
+
+def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Holder]) -> None:
+    """Ranges of damaged metadata end with an error, not with memory."""
+    a, b = pair
+    shelved = seal(a.vault)
+    for runs in ([[0, 9]], [[8, 1]], [[-1, 1]], [[0, 1 << 60]]):
+        with pytest.raises(IntegrityError, match="has 8 chunks"):
+            b.stager.excerpts.stage(order(shelved, runs))
+
+
+def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
+    """Without a holder or durable storage the read fails."""
+    a, b = pair
+    shelved = seal(a.vault)
+    assert b.stager.excerpts.stage(order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
+
+
+def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
+    a, b = pair
+    shelved, before = seal(a.vault), used_slots(b)
+    b.stager.excerpts.stage(order(shelved, [[0, 2]], -1))
+    monkeypatch.setattr(excerpts, "PIN_S", -1.0)
+    b.stager.excerpts.stage(order(shelved, [[4, 2]], -2))
+    b.stager.excerpts.expire()
+    assert list(b.stager.excerpts.known) == [-1]
+    b.stager.excerpts.release(-1)
+    assert used_slots(b) == before
+
+
+def test_readers_of_one_host_take_turns_where_room_is_tight(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that finds the arena full of another one's chunks waits until they are given back (R10)."""
+    a, b = pair
+    shelved = seal(a.vault)
+    others = seal(a.vault, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
+    b.vault.ensure_free(16)
+    b.vault.room.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
+    whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
+    assert b.stager.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
+    with pytest.raises(CapacityError):
+        b.stager.excerpts.stage(order(others, [[0, 8]], -2))
+    monkeypatch.setattr(stager, "RETRY_LIMIT_S", 60.0)
+    first = threading.Timer(0.2, b.stager.excerpts.release, [-1])
+    first.start()
+    assert b.stager.excerpts.stage(order(others, [[0, 8]], -3)) == {}
+    first.join()
+    b.stager.excerpts.release(-3)
+    assert used_slots(b) == len(whole)
+
+
+# -- a reader's process ---------------------------------------------------------------------------------
+
+
+class Reader:
+    """A link to host b, with this test in the controller's place."""
+
+    def __init__(self, holder: Holder, shelved: Shelved, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.holder, self.count = holder, 0
+        monkeypatch.setattr(holder, "relay", functools.partial(self.relay, shelved))
+        monkeypatch.setattr(holder, "report", lambda kind, body: None)
+        self.link = RankLink(holder.folder, nonce="reader", job="train", is_tool=True)
+        self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
+
+    def relay(self, shelved: Shelved, call_id: int, verb: str, body: dict[str, Any]) -> None:
+        self.count += 1
+        bad = self.holder.stager.excerpts.stage(order(shelved, body["chunks"], -self.count))
+        answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
+        error = ["RecoveryError", f"{bad} are damaged"] if bad else None
+        self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)
+
+
+@pytest.fixture
+def reader(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    a, b = pair
+    found = Reader(b, seal(a.vault), monkeypatch)
+    yield found
+    found.link.close()
+
+
+def test_ranges_across_chunk_borders_are_read_and_given_back(reader: Reader, fetched: list[int]) -> None:
+    """A read copies exactly the bytes asked for; bytes outside it are not to be had; close gives all slots back."""
+    before = used_slots(reader.holder)
+    start = 3 * CHUNK_BYTES - 2
+    found = reader.ranges.open(reader.ranges.ask(2, 3, [(start, 4), (9, 0)], CHUNK_BYTES))
+    assert found.read(start, 4) == b"\3\3\4\4"
+    target = np.zeros(2, np.uint8)
+    found.copy(start + 1, address_of(target), 2)
+    assert target.tolist() == [3, 4]
+    assert found.read(0, 0) == b""
+    found.verify()
+    with pytest.raises(IntegrityError, match="not among the chunks read"):
+        found.read(5 * CHUNK_BYTES, 1)
+    found.close()
+    assert sorted(fetched) == [2, 3]
+    wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
+
+
+def test_the_manifest_alone_moves_no_chunk(reader: Reader, fetched: list[int]) -> None:
+    """Asking for no ranges answers with the manifest."""
+    found = reader.ranges.open(reader.ranges.ask(2, 3))
+    found.close()
+    assert (found.manifest.shard, found.step, found.attempt) == (SHARD, 2, 1)
+    assert (found.views, fetched) == ({}, [])
+
+
+def test_bytes_that_change_under_the_copy_are_found(reader: Reader) -> None:
+    """What was copied is digested again afterwards, where it lay (R7)."""
+    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES))
+    found.verify()
+    excerpt = reader.holder.stager.excerpts.take(-1)
+    reader.holder.vault.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+    with pytest.raises(DigestMismatch, match=r"chunk 0 .* read again"):
+        found.verify()
+    found.close()
+
+
+def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
+    """The end of the link gives back what its reader still held."""
+    before = used_slots(reader.holder)
+    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES))
+    assert len(found.views) == 5
+    assert used_slots(reader.holder) == before + 5
+    reader.link.outbox.put(None)
+    reader.link.closed.set()  # no goodbye
+    reader.link.channel.close()
+    wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
+    assert not reader.holder.stager.excerpts.known
+
+
+def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
+    reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is a RecoveryError; a late answer finds nobody, and its slots are given back."""
+    a, _ = pair
+    shelved = a.vault.shelf.find(SHARD)
+    assert shelved is not None
+    rot(a.vault, shelved, 1)
+    with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
+        reader.ranges.open(reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES))
+
+    late: list[Any] = []
+    monkeypatch.setattr(reader.holder, "relay", lambda *call: late.append(call))
+    reader.ranges.timeout_s = 0.01
+    asked = reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES)
+    with pytest.raises(PeerTimeout, match=r"0\.01 s"):
+        reader.ranges.open(asked)
+    wait_for(lambda: late, "the call")
+    reader.relay(shelved, *late[0])
+    wait_for(lambda: not reader.holder.stager.excerpts.known, "the late excerpt to go")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_read_that_nobody_opens_is_given_back(
+    reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """A load that fails drops what it asked for ahead, whether that has come already or comes later (R7)."""
+    shelved = pair[0].vault.shelf.find(SHARD)
+    assert shelved is not None
+    before = used_slots(reader.holder)
+    late: list[Any] = []
+    if not is_there:
+        monkeypatch.setattr(reader.holder, "relay", lambda *call: late.append(call))
+    asked = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
+    wait_for(lambda: asked.future.done() or bool(late), "the call")
+    reader.ranges.drop(asked)
+    for call in late:
+        reader.relay(shelved, *call)
+    wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
+    assert not reader.holder.stager.excerpts.known
+
+
+def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slot goes on behind its chunk with bytes that no digest covers: they are refused."""
+    a, b = pair
+    a.vault.ensure_free(1)
+    slots = a.vault.take_slots(1)
+    shelved = a.vault.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
+    reader = Reader(b, shelved, monkeypatch)
+    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES))
+    assert len(found.read(0, 100)) == 100
+    with pytest.raises(IntegrityError, match="ends at 100"):
+        found.read(90, 20)
+    reader.link.close()
+
+
+def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
+    """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
+    for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
+        asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
+        with pytest.raises(IntegrityError, match="read again"):
+            reader.ranges.open(asked)
+    wait_for(lambda: not reader.holder.stager.excerpts.known, "the excerpts to go")

@@ -1,0 +1,118 @@
+"""Ranks that only seem to be twins hold nobody up for long, and a removed job is forgotten (R13, R34)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.holder import shared_shards as module
+from memstore.shell.holder.shared_shards import Twins
+from memstore.testing.clusters.scratch_folder import scratch_folder
+from recovery.inventory import ShardId, ShardSpec
+
+CHUNK_BYTES = 64 << 10
+DIGESTS = (b"a" * 16, b"b" * 16)
+
+
+class CountedWaits(threading.Condition):
+    """Where offers wait: no time passes, and nothing comes but what `meanwhile` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+        assert timeout == module.TWIN_WAIT_S
+        if predicate():
+            return True
+        self.count += 1
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return bool(predicate())
+
+
+@pytest.fixture
+def twins() -> Iterator[Twins]:
+    with scratch_folder() as folder:
+        vault = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = Twins(cast(Any, SimpleNamespace(vault=vault, stopping=threading.Event())))
+        made.changed = CountedWaits()
+        yield made
+        vault.close()
+
+
+def shelved(rank: int, step: int, attempt: int = 1) -> Shelved:
+    spec = ShardSpec("", 2 * CHUNK_BYTES, CHUNK_BYTES, 2, 2)
+    return Shelved(ShardId("job", attempt, step, rank), spec, DIGESTS, [None, None])
+
+
+def learn(twins: Twins, step: int) -> None:
+    """Rank 0 is here, and rank 1, of another host, put the same."""
+    twins.put_sealed(shelved(0, step), None)
+    copy = shelved(1, step)
+    with twins.vault.lock:
+        twins.vault.shelf.shards = {(copy.shard, ""): copy}
+    twins.compare(copy.shard)
+
+
+def waits(twins: Twins, step: int, attempt: int = 1, rank: int = 1) -> bool:
+    """Whether an offer of rank 1, or another, waits for rank 0's put."""
+    before = cast(CountedWaits, twins.changed).count
+    twins.await_own(ShardId("job", attempt, step, rank))
+    return cast(CountedWaits, twins.changed).count > before
+
+
+def test_a_learned_twin_that_did_not_put_is_waited_for_once(twins: Twins) -> None:
+    """Else every copy of a rank whose likeness ended would come late; equal chunks are learned anew."""
+    learn(twins, 1)
+    assert waits(twins, 2)
+    assert not waits(twins, 3)
+    learn(twins, 4)
+    assert waits(twins, 5)
+
+
+def test_a_learned_twin_is_one_of_its_attempt(twins: Twins) -> None:
+    """In the next attempt this host may have no such rank, and no seal of it would ever end the wait."""
+    learn(twins, 1)
+    assert not waits(twins, 2, attempt=2)
+    assert waits(twins, 2)
+
+
+def test_a_frozen_copier_is_waited_for_once_until_it_seals_again(twins: Twins) -> None:
+    """Else each offer of each of its twins would hold a thread of its sender for seconds, and others' copies wait."""
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
+    assert waits(twins, 1)
+    assert not waits(twins, 1, rank=2)
+    assert not waits(twins, 2)
+    twins.put_sealed(shelved(0, 1), 2)
+    assert not waits(twins, 1)
+    assert waits(twins, 3)
+    twins.declare("job", 2, [[0, ["h1", "h2"], [1, 2]]])
+    assert waits(twins, 4, attempt=2)
+
+
+def test_all_offers_that_wait_for_one_rank_go_with_the_first(twins: Twins) -> None:
+    """Rank 2's offer gives up while rank 1's waits, which then has not waited in vain: what was learned of it stays."""
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
+    learn(twins, 1)
+    cast(CountedWaits, twins.changed).meanwhile = [lambda: waits(twins, 2, rank=2)]
+    assert waits(twins, 2)
+    assert (twins.late, twins.learned) == ({("job", 0): 1}, {("job", 1): (1, 0)})
+
+
+def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays(twins: Twins) -> None:
+    """A host that serves thousands of jobs keeps no digests of those that are gone."""
+    twins.declare("job", 1, [[0, ["h1", "h2"], [1, 2]]])
+    learn(twins, 1)
+    assert waits(twins, 2, rank=2)
+    twins.forget("job", 0)
+    assert [len(kept) for kept in (twins.declared, twins.learned, twins.late, twins.newest)] == [1, 1, 1, 1]
+    twins.forget("job", 1)
+    assert (twins.declared, twins.learned, twins.late, twins.newest) == ({}, {}, {}, {})

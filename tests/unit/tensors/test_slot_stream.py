@@ -1,0 +1,63 @@
+"""Copies that are shared out to threads: all of them have ended when the copy has, however it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from memstore.shell.tensors import slot_stream
+from memstore.shell.tensors.slot_stream import Move, in_threads
+from memstore.shell.threads.safe_condition import SafeThread
+
+WAIT_S = 10.0
+MOVES: list[Move] = [(0, 0, 8), (8, 8, 8)]
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises in the thread that puts."""
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every move is worth a thread of its own."""
+    monkeypatch.setattr(slot_stream, "THREAD_BYTES", 1)
+    monkeypatch.setattr(slot_stream, "THREADS_MAX", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_interrupted_copy_leaves_no_thread_that_writes() -> None:
+    """Its slots go to another put at once: a helper that wrote on would tear that one."""
+    main, begun, interrupted, is_over = threading.current_thread(), *(threading.Event() for _ in range(3))
+    written: list[tuple[Move, bool]] = []
+
+    def work(moves: Sequence[Move]) -> None:
+        if threading.current_thread() is main:
+            assert begun.wait(WAIT_S)
+            interrupted.set()
+            raise Interrupted
+        begun.set()
+        assert interrupted.wait(WAIT_S)
+        was_over = is_over.wait(0.5)  # the copy must not end before this write
+        written.extend((move, was_over) for move in moves)
+
+    with pytest.raises(Interrupted):
+        in_threads(MOVES, work)
+    is_over.set()
+    assert written == [(MOVES[0], False)]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_without_a_thread_to_be_had_the_caller_makes_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of threads is reached: nothing is left out."""
+
+    def refused(self: SafeThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(SafeThread, "start", refused)
+    done: list[Move] = []
+    in_threads(MOVES, done.extend)
+    assert sorted(done) == MOVES
