@@ -24,11 +24,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
-	$(BIN)/python -m benchmarks.report.__main__
+	$(BIN)/python -m benchmarks.report
 # Each peer gets an environment of its own under .peers; one that does not run is reported with the reason.
 bench-peers: $(STAMP)
 	$(BIN)/python -m benchmarks.peers --full --out benchmarks/results
-	$(BIN)/python -m benchmarks.report.__main__
+	$(BIN)/python -m benchmarks.report
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report
 # Seconds for each decoder.
@@ -36,7 +36,7 @@ FUZZ_S ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
 	set -e; for target in frame body manifest layout state durable; do \
-	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz.__main__ $$target $(FUZZ_S); done
+	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done
 # Seeds FIRST to FIRST + SEEDS - 1, as far as the record lacks them: stop it and call it again as you like.
 SEEDS ?= 1000
 FIRST ?= 0

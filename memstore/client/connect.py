@@ -179,13 +179,13 @@ def connect(
 
 
 def end_former(store: Store) -> None:
-    """Fence and close what this process opened for a former launch: holders speak to its newest link alone (D133)."""
+    """Fence and close what this process opened before as this rank: holders speak to its newest link alone (D133)."""
     link = store.puts.link
     for known in list(_STORES.values()):  # in one step, as no walk through a WeakSet is
         former = known()
         if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
             continue
-        if former.attempt < store.attempt:
+        if former is not store and former.attempt <= store.attempt:
             former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
             former.close()
     number = id(store)

@@ -41,7 +41,9 @@ from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 if TYPE_CHECKING:
     from memstore.client.pending_put import OpenPut
-    from memstore.client.puts import Puts
+    from memstore.client.ticket import Ticket
+    from memstore.config import Config
+    from memstore.shell.codec.encode import StatePlan
 
 log = logging.getLogger("memstore")
 # Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
@@ -58,10 +60,25 @@ class Hook(Protocol):
         """Take the hook back."""
 
 
+class PutSide(Protocol):
+    """What becomes of a put whose copy has ended."""
+
+    config: Config
+
+    def hand_over(self, room: OpenPut, plan: StatePlan) -> None:
+        """Queue the copied state for the holder."""
+
+    def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
+        """Give the step up on all ranks."""
+
+    def retire(self, ticket: Ticket, why: str) -> None:
+        """Give up a step that is torn, committed or not."""
+
+
 class Overlap:
     """The overlapped copies of one store; at most one is under way."""
 
-    def __init__(self, puts: Puts) -> None:
+    def __init__(self, puts: PutSide) -> None:
         self._puts = puts
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Hook] = []

@@ -1,6 +1,7 @@
 """store.due(step): the same answer on every rank, from what all ranks were told (R33).
 
-A rank asks in the background, some steps ahead, and sends what it measured; `core/cadence.py` has the steps.
+A rank asks in the background, some steps ahead, and sends what it measured; for the steps see
+`core/schedule/put_interval.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from memstore.client.overlapped_copy import Overlap
 from memstore.client.pending_put import OpenPut
 from memstore.client.prepare import Preparation
 from memstore.client.shared_shard import NaturalReplicas
-from memstore.client.ticket import LEVELS, TERMINAL, Ticket
+from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
@@ -236,8 +236,7 @@ class Puts:
     # -- tickets ------------------------------------------------------------------------------
 
     def _same_step(self, step: int) -> Ticket | None:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-            raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
+        check_step(step)
         with self._lock:
             known = self.tickets.get(step)
         if known is None and step <= self._last_step:

@@ -1,6 +1,6 @@
 """Store: what a training loop calls. put copies into leased slots and returns; get restores one whole step.
 
-Read `shell/rank_link.py` for the other end of every line here, `core/catalog.py` for who decides.
+Read `shell/rank/holder_link.py` for the other end of every line here, `core/controller/machine.py` for who decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memstore.client.prepare import Preparation
 from memstore.client.put_interval import Cadence
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import NaturalReplicas, check_shard
-from memstore.client.ticket import Ticket
+from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
@@ -179,8 +179,12 @@ class Store(PinVerbs, MarkVerbs):
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
         are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
         ahead: due() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
+
+        Raises:
+            StepConflict: `step` is no int from 0 to 2**62.
         """
         self._check_open()
+        check_step(step)
         self._trained.say(step)
         return self._cadence.due(step)
 
@@ -221,7 +225,7 @@ class Store(PinVerbs, MarkVerbs):
         elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
             self.natural.name_differing(self._link, body, self.puts.wait_committed)
         elif body["k"] == "fenced":
-            self.puts.fail_all(f"attempt {body['attempt']} of the job was opened")
+            self.puts.fail_all(str(self._link.fenced_error()))
 
     def _on_check(self, body: dict[str, Any]) -> None:
         error: list[str] | None = None
@@ -365,6 +369,7 @@ class Store(PinVerbs, MarkVerbs):
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
+        self._check_process()
         self._under_way.refuse("flush()")  # while it waits a signal's handler may put
         for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
@@ -391,10 +396,9 @@ class Store(PinVerbs, MarkVerbs):
     def _check_open(self) -> None:
         if self._is_closed and not self._link.fenced_by:
             raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this Store of job {self.job!r} is that of process {self._pid}, of which this one ({os.getpid()}) was "
-                f"forked: use it there; here memstore.reader({self.job!r}) reads"
-            )
+        self._check_process()
         if self._link.fenced_by:
             raise self._link.fenced_error()
+
+    def _check_process(self) -> None:
+        check_process(f"this Store of job {self.job!r}", self._pid, f"; here memstore.reader({self.job!r}) reads")

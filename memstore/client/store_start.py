@@ -21,6 +21,8 @@ from memstore import errors
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerUnreachable
 
+log = logging.getLogger("memstore")
+
 _MAIN = "from memstore.client.store_start import main; main()"  # not -m: Ray's workers would get this folder as a path
 
 
@@ -121,6 +123,12 @@ def begin_start(config: Config, *, address: str | None, may_create: bool, limit_
             from memstore.admin.cluster import create_local_ray
 
             create_local_ray()
+            log.warning(
+                "memstore: no Ray cluster runs on this machine, so this process has started one for the store. Both "
+                "end with this process; the arena stays under %s, and the next start adopts it. For a store that "
+                "outlives the process: %s",
+                config.arena_dir, config.commands("`ray start --head`, then `memstore up`"),
+            )  # fmt: skip
             return StartInThread(config)
         place = None
     return StartInChild(config, address=address, place=place or "the address given", limit_s=limit_s)
@@ -153,7 +161,7 @@ def _start(spec: dict[str, Any], tell: Any) -> dict[str, str]:
     from memstore.shell.host.identity import current_node_labels
 
     def say(text: str) -> None:
-        logging.getLogger("memstore").warning("memstore: %s", text)
+        log.warning("memstore: %s", text)
         tell(doing=text)
 
     config = Config().with_fields(spec["config"])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
-from memstore.errors import CommitError, ConfigError
+from memstore.errors import ClosedError, CommitError, ConfigError, StepConflict
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
 TERMINAL = ("skipped", "superseded", "failed")
+
+
+def check_process(what: str, pid: int, instead: str = "") -> None:
+    """Raise ClosedError where this process was forked of the one whose it is: no word of the holder comes here."""
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"{what} is that of process {pid}, of which this one ({os.getpid()}) was forked: use it there{instead}"
+        )
 
 
 class Ticket:
@@ -30,6 +39,7 @@ class Ticket:
         self._torn = ""
         self._commands = commands  # names the store in what an error tells to run
         self._changed = SafeCondition()
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         note = f", degraded: {self.reason}" if self.degraded else f", {self.reason}" if self.reason else ""
@@ -64,9 +74,11 @@ class Ticket:
         Raises:
             CommitError: the level cannot be reached any more; the message has the reason.
             TimeoutError: it was not reached within `timeout_s`; the message has the level now.
+            ClosedError: this process was forked of the one that put, and hears of no level.
         """
         if level not in LEVELS:
             raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")
+        check_process(f"the ticket of step {self.step}", self._pid)  # first: the lock may have been held at the fork
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -84,3 +96,9 @@ class Ticket:
                         f"{self._commands('`memstore status`')}, or wait longer with timeout_s="
                     )
                 self._changed.wait(min(left_s, LOOK_S))
+
+
+def check_step(step: int) -> None:
+    """Raise StepConflict unless a step may have this number."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+        raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")

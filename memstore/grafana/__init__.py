@@ -1,1 +1,1 @@
-"""A Grafana dashboard and Prometheus rules for what `core/metrics.py` names; `memstore metrics` prints them."""
+"""A Grafana dashboard and Prometheus rules for what `core/report/metrics.py` names; `memstore metrics` prints them."""

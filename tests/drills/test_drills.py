@@ -282,7 +282,8 @@ def test_every_entry_of_the_catalogue_has_its_scene() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["kill-hots"], "is not one of"),
+        (["kill-hots"], "no drill is called 'kill-hots': did you mean kill-host"),
+        (["unplug"], "no drill is called 'unplug': it is not one of list, run, canary, kill-rank, "),
         (["kill-host"], "--victim"),
         (["kill-holder", "--yes"], "--victim"),
         (["kill-rank", "--beyond"], "--embedded only"),

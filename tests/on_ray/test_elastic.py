@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 import memstore
 from memstore.testing.clusters.embedded import EmbeddedCluster
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "ray_train_elastic.py"
+EXAMPLE = ROOT / "examples" / "ray_train_elastic.py"
 DEADLINE_S = 240.0
 FIRST = re.compile(r"(\d+) ranks: first step (\d+), state ([0-9a-f]+)")
 STEP = re.compile(r"(\d+) ranks: step (\d+) loss \S+ state ([0-9a-f]+)")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from repository import ROOT
 
-PATH = Path(__file__).resolve().parent.parent / "ray_cluster.yaml"
+PATH = ROOT / "ray_cluster.yaml"
 
 
 @pytest.fixture

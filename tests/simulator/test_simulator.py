@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from memstore.core.wire.messages import Event, RankCall
 from memstore.testing.simulator.__main__ import main, parser
@@ -20,8 +21,7 @@ from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.planted import load
 from memstore.testing.simulator.world.world import Simulation
 
-ROOT = Path(__file__).resolve().parent.parent
-CORPUS = ROOT / "tests" / "simulator_corpus.txt"
+CORPUS = ROOT / "tests" / "simulator" / "corpus.txt"
 SEEDS, CHUNK = 300, 15
 SHRINK_S = 40.0  # a failing test still ends within its timeout
 

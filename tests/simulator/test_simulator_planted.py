@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from memstore.testing.simulator.checks.campaign import play
 from memstore.testing.simulator.planted.planted import load
 
 BUGS = load()
-README = Path(__file__).resolve().parent.parent / "memstore" / "testing" / "simulator" / "README.md"
+README = ROOT / "memstore" / "testing" / "simulator" / "README.md"
 
 
 @pytest.mark.slow

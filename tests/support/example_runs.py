@@ -11,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+from repository import ROOT
+
 import memstore
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
 DEADLINE_S = 240.0
 

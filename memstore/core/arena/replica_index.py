@@ -148,12 +148,15 @@ class Shelf:
         return self._shelve(Shelved(shard, spec, tuple(draft.digests), draft.slots))
 
     def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> Shelved:
-        """Count a manifest found on adoption; chunks that are not here are missing (R6)."""
-        numbers = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
-        for number in numbers:
+        """Count a manifest, as one found on adoption; chunks that are not here are missing (R6)."""
+        known = self.shards.get((shard, spec.digest)) or Shelved(shard, spec, tuple(digests), [None] * len(digests))
+        for index, (digest, nbytes) in enumerate(zip(digests, sizes, strict=True)):
+            number = self.table.lookup(digest, nbytes) if known.slots[index] is None else None
             if number is not None:
                 self.table.hold(number)
-        return self._shelve(Shelved(shard, spec, tuple(digests), numbers))
+                known.slots[index] = number
+        known.is_nameless = False
+        return self._shelve(known)
 
     def _shelve(self, shelved: Shelved) -> Shelved:
         key = (shelved.shard, shelved.spec.digest)

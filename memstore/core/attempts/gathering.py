@@ -1,4 +1,4 @@
-"""The joins of one launch, until all of its ranks are there. Plain data; read `attempts.py` next."""
+"""The joins of one launch, until all of its ranks are there. Plain data; read `join.py` next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches whose ranks are not all in yet: who has come, what is awaited. Pure; read `attempts.py` for the rules."""
+"""Launches whose ranks are not all in yet: who has come, what is awaited. Pure; read `join.py` for the rules."""
 
 from __future__ import annotations
 

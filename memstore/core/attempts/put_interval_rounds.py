@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from memstore.core.cluster.facts import CadenceSet
 from memstore.core.cluster.job import Attempt, Call, Job
-from memstore.core.report.recorder import seconds
 from memstore.core.schedule.put_interval import Measured, decide_steps, mean_time_between_failures_s, parse_put_every
+from memstore.core.wire.measured import seconds
 
 if TYPE_CHECKING:
     from memstore.core.controller.machine import Catalog

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.cluster.facts import RoomClaimed
 from memstore.core.cluster.job import Attempt, Call, Job
-from memstore.core.cluster.text import who_is_missing
-from memstore.core.history.pins import listed_pins
+from memstore.core.cluster.text import listed_pins, who_is_missing
 from memstore.core.targets.targets import GuestLookup
 from memstore.core.wire.messages import Body
 

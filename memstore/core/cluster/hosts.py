@@ -178,7 +178,7 @@ class HostTable:
         return sorted(h for h, s in self.states.items() if s.status != "dead")
 
     def is_on_probation(self, now: float, host_id: str, *, window_s: float = 600.0, deaths_max: int = 3) -> bool:
-        """A host that died `deaths_max` times within the window holds no only second copy (R29)."""
+        """A host that died `deaths_max` times within the window is the last to hold an only second copy (R29)."""
         state = self.states.get(host_id)
         return state is not None and sum(now - t <= window_s for t in state.deaths_s) >= deaths_max
 

@@ -1,12 +1,19 @@
-"""Lists of ranks and steps in messages: a few of them, and how many more there are. Pure."""
+"""Lists of ranks, steps and pins in messages: a few of them, and how many more there are. Pure."""
 
 from __future__ import annotations
+
+from memstore.core.cluster.job import Job
 
 
 def listed(values: list[int], limit: int = 10) -> str:
     """Return at most `limit` values as text, with the count of the rest."""
     head = ", ".join(str(v) for v in values[:limit])
     return head if len(values) <= limit else f"{head} and {len(values) - limit} more"
+
+
+def listed_pins(job: Job) -> str:
+    """Return "best (step 4), last (step 9)", or "" without pins."""
+    return ", ".join(f"{name} (step {pin.step})" for name, pin in sorted(job.pins.items())[:10])
 
 
 def plural(count: int, noun: str) -> str:

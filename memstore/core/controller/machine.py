@@ -255,7 +255,7 @@ class Catalog:
                 self.repair.pushed(copy.shard, host)
                 self.steps.sealed(self.now, copy)
         elif kind == "freed":
-            self.drops.freed(host, [shard_from_wire(item) for item in body["shards"]])
+            self.drops.freed(host, body)
         elif kind == "push_failed":
             self.repair.push_failed(self.now, shard_from_wire(body["shard"]), body)
         elif kind == "fenced":

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from memstore.core.attempts.roll_call import roll_call
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job
-from memstore.core.cluster.text import listed
+from memstore.core.cluster.text import listed, listed_pins
 from memstore.core.durable.last_copies import LastCopies
 from memstore.core.durable.paths import place_of
-from memstore.core.history.pins import listed_pins
 from memstore.core.repair.drop_copy import drop_copy
 from memstore.core.report.gone_steps import gone_steps
 from memstore.core.report.problems import problems

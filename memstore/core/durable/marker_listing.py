@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from memstore.core.cluster import text as listing
+from memstore.core.cluster import text
 from memstore.core.cluster.job import Job
 from memstore.core.wire.messages import Body, spec_from_wire
 from recovery.inventory import DurableMarker, StepId
@@ -67,7 +67,7 @@ class DurableMarkers:
         state.changed = {s: count for s, count in state.changed.items() if s in job.markers or count >= call}
         if others - state.left_alone:
             self.catalog.note(
-                f"job {name!r}: durable storage has attempts {listing.listed(sorted(others))} of another, older run "
+                f"job {name!r}: durable storage has attempts {text.listed(sorted(others))} of another, older run "
                 "of this name: they are left alone and are not restored",
                 "warning",
             )

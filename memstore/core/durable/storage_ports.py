@@ -1,7 +1,7 @@
 """What the durable part of the store needs from the outside, as Protocols. Pure.
 
 `memstore/shell/durable/tier.py` is the tier; it stands on named files that appear whole, of which there are two kinds:
-`durable_directory.py` and `durable_objects.py`. Read `durable_part.py` and `durable_marker.py` for the two formats.
+`directory.py` and `objects.py`. Read `slice_format.py` and `marker_format.py` for the two formats.
 """
 
 from __future__ import annotations

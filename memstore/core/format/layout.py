@@ -8,7 +8,7 @@ else. It is one msgpack array, without pickle:
     tensors   [[extent | nil, offset, dtype, shape, strides | nil, flags, device | nil], ...]
               offset and strides in bytes, nil strides: row major; nil extent: no elements; nil device: cpu
     blobs     [[offset, nbytes], ...]     bytes-like leaves and long strings
-    tree      a node, see `tree.py`
+    tree      a node, see `object_tree.py`
 
 A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before anybody
 allocates or reads by it: tensors lie inside their extents, extents inside the stream without overlap.

@@ -45,7 +45,7 @@ class ForkMaking:
             self._make(self.catalog.now, job)
 
     def _unmade(self, job: Job) -> dict[int, list[str]]:
-        """Rank -> live hosts that are to have the fork's shard, have it not, and have the origin's."""
+        """Rank -> hosts that are to make the fork's shard: while none is whole, all whose origin's has more of it."""
         fact, newest = job.origin, job.newest
         origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
         if fact is None or newest is None or origin is None or newest.has_shed:
@@ -55,11 +55,13 @@ class ForkMaking:
             return {}
         found = {}
         for rank in range(fact.world_size):
-            have = job.copies.get(step, {}).get(rank, {})
-            wanted = self.catalog.view.wanted(job, newest, rank)
-            hosts = [h for h in fact.hosts[rank] if h not in have and (h in wanted or not have)]
-            there = origin.copies.get(from_step, {}).get(rank, {})
-            found[rank] = [h for h in hosts if h in there and self.catalog.hosts.is_answering(h)]
+            have, there = job.copies.get(step, {}).get(rank, {}), origin.copies.get(from_step, {}).get(rank, {})
+            if any(not copy.missing for copy in have.values()):
+                wanted = self.catalog.view.wanted(job, newest, rank)
+                hosts = [h for h in fact.hosts[rank] if h not in have and h in wanted and h in there]
+            else:
+                hosts = [h for h in there if h not in have or have[h].missing - there[h].missing]
+            found[rank] = [h for h in hosts if self.catalog.hosts.is_answering(h)]
         return {rank: hosts for rank, hosts in found.items() if hosts}
 
     def _make(self, now: float, job: Job) -> None:

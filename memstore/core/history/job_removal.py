@@ -118,8 +118,8 @@ class Expiry:
         catalog.removed[fact.job] = max(fact.attempt, catalog.removed.get(fact.job, 0))
         parts = (
             catalog.attempts, catalog.mesh_orders, catalog.room, catalog.cadence, catalog.rounds, catalog.pins,
-            catalog.forks, self, catalog.durable_checks, catalog.persists, catalog.durable, catalog.view.twins,
-            catalog.queries, catalog.told,
+            catalog.forks, self, catalog.durable_checks, catalog.persists, catalog.durable, catalog.drains,
+            catalog.view.twins, catalog.queries, catalog.told,
         )  # fmt: skip
         for part in parts:
             part.forget(fact.job)

@@ -12,6 +12,7 @@ from memstore.config import check_name
 from memstore.core.cluster.facts import StepPinned, StepUnpinned
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.step_lookup import named_step, why_not_whole
+from memstore.core.cluster.text import listed_pins
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -170,8 +171,3 @@ class Pins:
     @staticmethod
     def _step(pin: StepPinned) -> StepId:
         return StepId(pin.attempt, pin.step)
-
-
-def listed_pins(job: Job) -> str:
-    """Return "best (step 4), last (step 9)", or "" without pins."""
-    return ", ".join(f"{name} (step {pin.step})" for name, pin in sorted(job.pins.items())[:10])

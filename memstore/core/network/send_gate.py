@@ -3,8 +3,8 @@
     begin --> held piece by piece into idle spans --> end
         '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is told
 
-The gate runs Algorithm 2 (`chunk_fit.py`) as it goes: a span's room is what the profile (`idle_spans.py`) leaves of it
-now, less what still waits in the kernel. Without marks all goes at once. Nothing here holds a restore or a repair.
+The gate runs Algorithm 2 (`chunk_fit.py`) as it goes: a span's room is what the profile (`idle_profile.py`) leaves of
+it now, less what still waits in the kernel. Without marks all goes at once. Nothing here holds a restore or a repair.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PUSHES_PER_SOURCE_MAX = 2
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
 LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
-REFUSAL_TTL_S = 5.0  # how long a target that refused a copy is left alone
+REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Repair:
         self.catalog = catalog
         self.pushes: dict[tuple[ShardId, str], tuple[str, float]] = {}  # (shard, target) -> (source, deadline)
         self.refused_s: dict[tuple[ShardId, str], float] = {}
+        self.vain_s: dict[ShardId, float] = {}  # copies for which no stand-in was found, and when
         self.passes: dict[tuple[str, StepId], Pass] = {}
         self._load: Counter[str] = Counter()  # pushes by source
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
@@ -56,9 +57,8 @@ class Repair:
             for (shard, target), (source, deadline) in self.pushes.items()
             if deadline > now and self._has_copy(shard, source)
         }
-        for key, since_s in list(self.refused_s.items()):
-            if now - since_s > REFUSAL_TTL_S:
-                del self.refused_s[key]
+        self.refused_s = {key: s for key, s in self.refused_s.items() if now - s <= REFUSAL_TTL_S}
+        self.vain_s = {shard: s for shard, s in self.vain_s.items() if now - s <= REFUSAL_TTL_S}
         for job in self.catalog.jobs.values():
             self.consider(now, job)
 
@@ -186,8 +186,11 @@ class Repair:
         if (shard, target) in self.pushes or (shard, target) in self.refused_s or not hosts.is_answering(target):
             return False
         is_open = StepId(shard.attempt, shard.step) not in self.catalog.jobs[shard.job].commits
-        if not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas:
-            return False  # an open step's owner pushes there anyway, and waits for it
+        # An open step's owner pushes there anyway, and waits for it. Of a kept one a stand-in is sought first; where
+        # none is found, a copy that may be gone soon is better than none.
+        is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
+        if is_last_resort and shard not in self.vain_s:
+            return False
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
         # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
         if not sources and target in good:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from memstore.core.repair.repair import Repair
 
 ASKED_MAX = 8  # hosts looked at for one copy
-SEARCHES_MAX = 32  # copies of a step in one look for which a host is sought among all; the next look goes on
+SEARCHES_MAX = 32  # copies of a step in one look for which a host is sought among all; the next goes on with others
 
 
 class StandIns:
     """One look at a step of a job: what is the same for all its shards is found once."""
 
     def __init__(self, repair: Repair, now: float, job: Job, attempt: Attempt, step: StepId) -> None:
-        self.repair, self.job, self.attempt, self.step = repair, job, attempt, step
+        self.repair, self.now, self.job, self.attempt, self.step = repair, now, job, attempt, step
         self.hosts, self.view = repair.catalog.hosts, repair.catalog.view
         self.flaky = {h for h, s in self.hosts.states.items() if s.deaths_s and self.hosts.is_on_probation(now, h)}
         self._searches_left = SEARCHES_MAX
@@ -50,11 +50,15 @@ class StandIns:
         known = [h for h in begun if may(h)]
         known.sort(key=lambda h: (h not in good, self._places.get(h) in near, self._load(h), h))
         found = self._with_room(shard, known)[:count]
-        if has_all or len(found) == count or not self._searches_left or not self.repair.is_source_free(good):
+        is_vain = shard in self.repair.vain_s or not self._searches_left or not self.repair.is_source_free(good)
+        if has_all or len(found) == count or is_vain:
             return found
         self._searches_left -= 1
         others = self._far_first(near, (h for h in self._by_load if h not in begun and may(h)))
-        return [*found, *self._with_room(shard, others)][:count]
+        found = [*found, *self._with_room(shard, others)][:count]
+        if len(found) < count:
+            self.repair.vain_s[shard] = self.now
+        return found
 
     def _far_first(self, near: set[str | None], able: Iterable[str]) -> list[str]:
         """Return the first that are in another place than those that have it, then the others."""

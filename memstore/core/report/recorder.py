@@ -17,6 +17,7 @@ from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Attempt, Job, Seat
 from memstore.core.report.event_ring import Chronicle
 from memstore.core.report.redundancy import Watch
+from memstore.core.wire.measured import seconds
 from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, StepId
 
@@ -358,11 +359,6 @@ def newest_held(job: Job, host: str) -> int:
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
     """Copies of the shard that has the fewest."""
     return min((len(hosts) for hosts in hosts_by_rank), default=0)
-
-
-def seconds(value: Any) -> float:
-    """A duration that another process measured: what cannot be one counts as 0."""
-    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0
 
 
 def rounded(value_s: float) -> float:

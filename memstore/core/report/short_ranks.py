@@ -84,4 +84,5 @@ def _why_not(catalog: Catalog, job: Job, shard: ShardId, host: str) -> str:
     state = catalog.hosts.states.get(host)
     if state is None or state.status != "live":
         return f"{state.status}, {state.why}" if state is not None else "it is not here"
-    return "it died too often lately" if catalog.hosts.is_on_probation(catalog.now, host) else ""
+    is_passed_over = catalog.hosts.is_on_probation(catalog.now, host) and shard not in catalog.repair.vain_s
+    return "it died 3 times within 10 minutes, another host is sought" if is_passed_over else ""

@@ -154,6 +154,11 @@ class Drains:
         if self.catalog.durable_checks.ask(job, step, looked):
             self.looked_s[key] = float("inf")
 
+    def forget(self, name: str) -> None:
+        """The job was removed: what was asked of its steps is not answered any more."""
+        self.looked_s = {key: s for key, s in self.looked_s.items() if key[0] != name}
+        self.is_there = {key: is_there for key, is_there in self.is_there.items() if key[0] != name}
+
     def _undone(self, host: str) -> list[HostDraining]:
         return [x for x in self.catalog.log.undone() if isinstance(x, HostDraining) and x.host_id == host]
 

@@ -1,6 +1,6 @@
 """Which hosts hold copies of a job, and what every host must know of the others. Pure (R13, R18, R29).
 
-Placement is kept per job and moved as little as possible when hosts come and go. Read `steps.py` for what is asked of
+Placement is kept per job and moved as little as possible when hosts come and go. Read `commits.py` for what is asked of
 these hosts, `repair.py` for how copies get there.
 """
 

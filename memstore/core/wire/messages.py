@@ -27,7 +27,7 @@ Orders to a holder (`Tell.kind`):
     release        job, round, rank, result     hand the staged shard to the rank
     level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
     abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
-    drop           shards, removed              free copies (R19), and the room of a removed job: [job, attempt] (R10);
+    drop           shards, number, removed      free copies (R19), and the room of a removed job: [job, attempt] (R10);
                                                 its processes are fenced (R21), unless it `is_refused_fork`
     persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
                                                 or remove it, and say so if it is torn (R31)
@@ -35,7 +35,7 @@ Orders to a holder (`Tell.kind`):
     dropped        job, story                   remember why a job is gone, outside the host's folder; or "" (R5)
     outdated       above                        a later life of this host was here: take a higher incarnation (R3)
 
-Reports from a holder (`Report.kind`): sealed, freed (what a drop named is gone), pushed, push_failed, fenced,
+Reports from a holder (`Report.kind`): sealed, freed (a drop, by its number, was obeyed), pushed, push_failed, fenced,
 reserved, staged, checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`:
 {stall_s, age_s}, and `unchanged_since`, a step, where its chunks are those of the put before; for people only
 (observer.py).

@@ -1,7 +1,7 @@
 """The canary: a scratch job on the real hosts and network, at real size, that loses one copy of each shard and is back.
 
 Safe in production: it looks for room before it starts anything, kills nothing, and drops only copies of its own job,
-through the controller, which refuses to drop a last one. Read `room.py` beside it for what counts as room.
+through the controller, which refuses to drop a last one. Read `headroom.py` beside it for what counts as room.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 t
 
 from __future__ import annotations
 
+import difflib
 import json
 import random
 from collections.abc import Callable
@@ -54,9 +55,12 @@ class Drills(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name every drill where the name is not one."""
+        """Name the nearest drills where the name is not one; every drill where none is near."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"{args[0]!r} is not one of {', '.join(self.list_commands(ctx))}")
+            known = self.list_commands(ctx)
+            near = difflib.get_close_matches(args[0], known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it is not one of {', '.join(known)}."
+            ctx.fail(f"no drill is called {args[0]!r}: {hint} `memstore drill list` says what each one breaks")
         return super().resolve_command(ctx, args)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memstore.drills import (
+from memstore.drills.scenes import (
     scenes_control,
     scenes_holders,
     scenes_hosts,

@@ -306,7 +306,7 @@ class FlapHost(Scene):
         row = next(row for row in self.site.status()["hosts"] if row["host"] == host)
         if not row["is_on_probation"]:
             self.run.broken.append(f"{host} died {FLAPS} times and is not on probation (R29)")
-        self.run.timeline.line("probation", f"{host} is back and holds no only second copy")
+        self.run.timeline.line("probation", f"{host} is back and is the last to hold an only second copy")
 
     def _wait_back(self) -> None:
         host, old_pid = self.holders[0], self.process[0]

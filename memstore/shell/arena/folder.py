@@ -1,11 +1,11 @@
 """The private folder that holds one host's arena: made, checked and opened safely (R5).
 
     <arena_dir>/memstore-<uid>/<store>/<host>/
-        lock         exclusive flock, and who holds it       arena_lock.py
+        lock         exclusive flock, and who holds it       lock.py
         slots        header table of the arena               slot_headers.py
         arena        the bytes                               arena.py
-        manifests/   what is in each shard                   manifest_folder.py
-        journal      facts                                   journal.py
+        manifests/   what is in each shard                   manifests.py
+        journal      facts                                   journal_file.py
         secret       the store's secret
         holder.sock  the holder's Unix socket
 

@@ -150,7 +150,7 @@ def beyond_limit(why: str) -> str:
     enlarge = f"{ENLARGE}, then {RESTART} · " if "has free" in why else ""
     return (
         f"{enlarge}{RESTART} with --arena-bytes SIZE for a larger limit · `memstore rm` a job that is not needed · "
-        "spread the job over more hosts · lower replicas or keep_steps"
+        "spread the job over more hosts · lower replicas or keep_steps, if either is above 1"
     )
 
 
@@ -263,7 +263,7 @@ def _remedies(limits: MemoryLimits, table: tuple[Room, ...], growth: int) -> Ite
             yield f"raise the {room.name} to {gib(needed)}"
     if limits.ray_object_store_claim_bytes:
         yield f"start Ray with a smaller --object-store-memory (now {gib(limits.ray_object_store_bytes)})"
-    yield "spread the job over more hosts, or lower replicas or keep_steps"
+    yield "spread the job over more hosts, or lower replicas or keep_steps, if either is above 1"
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

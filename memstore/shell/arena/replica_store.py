@@ -4,7 +4,7 @@ In:  bytes, digest, slot header, manifest (temp + rename), then the caller ackno
 Out: unlink the manifest, then free the slots.
 
 Digesting and copying happen outside the lock, on slots that nobody else may write (receiving) or
-that are referenced (sealed). Read core/shelf.py and core/slots.py first.
+that are referenced (sealed). Read core/arena/replica_index.py and core/arena/slot_table.py first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import OWN_DRAFT, Draft, Shelf, Shelved, StagedKey
 from memstore.core.arena.share import Share
@@ -38,9 +38,6 @@ from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from memstore.shell.arena.vault_room import Admit, VaultRoom
 from recovery.inventory import ShardId
 
-if TYPE_CHECKING:
-    from memstore.shell.peer.outgoing_shard import Fresh
-
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 DROPPED_READ_S = 2.0  # the same once it was dropped: puts wait for its slots, by default 5 s (R11)
 Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
@@ -55,6 +52,16 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Return a time that never goes back."""
+
+
+class SealFollower(Protocol):
+    """Follows a shard while it is digested and stored, to send its chunks meanwhile."""
+
+    def add(self, digest: bytes) -> None:
+        """Take the digest of the next chunk."""
+
+    def seal(self, shelved: Shelved) -> None:
+        """Take the stored replica; the caller holds the store's lock."""
 
 
 class Vault:
@@ -74,9 +81,13 @@ class Vault:
     ) -> None:
         self.lock = threading.RLock()
         self.arena, self.manifests, self.clock = arena, manifests, clock
-        self.chunk_bytes, self.room = chunk_bytes, VaultRoom(self, limit_bytes, limit_why, admit)
+        self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
         self.shelf = Shelf(self.table)
+        self.room = VaultRoom(
+            arena, self.shelf, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
+            limit_why=limit_why, admit=admit,
+        )  # fmt: skip
         self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
         self.flush()
@@ -141,17 +152,17 @@ class Vault:
 
     def seal_local(
         self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
-        fresh: Fresh | None = None,
+        follower: SealFollower | None = None,
     ) -> Shelved:  # fmt: skip
-        """Digest handed-over slots, in order, and store the shard; they are in state receiving. `fresh` hears of it."""
+        """Digest handed-over slots, in order, and store the shard; they are in state receiving."""
         left = set(slots)  # not in the draft yet
         try:
             sizes = chunk_sizes(nbytes, self.chunk_bytes)
             digests = []
             for number, size in zip(slots, sizes, strict=True):
                 digests.append(chunk_digest(self.arena.view(number, size)))
-                if fresh is not None:
-                    fresh.add(digests[-1])  # its pushes may send this chunk now
+                if follower is not None:
+                    follower.add(digests[-1])  # its pushes may send this chunk now
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
             now = self.clock.time()
             with self.lock:
@@ -164,8 +175,8 @@ class Vault:
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
             with self.lock:
                 shelved = self.finish(OWN_DRAFT, encode_manifest(manifest))
-                if fresh is not None:
-                    fresh.seal(shelved)
+                if follower is not None:
+                    follower.seal(shelved)
             return shelved
         except BaseException:
             self.abort_draft(OWN_DRAFT, shard)

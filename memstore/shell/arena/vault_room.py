@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
+from memstore.core.arena.replica_index import Shelf
 from memstore.core.arena.share import Share
 from memstore.errors import CapacityError
+from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.memory_limits import beyond_limit, gib
-
-if TYPE_CHECKING:
-    from memstore.shell.arena.replica_store import Vault
 
 Admit = Callable[[int, int], str | None]  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None
 
 
 class VaultRoom:
-    """Grows and empties one vault's arena; `lock` is held meanwhile, and never the vault's lock for long."""
+    """Grows and empties one arena; `lock` is held meanwhile, and never the lock of the index for long.
 
-    def __init__(self, vault: Vault, limit_bytes: int, limit_why: str, admit: Admit | None) -> None:
-        self._vault, self._admit = vault, admit
+    Args:
+        arena: Whose pages are claimed and given back.
+        shelf: The index of what lies there, under `index_lock`.
+        flush: Writes down which slots are free; called under `index_lock`.
+        chunk_bytes: Of a slot.
+        limit_bytes: How much may be claimed, and `limit_why`.
+        admit: Says why the machine has no room for more, or None.
+    """
+
+    def __init__(
+        self, arena: Arena, shelf: Shelf, index_lock: AbstractContextManager[object], flush: Callable[[], None], *,
+        chunk_bytes: int, limit_bytes: int, limit_why: str, admit: Admit | None,
+    ) -> None:  # fmt: skip
+        self._arena, self._shelf, self._index_lock, self._flush = arena, shelf, index_lock, flush
+        self._chunk_bytes, self._admit = chunk_bytes, admit
         self.limit_bytes, self.limit_why = limit_bytes, limit_why
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
         self.lock = threading.Lock()
@@ -31,22 +43,21 @@ class VaultRoom:
         A share that was refused elsewhere shrinks again, and so does that of a job that ended: what no job has reserved
         then is given back. Guests that only moved to another host come again, and their room stays.
         """
-        vault = self._vault
         with self.lock:
-            with vault.lock:
-                needed, before = vault.shelf.slots_needed(job, share), vault.shelf.shares.get(job)
+            with self._index_lock:
+                needed, before = self._shelf.slots_needed(job, share), self._shelf.shares.get(job)
             self.grow_to(needed, on_step)
-            with vault.lock:
-                vault.shelf.set_share(job, share)
+            with self._index_lock:
+                self._shelf.set_share(job, share)
         if before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values())):
             self.release()
 
     def ensure_free(self, count: int) -> None:
         """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
-        table = self._vault.table
+        table = self._shelf.table
         while len(table.free) < count:
             with self.lock:
-                with self._vault.lock:
+                with self._index_lock:
                     needed = table.claimed_count + count - len(table.free)
                 self.grow_to(needed)
 
@@ -56,7 +67,7 @@ class VaultRoom:
         Raises:
             CapacityError: They are beyond the limit, or not to be had.
         """
-        arena, table, chunk_bytes = self._vault.arena, self._vault.table, self._vault.chunk_bytes
+        arena, table, chunk_bytes = self._arena, self._shelf.table, self._chunk_bytes
         missing = slots_count - table.claimed_count
         if missing <= 0:
             return
@@ -74,20 +85,19 @@ class VaultRoom:
         hollow = table.hollow[:missing]
         if hollow:
             arena.fill(hollow, on_step)
-            with self._vault.lock:
+            with self._index_lock:
                 table.fill(hollow)
         if missing > len(hollow):
             arena.grow(arena.slots_count + missing - len(hollow), on_step=on_step)
-            with self._vault.lock:
+            with self._index_lock:
                 table.grow(arena.slots_count)
 
     def release(self) -> None:
         """Give back the pages of free slots that no job has reserved, but for those that some process still needs."""
-        vault = self._vault
         with self.lock:
-            with vault.lock:
-                vault.flush()  # what is free is written down as free before it loses its bytes
-                chosen = vault.table.empty(vault.shelf.spare_count(), self.overlooked)
-            kept = vault.arena.give_back(chosen)
-            with vault.lock:
-                vault.table.fill(kept)
+            with self._index_lock:
+                self._flush()  # what is free is written down as free before it loses its bytes
+                chosen = self._shelf.table.empty(self._shelf.spare_count(), self.overlooked)
+            kept = self._arena.give_back(chosen)
+            with self._index_lock:
+                self._shelf.table.fill(kept)

@@ -1,7 +1,7 @@
 """Where holders announce themselves and controllers claim their term (R3, R17). Two implementations of one port.
 
 `DirectoryMembership` keeps small files in one folder: for processes on one machine without Ray.
-`RayMembership` (ray_membership.py) keeps the same records in Ray's GCS key-value store.
+`RayMembership` (on_ray/membership.py) keeps the same records in Ray's GCS key-value store.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class LateCopy:
         self._is_ending = self._is_over = self._is_released = False
         self._problem = ""
         self._one_end = threading.RLock()
-        self._judging = threading.Lock()
+        self._judging = threading.RLock()  # a signal's handler may wait for the end
         self._verdict: str | None = None  # what was found changed, "" for nothing; None: not looked yet
         self.moved = SafeEvent()  # set when host memory is copied
         self.ended = SafeEvent()  # set when on_end has returned
@@ -247,6 +247,8 @@ class LateCopy:
         if not self._is_device_done:
             return
         with self._one_end:
+            if not self._is_ending:
+                self._judged()  # first: what a signal's handler raises in it leaves the end to whoever looks next
             if not self._is_ending:
                 self._is_ending = True
                 try:

@@ -2,7 +2,7 @@
 
 Every file appears whole, by temporary file, fsync, rename and fsync of the folder. Below the root no symbolic link is
 followed, and no name that memstore would not write is opened. What is made here is its owner's alone (0700, 0600).
-`durable_tier.py` says what is in the files.
+`tier.py` says what is in the files.
 """
 
 from __future__ import annotations

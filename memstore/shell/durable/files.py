@@ -1,7 +1,7 @@
 """Files of the durable tier, by folder descriptor: appear whole, are read in full, map the system's errors (R31).
 
 Every function takes an open folder and one name, so that nothing between them can be swapped for a symbolic link.
-`durable_directory.py` puts them together.
+`directory.py` puts them together.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
 def make(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
     """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
 
-    One that is not here any more is left out. One step under the lock for each: a crash leaves its manifest whole or
-    none, and references are counted from manifests (R6).
+    One that is not here any more is left out; a fork's that lacks chunks, or its manifest, gets what is here now. One
+    step under the lock for each: a crash leaves its manifest whole or none, and references are counted from manifests
+    (R6).
 
     Raises:
         CapacityError: There is no room for a manifest.
@@ -54,7 +55,7 @@ def make(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
             data = encode_manifest(manifest)
             spec = spec_of(manifest, shard_digest(data))
             known = vault.shelf.find(new, spec.digest)
-            if known is None:
+            if known is None or known.missing:
                 vault.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
                 chunks = manifest.chunks
                 known = vault.shelf.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])

@@ -1,8 +1,8 @@
 """The holder: owns one host's arena, serves its ranks and peers, obeys the controller (R2-R4, R17, R21, R28).
 
 A plain object with threads; `actors.py` wraps it in a Ray actor and `testing/` in a process. It decides
-nothing: what to push, stage, drop or fence is ordered by the controller (see core/events.py), what may
-be received is said by core/shelf.py. It never imports torch or ray.
+nothing: what to push, stage, drop or fence is ordered by the controller (see core/wire/messages.py), what may
+be received is said by core/arena/replica_index.py. It never imports torch or ray.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.holder.shared_shards import Twins
 from memstore.shell.holder.stage import Stager, sealed_copy
+from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
 from memstore.shell.host.identity import HostIdentity
 from memstore.shell.host.interface import resolve_interface
@@ -51,7 +52,6 @@ from memstore.shell.net.pacing import Lane
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.server import PeerServer
-from memstore.shell.rank.trained import TrainedSteps
 from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
@@ -358,17 +358,25 @@ class Holder:
         except Exception:
             log.exception("host %s: order %s failed", self.info.host_id, work.__name__)
 
-    def copy_body(self, shelved: Shelved) -> list[Any]:
-        """Return a replica as the inventory entry that reports carry."""
-        return copy_to_wire(sealed_copy(shelved, self.info.host_id))
+    def sealed(self, copy: Copy | Shelved, put: dict[str, Any] | None = None) -> None:
+        """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-    def sealed(self, shelved: Shelved) -> None:
-        """Report a replica: whole, or with the chunks it lacks."""
+        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
+        in which they were true.
+        """
         self.idle.used()
-        self.report("sealed", {"copies": [self.copy_body(shelved)]})
+        with self.vault.lock:
+            shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+            if shelved is not None and not shelved.is_doomed:
+                body = {"copies": [copy_to_wire(sealed_copy(shelved, self.info.host_id))]}
+                self.report("sealed", body if put is None else {**body, "put": put})
+
+    def freed(self, order: dict[str, Any]) -> None:
+        """Report that an order to drop copies was carried out."""
+        with self.vault.lock:
+            self.report("freed", {"shards": order["shards"], "number": order.get("number")})
 
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
-        self.idle.used()
-        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.sealed(copy)
         self.twins.compare(copy.shard)

@@ -159,9 +159,8 @@ class Orders:
         removed = body.get("removed")
         try:
             self.vault.drop_all(shards, removed)
-        finally:  # whatever was left: from now on reports of these copies are true
-            with self.vault.lock:  # as inventories are: what names these copies is queued before
-                self.holder.report("freed", {"shards": body["shards"]})
+        finally:  # also where that failed
+            self.holder.freed(body)
         if removed is not None:
             self.holder.twins.forget(str(removed[0]), int(removed[1]))
             if not body.get("is_refused_fork"):

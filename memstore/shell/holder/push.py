@@ -124,10 +124,10 @@ class Pusher:
     def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:
         """Send while it is digested; what goes wrong is tried again once it is sealed. PeerRefused: the put failed."""
         try:
-            with self._reached(target) as peer, self.holder.traffic.sending(fresh) as valve:
+            with self._reached(target) as peer, self.holder.traffic.sending(fresh) as gate:
                 peer.push(
                     fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled,
-                    valve=valve,
+                    gate=gate,
                 )  # fmt: skip
             return "", True
         except (PeerRefused, TransportError):
@@ -151,10 +151,8 @@ class Pusher:
                 attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
                 shipment = Stored(self.holder.vault, shelved)
                 held = contextlib.nullcontext() if is_repair else self.holder.traffic.sending(shipment)
-                with self._reached(target) as peer, held as valve:
-                    peer.push(
-                        shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle, valve=valve
-                    )
+                with self._reached(target) as peer, held as gate:
+                    peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle, gate=gate)
                 return "", True
             except PeerRefused as exc:
                 why, is_final = str(exc), bool(getattr(exc, "is_final", False))

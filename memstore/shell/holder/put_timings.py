@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.report.recorder import seconds
+from memstore.core.wire.measured import seconds
 
 KEPT = 4096  # puts that nobody has counted yet; without metrics nobody ever does
 

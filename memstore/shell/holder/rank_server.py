@@ -1,10 +1,10 @@
 """The holder's side of its ranks' links: leases, hand-overs, calls to the controller, levels (R4, R8, R11, R15).
 
-One thread per link reads; another digests hand-overs in order (sealer.py), so that a put is
+One thread per link reads; another digests hand-overs in order (seal.py), so that a put is
 acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
 
     rank -> holder   hello, call (id, verb, body), handover, unpin, checked, marks, waits
-    holder -> rank   welcome, refused, answer, grant, room, level, resume, check, fenced, came (herald.py)
+    holder -> rank   welcome, refused, answer, grant, room, level, resume, check, fenced, came (chunk_notifier.py)
 """
 
 from __future__ import annotations

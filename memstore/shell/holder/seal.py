@@ -185,7 +185,7 @@ class Sealer:
         before = self.holder.twins.put_sealed(known, shared)
         self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
         put = measured(body) | ({} if before is None else {"unchanged_since": before})
-        self.holder.report("sealed", {"copies": [self.holder.copy_body(known)], "put": put})
+        self.holder.sealed(known, put)
         self.holder.twins.compare(shard)
         if not has_targets:
             self.server.replicated(shard)
@@ -222,7 +222,7 @@ class Sealer:
         try:
             shelved = self.vault.seal_local(
                 shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
-                slots=slots, attempt=shard.attempt, fresh=fresh,
+                slots=slots, attempt=shard.attempt, follower=fresh,
             )  # fmt: skip
         except BaseException as exc:
             fresh.fail(f"{type(exc).__name__}: {exc}")

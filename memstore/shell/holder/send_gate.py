@@ -1,4 +1,4 @@
-"""Holds copies of puts back while collectives of this host's ranks are under way (core/traffic_gate.py, D87)."""
+"""Holds copies of puts back while collectives of this host's ranks are under way (core/network/send_gate.py, D87)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from memstore.core.network.send_gate import Order, Sending, TrafficGate
 from memstore.errors import ProtocolError
+from memstore.shell.holder.marks_reader import MarkReader, remove_marks
 from memstore.shell.net.socket_options import Flight
 from memstore.shell.peer.outgoing_shard import Shipment
-from memstore.shell.rank.collective_marks import MarkReader, remove_marks
 
 log = logging.getLogger("memstore")
 Pace = Callable[[], contextlib.AbstractContextManager[None]]
@@ -59,8 +59,8 @@ class Traffic:
         return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
 
     @contextlib.contextmanager
-    def sending(self, shipment: Shipment) -> Iterator[Valve | None]:
-        """Give the valve for one push of a put; None if nothing holds it back."""
+    def sending(self, shipment: Shipment) -> Iterator[PushGate | None]:
+        """Give the gate for one push of a put; None if nothing holds it back."""
         if not self._hold_s or not self._readers:
             yield None
             return
@@ -70,7 +70,7 @@ class Traffic:
             order = (shard.attempt, shard.step)
             sending = self._gate.begin(time.monotonic(), shard.job, shard.rank, order)
         try:
-            yield Valve(self, sending)
+            yield PushGate(self, sending)
         finally:
             with self._lock:
                 self._gate.end(sending)
@@ -104,15 +104,15 @@ class Traffic:
             reader.close()
 
 
-class Valve:
-    """Lets a frame's bytes out piece by piece."""
+class PushGate:
+    """Lets the bytes of one push leave when no collective is under way."""
 
     def __init__(self, traffic: Traffic, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
         self._traffic, self._sending, self._pace = traffic, sending, pace
 
-    def paced(self, pace: Pace) -> Valve:
+    def paced(self, pace: Pace) -> PushGate:
         """Return one that is inside `pace` while its bytes go."""
-        return Valve(self._traffic, self._sending, pace)
+        return PushGate(self._traffic, self._sending, pace)
 
     def parts(
         self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event

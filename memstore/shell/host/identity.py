@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memstore.config import check_name
+from memstore.config import check_name, commands_naming
 from memstore.errors import ConfigError
-from memstore.shell.arena.folder import commands_for
 
 HOST_LABEL = "host"
 HOST_VARIABLE = "MEMSTORE_HOST"
@@ -115,7 +114,8 @@ def rank_host(
     if len(hosts) == 1:
         return hosts[0]
     if not hosts:
-        advice = commands_for(Path(arena_root_dir) / "host", "run `memstore up`")
+        store_dir = Path(arena_root_dir)
+        advice = commands_naming(store_dir.name, str(store_dir.parent.parent), "run `memstore up`")
         raise ConfigError(
             f"no holder on this machine ({arena_root_dir} has no host folder): {advice}, "
             f"connect from a process of the Ray cluster, or set {HOST_VARIABLE}",

@@ -16,16 +16,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from memstore import errors
 from memstore.core.wire import frame as wire
 from memstore.core.wire.frame import Kind
 from memstore.shell.net import socket_options
 from memstore.shell.net.tls import Tls, TlsStream
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.send_gate import Valve
 
 UNIX_BUFFER_BYTES = 4 << 20
 """AF_UNIX buffers do not grow by themselves. TCP's do, and setting them would switch that off (see `_tune`)."""
@@ -49,6 +46,18 @@ class Frame(NamedTuple):
     request_id: int
     body: dict[str, Any]
     bulk_bytes: int
+
+
+class SendGate(Protocol):
+    """Decides when the bytes of a frame may leave."""
+
+    def paced(self, pace: Callable[[], contextlib.AbstractContextManager[None]]) -> SendGate:
+        """Return a gate that is inside `pace` while bytes leave."""
+
+    def parts(
+        self, views: Sequence[memoryview], flight: Callable[[], socket_options.Flight], closed: threading.Event
+    ) -> Iterator[list[memoryview]]:
+        """Yield the bytes of `views` in parts, each when it may leave; end early if `closed` is set."""
 
 
 class Channel:
@@ -119,11 +128,11 @@ class Channel:
         bulk: Sequence[memoryview] = (),
         *,
         deadline_s: float,
-        valve: Valve | None = None,
+        gate: SendGate | None = None,
     ) -> None:
         """Send one frame within `deadline_s` seconds from now; the bulk views are sent from where they lie.
 
-        A valve lets its bytes out in parts; its pauses count.
+        A gate lets its bytes out in parts; its pauses count.
         """
         packed = wire.pack_body(body) if body else b""
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
@@ -131,11 +140,11 @@ class Channel:
         clock = _Clock(f"send {kind.name}", deadline_s)
         with self._held(self._send_lock, clock):
             everything = [memoryview(header), memoryview(packed), *views]
-            if valve is None:
+            if gate is None:
                 self._send_all(everything, clock)
                 return
             started = False
-            for part in valve.parts(everything, lambda: socket_options.flight(self._sock), self._closed):
+            for part in gate.parts(everything, lambda: socket_options.flight(self._sock), self._closed):
                 self._send_all(part, clock, started=started)
                 started = True
             if self.is_closed:

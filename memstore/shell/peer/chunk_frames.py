@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from memstore.core.arena.replica_index import Draft
 from memstore.core.format.manifest import chunk_hasher
@@ -17,11 +17,8 @@ from memstore.core.format.object_tree import checked_count, checked_list
 from memstore.core.wire.frame import Kind, error_from_body
 from memstore.errors import ProtocolError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.net.channel import Channel, Frame
+from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.send_gate import Valve
 
 BATCH_CHUNKS_MIN, BATCH_CHUNKS_MAX = 4, 32
 RUN_BYTES = 16 << 20  # a receiver notices a stall and a rate limit acts once per run
@@ -69,12 +66,12 @@ def send_run(
     views: Sequence[memoryview | None],
     *,
     timeout_s: float,
-    valve: Valve | None = None,
+    gate: SendGate | None = None,
 ) -> None:
     """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
     body = {"sizes": [0 if view is None else view.nbytes for view in views]}
     bulk = [view for view in views if view is not None]
-    channel.send(Kind.CHUNK, request_id, body, bulk, deadline_s=timeout_s * len(views), valve=valve)
+    channel.send(Kind.CHUNK, request_id, body, bulk, deadline_s=timeout_s * len(views), gate=gate)
 
 
 def receive_run(

@@ -21,8 +21,7 @@ from memstore.core.wire.frame import Kind, error_from_body
 from memstore.core.wire.messages import shard_to_wire
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.holder.send_gate import Valve
-from memstore.shell.net.channel import Channel
+from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Lane, give_way
 from memstore.shell.net.tls import Tls
@@ -167,13 +166,13 @@ class Peer:
 
     def push(
         self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None],
-        valve: Valve | None = None,
+        gate: SendGate | None = None,
     ) -> int:  # fmt: skip
         """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError.
 
         Args:
             throttle: Waits before each run of so many bytes.
-            valve: Lets a run's bytes out in parts.
+            gate: Lets a run's bytes out in parts.
         """
         shard = shard_to_wire(shipment.shard)
         offer = self.call(
@@ -187,20 +186,20 @@ class Peer:
         if offer["have"]:
             return 0
         try:
-            return self._send_and_seal(shipment, sender, throttle, valve)
+            return self._send_and_seal(shipment, sender, throttle, gate)
         except MemstoreError:
             with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
                 self.call({"do": "abort", "shard": shard, "sender": sender})
             raise
 
     def _send_and_seal(
-        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None
     ) -> int:
         shard, before = shard_to_wire(shipment.shard), self.sent_bytes
         wanted = list(range(len(shipment.sizes)))
         for _ in range(SEAL_ROUNDS_MAX):
-            send = functools.partial(self._send_batch, shipment, sender, throttle, valve)
-            if valve is None:
+            send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
+            if gate is None:
                 self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
             else:  # one stream sends at a time, and what it waits for is no reason for others to wait
                 for batch in batches(wanted, 1):
@@ -217,7 +216,7 @@ class Peer:
         )
 
     def _send_batch(
-        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], valve: Valve | None, batch: list[int]
+        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]
     ) -> None:
         digests = shipment.digests(batch)
 
@@ -239,9 +238,9 @@ class Peer:
                 nbytes = sum(shipment.sizes[i] for i in lack[part])
                 throttle(nbytes)
                 paced = functools.partial(self._lane.sending, channel)
-                with paced() if valve is None else contextlib.nullcontext():
-                    held = valve and valve.paced(paced)  # while it waits, its share of the pace is the others'
-                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, valve=held)
+                with paced() if gate is None else contextlib.nullcontext():
+                    held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held)
                 self.sent_bytes += nbytes
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")

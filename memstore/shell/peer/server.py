@@ -5,7 +5,7 @@ A connection carries one request at a time. Requests (CALL bodies, key "do"):
     offer     shard, digest, attempt, sender, count            -> {"ok", "why"}     opens a draft of count chunks;
               digest is "" while the sender itself does not know it yet
     chunks    shard, sender, want=[index...], digests, sizes   -> {"lack": [...]}   then the lacking chunks, in
-              order, as CHUNK frames (chunk_run.py), then the reply {"bad": [...]}
+              order, as CHUNK frames (chunk_frames.py), then the reply {"bad": [...]}
     seal      shard, sender, manifest                          -> {"ok", "missing"}
     abort     shard, sender                                    -> {}
     manifest  shard, digest                                    -> {"manifest"}

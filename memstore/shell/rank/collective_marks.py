@@ -1,11 +1,6 @@
-"""A rank's marks for its host's holder, in a small file that both have open: no call and no wait for any of them (R11).
+"""A rank's marks of its collectives, in a small file for its host's holder: no call and no wait for any of them (R11).
 
-The rank maps the file and writes; the holder reads it with pread, so that a rank that cuts the file short harms nobody.
-
-    u64 marks ever made | ring of RING u64: nanoseconds of the host's monotonic clock << 2 | kind
-
-Two stores may become visible in the other order (not on x86): the holder waits for a mark that is older than the one
-before it. The file has no name any more once the holder has opened it; for a holder that comes back there is a new one.
+The layout is in core/network/marks_layout.py; the holder reads it with `MarkReader` (holder/marks_reader.py).
 """
 
 from __future__ import annotations
@@ -15,22 +10,17 @@ import logging
 import mmap
 import os
 import secrets
-import stat
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.core.network.idle_profile import BUSY_MAX_S, IdleSpans, Kind
-from memstore.errors import ProtocolError
+from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
+from memstore.core.network.marks_layout import FILE_BYTES, PREFIX, RING
 
 if TYPE_CHECKING:
     from memstore.shell.rank.holder_link import RankLink
 
 log = logging.getLogger("memstore")
-RING = 8191  # marks: some iterations of a model with a thousand collectives
-FILE_BYTES = 8 * (RING + 1)
-PREFIX = "marks-"
 
 
 class Marks:
@@ -99,55 +89,3 @@ class Marks:
                 path.unlink()
             return
         self._link.notify({"k": "marks", "file": path.name})
-
-
-class MarkReader:
-    """The holder's end of one rank's file."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        if not name.startswith(PREFIX) or "/" in name:
-            raise ProtocolError(f"{name[:80]!r} is no file of marks")
-        self.spans = IdleSpans()
-        self._seen, self._last_ns = 0, 0
-        try:
-            self._file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as exc:
-            raise ProtocolError(f"the marks {name!r} cannot be opened: {exc}") from exc
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            self.close()
-            raise ProtocolError(f"{name!r} is no file of marks")
-        os.unlink(folder / name)
-
-    def close(self) -> None:
-        """Let the file go."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-
-    def read(self) -> None:
-        """Take the marks made since the last read."""
-        count = self._words(0, 1)[0]
-        if count - self._seen >= RING:  # overwritten before they were read, or while
-            self._seen = count - RING // 2
-            self.spans.lose()
-        while self._seen < count:
-            place = self._seen % RING
-            for word in self._words(1 + place, min(count - self._seen, RING - place)):
-                at_ns, kind = word >> 2, word & 3
-                if at_ns < self._last_ns or not kind:
-                    return
-                self._seen, self._last_ns = self._seen + 1, at_ns
-                self.spans.mark(Kind(kind), at_ns / 1e9)
-
-    def _words(self, first: int, count: int) -> memoryview:
-        data = os.pread(self._file, 8 * count, 8 * first)
-        if len(data) != 8 * count:
-            raise ProtocolError(f"a file of marks ends after {8 * first + len(data)} bytes")
-        return memoryview(data).cast("Q")
-
-
-def remove_marks(folder: Path) -> None:
-    """Remove files that ranks made for a holder that never opened them."""
-    for path in folder.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            path.unlink()

@@ -21,8 +21,16 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
-from memstore.core.wire.frame import Kind, error_from_body
-from memstore.errors import ClosedError, ConfigError, FencedError, MemstoreError, PeerTimeout, TransportError
+from memstore.core.wire.frame import Kind, error_from_body, pack_body
+from memstore.errors import (
+    ClosedError,
+    ConfigError,
+    FencedError,
+    MemstoreError,
+    PeerTimeout,
+    ProtocolError,
+    TransportError,
+)
 from memstore.shell.arena.folder import commands_for
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.slot_sample import sample
@@ -227,9 +235,11 @@ class RankLink(LeasedSlots):
             self.outbox.put(lambda: self._take_grant(slots[count:], mapping))
 
     def fenced_error(self) -> FencedError:
-        """Return what a Store of an older attempt, or of a removed job, is told (R21)."""
+        """Return what a Store of an older attempt, of an older connect() or of a removed job is told (R21)."""
         if self.is_removed:
             why = "the job was removed; connect again to begin it anew"
+        elif self.fenced_by == self.attempt:
+            why = "this process has connected to the job again: use the Store that it was given then"
         else:
             why = f"attempt {self.fenced_by} was opened: end this process, or use the Store that it opened for that"
         return FencedError(f"job {self.job!r}: this Store belongs to attempt {self.attempt} and is fenced: {why}")
@@ -239,12 +249,20 @@ class RankLink(LeasedSlots):
     def call_soon(
         self, verb: str, body: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
     ) -> Future[dict[str, Any]]:
-        """Ask the controller through the holder; the future holds its answer, and is passed to `then`."""
+        """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
+
+        Raises:
+            ConfigError: An argument is nothing that a message can hold.
+        """
         future: Future[dict[str, Any]] = Answer()
         if then is not None:
             future.add_done_callback(then)
         call_id = next(self.call_ids)
         message = {"k": "call", "id": call_id, "verb": verb, "body": body}
+        try:
+            pack_body(message)  # here: the link's thread could only log it, and the call would wait for its deadline
+        except ProtocolError as exc:
+            raise ConfigError(f"{verb} of job {self.job!r} cannot be asked for: {exc}") from exc
         with self.room:
             self.calls[call_id] = (future, message)
         self.outbox.put(lambda: self._send(message))

@@ -1,7 +1,7 @@
 """Who am I in this launch: rank, world size, and the key that is new for every launch (R20).
 
 Reads Ray Train, an initialised torch.distributed and the environment, in this order, and imports neither torch
-nor ray: what has not been imported by the process cannot be in use by it. Read `host_id.py` next.
+nor ray: what has not been imported by the process cannot be in use by it. Read `identity.py` next.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def detect_launch(
         rank: The caller's word; must agree with what is detected.
         world_size: The same for the number of ranks.
         attempt: An opaque string, equal on all ranks and new for every launch. It is the key where neither
-            Ray Train nor torch.distributed provides one, and is not used otherwise.
+            Ray Train nor torch.distributed provides one, and is not used otherwise. A single rank draws one.
         env: The process environment (RANK, WORLD_SIZE and the launchers' run ids are read).
         timeout_s: Deadline of the broadcast.
 
@@ -94,6 +94,9 @@ def detect_launch(
     if found is not None and found.source == "torch.distributed":
         key, launcher = _broadcast_key(place, launcher, timeout_s)
         return Launch(place.rank, place.world_size, key, launcher, found.source)
+    # One rank agrees with itself: every connect() of it is a launch of its own, such as a notebook's cell run again.
+    if attempt is None and place.world_size == 1:
+        attempt = f"alone:{secrets.token_hex(_KEY_NBYTES)}"
     return Launch(place.rank, place.world_size, attempt, launcher, place.source)
 
 

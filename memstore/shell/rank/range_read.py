@@ -1,6 +1,6 @@
 """Ranges of the stream of any rank's shard, without bringing the whole shard here (R7, R27).
 
-A reader asks for the chunks that its ranges lie in; the holder brings those, and only those (`excerpts.py`). The
+A reader asks for the chunks that its ranges lie in; the holder brings those, and only those (`partial_read.py`). The
 bytes are copied out of the slots first and digested again after, chunk by chunk: a reader that was fenced or too slow
 may have copied what others wrote.
 """

@@ -28,22 +28,3 @@ class TrainedWord:
         if what > self._said and now - self._said_s >= SAY_S:
             self._said, self._said_s = what, now
             self._link.notify({"k": "trained", "step": step})
-
-
-class TrainedSteps:
-    """A holder's side: the newest of each job, from any of its ranks here, also after their death."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, tuple[int, int]] = {}
-
-    def hear(self, job: str, attempt: int, step: int) -> None:
-        """A rank said so."""
-        self._newest[job] = max((attempt, step), self._newest.get(job, (0, -1)))
-
-    def forget(self, job: str) -> None:
-        """The job was removed."""
-        self._newest.pop(job, None)
-
-    def stats(self) -> dict[str, list[int]]:
-        """What a heartbeat carries: job -> attempt and step."""
-        return {job: list(newest) for job, newest in list(self._newest.items())}

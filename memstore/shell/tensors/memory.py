@@ -100,7 +100,7 @@ def leaf_of_array(array: np.ndarray) -> Leaf:
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """Return the description of a numpy dtype that `core/dtypes.py` defines, or raise ValueError."""
+    """Return the description of a numpy dtype that `core/format/dtypes.py` defines, or raise ValueError."""
     if dtype.subdtype is not None:
         base, dims = dtype.subdtype
         return ["sub", describe_dtype(base), list(dims)]

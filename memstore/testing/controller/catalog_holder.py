@@ -1,4 +1,4 @@
-"""A holder without an arena: obeys the controller's orders as core/events.py words them, on plain values.
+"""A holder without an arena: obeys the controller's orders as core/wire/messages.py words them, on plain values.
 
 It keeps copies as facts about bytes (a shard, its digest, the chunks it lacks) and a journal, and it hosts ranks
 that put, get and hear levels. The world delivers its messages; nothing here knows of time or of the catalog.
@@ -338,7 +338,7 @@ class FakeHolder:
     def _on_drop(self, body: Body) -> None:
         for item in body["shards"]:
             self.copies.pop(shard_from_wire(item), None)
-        self.report("freed", {"shards": body["shards"]})
+        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
 
     def _on_persist(self, body: Body) -> None:
         self._later(self, lambda: self._persist(body))

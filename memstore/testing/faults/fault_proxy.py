@@ -5,8 +5,8 @@
     proxy.down.drop = True                               from target to client: half-open
     proxy.up.flip("payload", 100, payload_min=4096)      once: bit 0 of byte 100 of the next payload that large
 
-One thread moves all bytes, so what happens follows from the rules alone. It knows memstore's frames (core/wire.py),
-to break a chosen part of one; other bytes pass as they are.
+One thread moves all bytes, so what happens follows from the rules alone. It knows memstore's frames
+(core/wire/frame.py), to break a chosen part of one; other bytes pass as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the decoders: `python -m memstore.testing.fuzz.__main__ TARGET SECONDS`, or `make fuzz`.
+"""Coverage-guided fuzzing of the decoders: `python -m memstore.testing.fuzz TARGET SECONDS`, or `make fuzz`.
 
 Needs atheris (the `fuzz` extra), which drives libFuzzer over instrumented bytecode. Ends with the first finding, whose
 input it writes to `build/fuzz`, beside the corpora; without one it prints how many inputs it ran.

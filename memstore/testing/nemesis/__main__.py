@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     part, broken = Part(seed), 0
     rng, began_s = random.Random(seed), time.monotonic()
     run = secrets.token_hex(8)
+    options.folder = options.folder.resolve()  # it has the jobs' durable storage, which is the same for every process
     options.folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of our own questions
     os.environ[leaks.RUN_VARIABLE] = run

@@ -13,7 +13,7 @@
     launcher.py    starts all ranks again and again
     rank.py        a training process: joins, gets, puts, checks what it is given
     natural_rank.py  the same of a rank that names its shard: two parts to put and to get
-    natural.py     how launches deal shards, and what must be true of twins
+    client/shared_shard.py     how launches deal shards, and what must be true of twins
     twins.py       what a holder knows of twins, and the waits of offers
     checker.py     the invariants, looked at after every event
     campaign.py    many seeds, shrinking, reports

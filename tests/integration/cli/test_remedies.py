@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from repository import ROOT
 
 import memstore
 from memstore.cli import main
@@ -25,7 +26,6 @@ from memstore.shell.host.identity import rank_host
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMAND = re.compile(r"`(memstore [^`]+)`")
 ELSEWHERE = {"demo": demo, "drill": drill}  # verbs that the command imports when they run
 LINE = re.compile(r"^(?:\$ )?(memstore [a-z][^#\n]*)", re.MULTILINE)  # of a code block
@@ -116,7 +116,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
                 above.append(at)
             calls = [found.func for found in above if isinstance(found, ast.Call)]
             names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
-            if not isinstance(above[0], ast.Expr) and not names & {"commands", "commands_for", "_commands"}:
+            if not isinstance(above[0], ast.Expr) and not names & {"commands", "commands_for", "commands_naming", "_commands"}:
                 yield node.value
 
 

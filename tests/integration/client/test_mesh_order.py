@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from memstore.testing.clusters.processes import ProcessCluster
 
-ROOT = Path(__file__).resolve().parent.parent
 WORLD = 2
 DEADLINE_S = 100.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

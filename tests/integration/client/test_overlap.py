@@ -186,9 +186,9 @@ def test_a_fence_that_waits_in_vain_fails_the_step_and_lets_training_go_on(
         entered.set()
         assert go.wait(WAIT_S)
 
-    from memstore.shell.device import deferred_copy as late_copy
+    from memstore.shell.device import deferred_copy
 
-    monkeypatch.setattr(late_copy, "copy_own", stuck)
+    monkeypatch.setattr(deferred_copy, "copy_own", stuck)
     ticket = store.put(0, training.state(), overlap=training.model.parameters())
     assert entered.wait(WAIT_S)
     taken = set(store._link.in_copy)
@@ -335,8 +335,8 @@ def test_a_process_that_ends_in_mid_copy_ends(cluster: ProcessCluster, tmp_path:
         import json, sys, torch
         from memstore.client.connect import connect
         from memstore.config import Config
-        from memstore.shell.device import deferred_copy as late_copy
-        late_copy.in_pieces.__defaults__ = (4096,)  # so many moves that the end comes in the middle of them
+        from memstore.shell.device import deferred_copy
+        deferred_copy.in_pieces.__defaults__ = (4096,)  # so many moves that the end comes in the middle of them
         weight = torch.ones(4 << 20)
         store = connect("ends", rank=0, world_size=1, config=Config(**json.loads(sys.argv[1])))
         ticket = store.put(0, {"w": weight}, overlap=[weight])

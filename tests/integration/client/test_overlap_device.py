@@ -15,10 +15,9 @@ from torch import nn
 
 from memstore.client.store import Store
 from memstore.errors import CommitError
-from memstore.shell.codec import decode as state_decode
-from memstore.shell.codec import verified_stream as checked_stream
+from memstore.shell.codec import decode, verified_stream
 from memstore.shell.codec.encode import StatePlan, plan_state
-from memstore.shell.device import deferred_device_copy as late_flights
+from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import LateCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
 from memstore.shell.tensors.memory import Source, leaf_of_tensor
@@ -38,8 +37,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     def small(writes: list[DeviceWrite]) -> Any:
         return flights(writes, FLIGHT_BYTES)
 
-    monkeypatch.setattr(late_flights, "flights", small)
-    return LazyDevice(monkeypatch, late_flights, "copy_out")
+    monkeypatch.setattr(deferred_device_copy, "flights", small)
+    return LazyDevice(monkeypatch, deferred_device_copy, "copy_out")
 
 
 @pytest.fixture
@@ -147,7 +146,7 @@ def test_a_get_fills_device_memory_straight_from_the_slots(
     cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte by way of other host memory; whoever counts versions sees that the tensors were written."""
-    device = LazyDevice(monkeypatch, checked_stream, "copy_in")
+    device = LazyDevice(monkeypatch, verified_stream, "copy_in")
     training = Training()
     with one_rank(cluster) as joined:
         expected = training.copy()
@@ -156,7 +155,7 @@ def test_a_get_fills_device_memory_straight_from_the_slots(
         training.optimizer.step()
         weight = training.model[0].weight
         version = weight._version
-        monkeypatch.setattr(state_decode, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
+        monkeypatch.setattr(decode, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
         joined.get(0, rank=0, into=training.state())
     now = training.copy()
     assert all(is_same(now[part], expected[part]) for part in ("model", "optim"))

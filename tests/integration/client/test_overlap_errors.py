@@ -15,8 +15,8 @@ from memstore.client import overlapped_copy as overlap_module
 from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.errors import ConfigError, UnsupportedState
-from memstore.shell.codec import encode as state_encode
-from memstore.shell.device import deferred_copy as late_copy
+from memstore.shell.codec import encode
+from memstore.shell.device import deferred_copy
 from memstore.shell.threads.safe_condition import SafeThread
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
@@ -61,7 +61,7 @@ def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
     hold(store)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     with monkeypatch.context() as patch:
-        patch.setattr(late_copy, "copy_own", raising(KeyboardInterrupt()))
+        patch.setattr(deferred_copy, "copy_own", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.fence()
     assert ticket.level == "failed"
@@ -279,9 +279,9 @@ def test_device_copies_are_waited_for_when_a_host_move_raises(monkeypatch: pytes
         def wait(self) -> None:
             waited.append("waited")
 
-    monkeypatch.setattr(state_encode, "order_all", lambda writes: Ordered())
-    monkeypatch.setattr(state_encode, "move_all", raising(KeyboardInterrupt()))
-    plan = state_encode.plan_state({"w": torch.ones(4)})
+    monkeypatch.setattr(encode, "order_all", lambda writes: Ordered())
+    monkeypatch.setattr(encode, "move_all", raising(KeyboardInterrupt()))
+    plan = encode.plan_state({"w": torch.ones(4)})
     with pytest.raises(KeyboardInterrupt):
-        state_encode.copy_into(plan, [memoryview(bytearray(plan.nbytes))], plan.nbytes)
+        encode.copy_into(plan, [memoryview(bytearray(plan.nbytes))], plan.nbytes)
     assert waited == ["waited"]

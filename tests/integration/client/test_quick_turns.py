@@ -18,7 +18,7 @@ import torch
 
 from memstore.client.connect import connect
 from memstore.errors import PeerTimeout
-from memstore.shell.codec import interpreter as copy_pass
+from memstore.shell.codec import interpreter
 from memstore.shell.codec.interpreter import TURN_S, copying, waiting
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import ProcessCluster
@@ -72,7 +72,7 @@ def test_a_forked_child_has_the_interval_of_before() -> None:
     is_held, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with copy_pass._passes.lock:
+        with interpreter._passes.lock:
             is_held.set()
             may_end.wait(WAIT_S)
 

@@ -26,12 +26,14 @@ from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
+from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.report.problems import problems
 from memstore.errors import ConfigError, ProtocolError
+from memstore.shell.holder.marks_reader import MarkReader
 from memstore.shell.holder.send_gate import Traffic, _cut
 from memstore.shell.net.socket_options import Flight
-from memstore.shell.rank.collective_marks import RING, MarkReader, Marks
+from memstore.shell.rank.collective_marks import Marks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 HOSTS = {"near": {"rack": "r1"}, "far": {"rack": "r2", "memstore": "replica"}}
@@ -274,11 +276,11 @@ def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: 
     file = os.open(tmp_path / link.files[0], os.O_RDWR)
     traffic.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with traffic.sending(shipment) as valve:
-        assert valve is not None
-        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
+    with traffic.sending(shipment) as gate:
+        assert gate is not None
+        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
         os.ftruncate(file, 4)
-        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
+        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
     os.close(file)
 
 
@@ -289,12 +291,12 @@ def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) 
     marks.begin()
     traffic.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with traffic.sending(shipment) as valve:
-        assert valve is not None
+    with traffic.sending(shipment) as gate:
+        assert gate is not None
         traffic.forget("rank", "j", 0)
-        assert traffic.allow(valve._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
-    with traffic.sending(shipment) as valve:
-        assert valve is None
+        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
+    with traffic.sending(shipment) as gate:
+        assert gate is None
 
 
 def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: FakeLink) -> None:
@@ -317,10 +319,10 @@ def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: 
         assert sending == []
         return NOTHING
 
-    with traffic.sending(shipment) as valve:
-        assert valve is not None
+    with traffic.sending(shipment) as gate:
+        assert gate is not None
         sizes = []
-        for part in valve.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
+        for part in gate.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
             assert sending == [1]
             sizes.append(sum(view.nbytes for view in part))
     assert sum(sizes) == 1 << 20
@@ -428,7 +430,7 @@ def test_a_module_is_watched_for_the_newest_store() -> None:
     module(torch.ones(2, 8)).sum().backward()
 
 
-# -- the valve and its settings ---------------------------------------------------------------------
+# -- the gate and its settings ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", range(1, 8))

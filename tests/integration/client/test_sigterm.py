@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import SUPPORT
 
 from memstore.errors import ConfigError
 from memstore.shell.rank.sigterm import check_sigterm
@@ -19,7 +20,7 @@ from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
-PROGRAM = Path(__file__).with_name("sigterm_rank.py")
+PROGRAM = SUPPORT.joinpath("sigterm_rank.py")
 ENDS_S = 60.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,8 @@ def outcome_in_child(store: Store, verb: str) -> str:
     child = os.fork()
     if child == 0:
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # ends a child that hangs
             match verb:
                 case "put":
                     store.put(9, {})
@@ -35,6 +38,10 @@ def outcome_in_child(store: Store, verb: str) -> str:
                     store.get(3, timeout_s=1.0)
                 case "get rank":
                     store.get(3, rank=0, timeout_s=1.0)
+                case "flush":
+                    store.flush("durable", timeout_s=1.0)
+                case "wait":
+                    store.puts.tickets[3].wait("durable", timeout_s=1.0)
             os.write(writing, b"nothing")
         except ClosedError as error:
             os.write(writing, str(error).encode())
@@ -89,7 +96,10 @@ def test_threads_get_in_turn_and_a_forked_child_is_told_whose_store_it_is(
         with store._one_get, pytest.raises(PeerTimeout, match="another thread of this process"):
             store.get(3, timeout_s=0.0)
 
-        for verb in ("put", "get", "get rank"):
+        for verb in ("put", "get", "get rank", "flush"):
             said = outcome_in_child(store, verb)
             assert said.startswith(f"this Store of job 'job' is that of process {os.getpid()}, of which"), (verb, said)
+        with store.puts.tickets[3]._changed, ThreadPoolExecutor(1) as pool:  # in the child nobody lets go of it
+            said = pool.submit(outcome_in_child, store, "wait").result(WAIT_S)
+        assert said.startswith(f"the ticket of step 3 is that of process {os.getpid()}, of which this one"), said
         assert store.put(4, {"weight": torch.zeros(1000)}).wait("committed", WAIT_S).level == "committed"

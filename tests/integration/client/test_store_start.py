@@ -22,6 +22,7 @@ import memstore
 import memstore.client.connect
 from memstore.admin.cluster import remove_leftovers
 from memstore.cli import main
+from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.on_ray.reach import wait_for_gcs, wants_token
@@ -236,3 +237,21 @@ def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> No
     """A script that seeds, then connects, trains on the same numbers whether or not Ray ran before."""
     run = subprocess.run([sys.executable, "-c", LOCAL_RAY], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_ray_that_ends_with_the_process_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank without any Ray brings its own: it hears that the store ends with it, and the remedy."""
+
+    def nowhere(_address: str | None) -> str:
+        raise ConnectionError
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("memstore.shell.on_ray.reach.gcs_address", nowhere)
+    monkeypatch.setattr("memstore.admin.cluster.create_local_ray", lambda: None)
+    monkeypatch.setattr("memstore.client.store_start.StartInThread", lambda _config: StoreStart("nothing"))
+    begin_start(Config(store="mine"), address=None, may_create=True, limit_s=LIMIT_S)
+    assert "no Ray cluster runs on this machine" in caplog.text
+    assert "Both end with this process" in caplog.text
+    assert "`ray start --head`, then `memstore up --store mine`" in caplog.text

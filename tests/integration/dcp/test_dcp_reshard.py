@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import SUPPORT
 
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.dcp_ranks import DcpFleet, run
 from memstore.testing.ranks.rank_process import RankNursery
 
-PROGRAM = Path(__file__).with_name("dcp_programs.py")
+PROGRAM = SUPPORT.joinpath("dcp_programs.py")
 HOSTS = ("h1", "h2", "h3", "h4")
 SEATS = {2: "h1 h2", 3: "h1 h2 h3", 4: "h1 h2 h3 h4", 6: "h1 h2 h3 h1 h2 h3", 8: "h1 h2 h3 h1 h2 h3 h1 h2"}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from repository import SUPPORT
 
 from memstore.core.format.manifest import decode_manifest
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
@@ -16,7 +17,7 @@ from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.dcp_ranks import DcpFleet, outcomes, run
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
-PROGRAM = Path(__file__).with_name("dcp_programs.py")
+PROGRAM = SUPPORT.joinpath("dcp_programs.py")
 HOSTS = ("h1", "h2", "h3", "h4")
 JOBS = itertools.count()
 CHUNK_BYTES = 64 << 10

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT, SUPPORT
 
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.dcp_ranks import DcpFleet, run
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 
-PROGRAM = Path(__file__).with_name("dcp_cases.py")
-TABLE = Path(__file__).parent.parent / "memstore" / "dcp" / "CASES.md"
+PROGRAM = SUPPORT.joinpath("dcp_cases.py")
+TABLE = ROOT / "memstore" / "dcp" / "CASES.md"
 HOSTS = ("h1", "h2", "h3", "h4")
 FILES = [PROGRAM, *PROGRAM.parent.glob("dcp_cases_*.py")]
 CASES = [

@@ -12,7 +12,7 @@ import pytest
 from memstore.cli.lifecycle import check_writable
 from memstore.core.durable.paths import MARKER
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
-from memstore.shell.durable import objects as durable_objects
+from memstore.shell.durable import objects
 from memstore.shell.durable.tier import PartsTier, files_from_url
 from memstore.testing.data.durable_steps import (
     CHUNK,
@@ -48,12 +48,12 @@ def faults(proxy: HttpFaults, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpF
     """The way to the server; obstore tries a request 4 times in all."""
     for name, value in server_environment(proxy.port).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(durable_objects, "_RETRIES", 3)
-    monkeypatch.setattr(durable_objects, "_BACKOFF_S", (0.01, 0.1))
-    durable_objects._store.cache_clear()
+    monkeypatch.setattr(objects, "_RETRIES", 3)
+    monkeypatch.setattr(objects, "_BACKOFF_S", (0.01, 0.1))
+    objects._store.cache_clear()
     yield proxy
     proxy.clear()
-    durable_objects._store.cache_clear()
+    objects._store.cache_clear()
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_server_that_is_gone_in_the_middle_is_a_transport_error(
         server.make_bucket("bucket")
         for name, value in server_environment(server.port).items():
             monkeypatch.setenv(name, value)
-        durable_objects._store.cache_clear()
+        objects._store.cache_clear()
         tier = PartsTier(files_from_url("s3://bucket/x"))
         assert write_slice(tier, shard_of(1), 0) is not None
         server.stop()

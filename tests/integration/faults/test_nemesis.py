@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from repository import ROOT
 
 from memstore.testing.nemesis import oracle
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
@@ -22,7 +24,6 @@ from memstore.testing.nemesis.schedule import COMPOSED, KINDS, draw
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed
 
-ROOT = Path(__file__).parents[1]
 RACKS = frozenset({"a", "b"})
 
 
@@ -259,7 +260,7 @@ def test_a_long_story_keeps_its_beginning_and_what_is_around_the_violation() -> 
 def play(tmp_path: Path, *options: str, timeout_s: float = 110.0) -> tuple[int, str, dict[str, Any]]:
     """Run the command; return its exit code, what it printed, and its record."""
     done = subprocess.run(
-        [sys.executable, "-m", "memstore.testing.nemesis", "--folder", str(tmp_path / "report"),
+        [sys.executable, "-m", "memstore.testing.nemesis", "--folder", os.path.relpath(tmp_path / "report", ROOT),
          "--out", str(tmp_path / "record.json"), *options],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
     )  # fmt: skip

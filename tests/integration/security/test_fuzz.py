@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from memstore.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from memstore.errors import ProtocolError
-from memstore.testing.fuzz import targets as fuzz_targets
+from memstore.testing.fuzz import targets
 from memstore.testing.fuzz.targets import SEEDS, TARGETS
 
 MEMORY_BYTES = 2 << 20
@@ -72,7 +72,7 @@ def test_a_target_reports_an_error_that_is_not_ours(monkeypatch: pytest.MonkeyPa
     def careless(data: bytes) -> None:
         raise KeyError("row")
 
-    monkeypatch.setattr(fuzz_targets, "decode_manifest", careless)
+    monkeypatch.setattr(targets, "decode_manifest", careless)
     with pytest.raises(KeyError):
         TARGETS["manifest"](b"")
 

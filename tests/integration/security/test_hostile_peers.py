@@ -20,7 +20,7 @@ import pytest
 from memstore import errors
 from memstore.core.arena.replica_index import GUEST_DRAFTS_MAX
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.wire import frame as wire
+from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp, connect_unix
@@ -126,9 +126,9 @@ def test_a_recorded_handshake_opens_nothing(trained: Trained) -> None:
         answer = heard(again)
     kinds = []
     while answer:
-        header = wire.unpack_header(answer[: wire.HEADER_BYTES])
+        header = frame.unpack_header(answer[: frame.HEADER_BYTES])
         kinds.append(header.kind)
-        answer = answer[wire.HEADER_BYTES + header.body_bytes :]
+        answer = answer[frame.HEADER_BYTES + header.body_bytes :]
     assert kinds in ([Kind.AUTH1, Kind.ERROR], [Kind.AUTH1])  # a reset may swallow the refusal
 
 
@@ -137,13 +137,13 @@ def test_a_challenge_sent_back_proves_nothing(trained: Trained) -> None:
     with Channel(trained.stranger()) as mirror:
         mirror.send(Kind.HELLO, 0, {"nonce": bytes(32)}, deadline_s=5)
         first = mirror.recv(timeout_s=5).body
-        mirror.send(Kind.AUTH2, 0, {"identity": wire.pack_body({"role": "holder"}), "mac": first["mac"]}, deadline_s=5)
+        mirror.send(Kind.AUTH2, 0, {"identity": frame.pack_body({"role": "holder"}), "mac": first["mac"]}, deadline_s=5)
         assert mirror.recv(timeout_s=5).kind is Kind.ERROR
 
 
 def forged(kind: int = 1, body_bytes: int = 0, bulk_bytes: int = 0) -> bytes:
     """A header that pack_header would not make."""
-    return struct.pack("<4sBBHQIQI", wire.MAGIC, wire.VERSION, kind, 0, 1, body_bytes, bulk_bytes, 0)
+    return struct.pack("<4sBBHQIQI", frame.MAGIC, frame.VERSION, kind, 0, 1, body_bytes, bulk_bytes, 0)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +251,13 @@ def test_bombs_in_a_peers_frame_end_its_connection(trained: Trained, kind: Kind,
     """A body that would unfold to gigabytes is refused while it is small."""
     with trained.peer() as peer:
         peer._sock.setblocking(True)  # type: ignore[union-attr]
-        peer._sock.sendall(wire.pack_header(kind, 1, data) + data)  # type: ignore[union-attr]
+        peer._sock.sendall(frame.pack_header(kind, 1, data) + data)  # type: ignore[union-attr]
         peer._sock.setblocking(False)  # type: ignore[union-attr]
         with pytest.raises(errors.PeerUnreachable):
             peer.recv(timeout_s=20)
 
 
-@pytest.mark.parametrize("bulk_bytes", [0, 11, 1 << 20, wire.BULK_BYTES_MAX])
+@pytest.mark.parametrize("bulk_bytes", [0, 11, 1 << 20, frame.BULK_BYTES_MAX])
 def test_a_chunk_of_another_size_than_announced_is_not_kept(trained: Trained, bulk_bytes: int) -> None:
     """Empty, longer than it said, longer than a slot: bad, or the end of the connection; no slot is lost by it."""
     with trained.peer() as peer:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
 
 
 def test_every_promise_names_its_tests() -> None:
@@ -18,7 +17,7 @@ def test_every_promise_names_its_tests() -> None:
     named = set(re.findall(r"`(test_\w+)`", text))
     written = {
         name
-        for path in (ROOT / "tests").glob("test_*.py")
+        for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     assert named - written == set()

@@ -161,7 +161,7 @@ def test_refusal_names_limit_numbers_and_remedy(change: dict[str, int], tightest
     assert f"the {tightest} is the tightest" in text
     assert remedy in text
     assert "needs 100.0 GiB" in text
-    assert "lower replicas or keep_steps" in text
+    assert "lower replicas or keep_steps, if either is above 1" in text
 
 
 def test_bad_arguments(machine: Path) -> None:

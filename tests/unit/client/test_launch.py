@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from memstore.errors import ConfigError
 from memstore.shell.rank.launch import Launch, detect_launch, launcher_name, parent_name
 from memstore.testing.clusters.processes import ProcessCluster
-
-ROOT = Path(__file__).resolve().parent.parent
 
 RANK_SCRIPT = """
 import json, os, sys, datetime
@@ -65,7 +64,15 @@ def test_explicit_arguments_stand_alone() -> None:
     """Without any launcher the caller's rank, world size and attempt are the launch."""
     found = detect_launch(1, 4, "run-7", env={})
     assert (found.rank, found.world_size, found.key, found.source) == (1, 4, "run-7", "arguments")
-    assert detect_launch(0, 1, env={}).key is None
+    assert detect_launch(0, 2, env={}).key is None
+
+
+def test_every_launch_of_a_single_rank_has_a_key_of_its_own() -> None:
+    """It needs no other rank's agreement, so each connect() of one process is a launch."""
+    keys = {detect_launch(0, 1, env={}).key, detect_launch(env={}).key}
+    keys |= {detect_launch(env={"RANK": "0", "WORLD_SIZE": "1"}).key for _ in range(2)}
+    assert len(keys - {None}) == 4
+    assert detect_launch(0, 1, "run-7", env={}).key == "run-7"
 
 
 def test_environment_gives_rank_without_key() -> None:
@@ -123,7 +130,7 @@ def test_a_plain_script_is_rank_0_of_1_and_says_so(caplog: pytest.LogCaptureFixt
     for env in alone:
         caplog.clear()
         found = detect_launch(env=env)
-        assert (found.rank, found.world_size, found.key, found.source) == (0, 1, None, "alone")
+        assert (found.rank, found.world_size, found.source) == (0, 1, "alone")
         assert [record.getMessage() for record in caplog.records] == [
             "memstore: no launcher, rank= or world_size=: this process is rank 0 of 1"
         ]

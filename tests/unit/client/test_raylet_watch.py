@@ -12,7 +12,10 @@ import pytest
 from memstore.shell.arena.lock import process_start_time
 from memstore.testing.clusters.processes import wait_for
 
-CHILD = "import time; from memstore.shell.host.parent_watch import end_with_parent; end_with_parent(); print('up', flush=True); "
+CHILD = (
+    "import time; from memstore.shell.host.parent_watch import end_with_parent; end_with_parent(); "
+    "print('up', flush=True); "
+)
 PARENT = (
     "import subprocess, sys; "
     "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE, text=True); "

@@ -120,7 +120,7 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
         fresh = Fresh(near.vault, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
         near.pusher.submit(SHARD, "", "b", is_repair=False, done=lambda _, is_ok: ended.append(is_ok), fresh=fresh)
         near.vault.seal_local(
-            SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, fresh=fresh
+            SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
         wait_for(lambda: ended == [True], "the push")
         with near.peer("b").channel() as channel:

@@ -15,7 +15,7 @@ from lazy_device import LazyDevice
 
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
-from memstore.shell.codec import verified_stream as checked_stream
+from memstore.shell.codec import verified_stream
 from memstore.shell.codec.verified_stream import MEND_TRIES, CheckedStream, Views
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], lis
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of several pieces, as the real ones are."""
-    monkeypatch.setattr(checked_stream, "MOVE_BYTES", 24)
+    monkeypatch.setattr(verified_stream, "MOVE_BYTES", 24)
 
 
 @given(cases(), st.lists(st.booleans(), max_size=8))
@@ -147,8 +147,8 @@ def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arr
     data = bytes(range(250))
     slots = Slots(data)
     slots.can_mend = 0
-    monkeypatch.setattr(checked_stream, "FLIGHT_BYTES", CHUNK_BYTES)
-    device = LazyDevice(monkeypatch, checked_stream, "copy_in")
+    monkeypatch.setattr(verified_stream, "FLIGHT_BYTES", CHUNK_BYTES)
+    device = LazyDevice(monkeypatch, verified_stream, "copy_in")
     flying = []
 
     def overwrite() -> None:
@@ -158,7 +158,7 @@ def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arr
     device.before_copies = overwrite
     assert read_all(slots, [(10, 230)], devices=[True]) == [data[10:240]]
     assert slots.mended == 1
-    assert max(flying) == checked_stream.FLIGHTS_MAX
+    assert max(flying) == verified_stream.FLIGHTS_MAX
     assert all(who == "host" for who, _ in device.told)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
-from memstore.shell.device import side_stream as device_copy
+from memstore.shell.device import side_stream
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights, order_all
 
 CHUNK_BYTES = 256
@@ -42,7 +42,7 @@ def _write(source: torch.Tensor, target: torch.Tensor, piece_bytes: int) -> Devi
 @pytest.mark.parametrize("has_streams", [True, False])
 def test_every_byte_arrives_in_its_place(monkeypatch: pytest.MonkeyPatch, has_streams: bool) -> None:
     """On torch's own cpu device, which has streams and events by name, and on one whose module has none."""
-    monkeypatch.setattr(device_copy, "flights", lambda writes: flights(writes, 100))
+    monkeypatch.setattr(side_stream, "flights", lambda writes: flights(writes, 100))
     if not has_streams:
         monkeypatch.setattr(torch, "get_device_module", lambda device: object())
     sources = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (1000, 7, 333)]
@@ -72,7 +72,7 @@ def test_no_more_than_two_flights_are_under_way(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
     monkeypatch.setattr(torch.cpu, "Stream", Stream)
-    monkeypatch.setattr(device_copy, "flights", lambda writes: flights(writes, 64))
+    monkeypatch.setattr(side_stream, "flights", lambda writes: flights(writes, 64))
     source = torch.arange(255, dtype=torch.uint8)
     target = torch.zeros_like(source)
     order_all([_write(source, target, 64)]).wait()
@@ -99,8 +99,8 @@ def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
-    monkeypatch.setattr(device_copy, "flights", lambda writes: flights(writes, 64))
-    monkeypatch.setattr(device_copy, "copy_out", copy)
+    monkeypatch.setattr(side_stream, "flights", lambda writes: flights(writes, 64))
+    monkeypatch.setattr(side_stream, "copy_out", copy)
     source = torch.arange(255, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
         order_all([_write(source, torch.zeros_like(source), 64)])

@@ -17,7 +17,7 @@ from interruption import interrupt
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.tensor_paths import name_at
 from memstore.shell.codec.encode import plan_state
-from memstore.shell.device import deferred_copy as late_copy
+from memstore.shell.device import deferred_copy
 from memstore.shell.device.deferred_copy import SAMPLE_EVERY_BYTES, LateCopy, WatchedSource, digest_of, in_pieces
 from memstore.shell.device.optimizer_memory import SteadyMemory, optimizer_tensors
 from memstore.shell.tensors.memory import Source
@@ -92,7 +92,7 @@ def test_a_stopped_copy_ends_when_the_move_under_way_has_ended(monkeypatch: pyte
         assert go.wait(WAIT_S)
         return copy_own(target, source, nbytes)
 
-    monkeypatch.setattr(late_copy, "copy_own", slow)
+    monkeypatch.setattr(deferred_copy, "copy_own", slow)
     ends: list[str] = []
     copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
     with ThreadPoolExecutor(1) as pool:
@@ -146,7 +146,7 @@ def test_a_write_that_torch_does_not_count_and_the_copy_took_is_found_by_name(ho
     copy = late([(source, target)], ends, [True])
     write_unseen(source, how)
     copy.work()
-    assert ends == [late_copy.changed_message("tensor 0")]
+    assert ends == [deferred_copy.changed_message("tensor 0")]
 
 
 @pytest.mark.parametrize("how", ["all", "rows of .data", "clamp of .data", "numpy"])
@@ -174,7 +174,7 @@ def test_samples_find_a_write_over_all_of_a_tensor_and_miss_one_of_a_part() -> N
         )  # fmt: skip
         write_unseen(source, how)
         copy.work()
-    assert ends == [late_copy.changed_message("tensor 0"), ""]
+    assert ends == [deferred_copy.changed_message("tensor 0"), ""]
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, SAMPLE_EVERY_BYTES - 1, SAMPLE_EVERY_BYTES + 64])
@@ -254,7 +254,7 @@ def test_an_exception_in_mid_move_ends_the_copy_with_a_problem(
     def interrupted(*_: int) -> bool:
         raise error
 
-    monkeypatch.setattr(late_copy, "copy_own", interrupted)
+    monkeypatch.setattr(deferred_copy, "copy_own", interrupted)
     ends: list[str] = []
     copy = late([(torch.rand(64 * KIB), torch.zeros(64 * KIB))], ends, [True])
     with pytest.raises(type(error)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lazy_device import LazyDevice
 
-from memstore.shell.device import deferred_device_copy as late_flights
+from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import LateCopy, WatchedSource
 from memstore.shell.device.deferred_device_copy import LateFlights
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
@@ -23,8 +23,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
-    monkeypatch.setattr(late_flights, "flights", lambda writes: flights(writes, FLIGHT_BYTES))
-    return LazyDevice(monkeypatch, late_flights, "copy_out")
+    monkeypatch.setattr(deferred_device_copy, "flights", lambda writes: flights(writes, FLIGHT_BYTES))
+    return LazyDevice(monkeypatch, deferred_device_copy, "copy_out")
 
 
 def pair(nbytes: int) -> Pair:

@@ -13,7 +13,7 @@ import torch
 
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.device import pinned_memory as pinned_slots
+from memstore.shell.device import pinned_memory
 from memstore.shell.device.pinned_memory import PinnedSlots, cuda_runtime
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.testing.clusters.scratch_folder import scratch_folder
@@ -64,7 +64,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(pinned_slots, "cuda_runtime", lambda: made)
+    monkeypatch.setattr(pinned_memory, "cuda_runtime", lambda: made)
     return made
 
 
@@ -92,7 +92,7 @@ def test_slots_are_registered_once_in_ranges_of_neighbours(arena: Path, driver: 
     assert [(address - mapping.address(0), nbytes) for _, address, nbytes, _ in driver.calls] == [
         (0, 3 * CHUNK), (7 * CHUNK, CHUNK), (3 * CHUNK, CHUNK),
     ]  # fmt: skip
-    assert {(device, flags) for device, _, _, flags in driver.calls} == {(DEVICE, pinned_slots.REGISTER_PORTABLE)}
+    assert {(device, flags) for device, _, _, flags in driver.calls} == {(DEVICE, pinned_memory.REGISTER_PORTABLE)}
     pinned.close()
     assert not driver.pinned
     assert driver.unpinned_from == {DEVICE}

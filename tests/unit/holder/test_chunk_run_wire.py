@@ -10,7 +10,7 @@ import pytest
 
 from memstore import errors
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.wire import frame as wire
+from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_to_wire
 from memstore.shell.holder.holder import Holder
@@ -98,8 +98,8 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
         with stranger(holder) as feeding, stranger(holder) as other:
             offer(other)
             ask_for_all(feeding)
-            packed = wire.pack_body({"sizes": [CHUNK_BYTES] * COUNT})
-            head = wire.pack_header(Kind.CHUNK, 9, packed, COUNT * CHUNK_BYTES)
+            packed = frame.pack_body({"sizes": [CHUNK_BYTES] * COUNT})
+            head = frame.pack_header(Kind.CHUNK, 9, packed, COUNT * CHUNK_BYTES)
             feeding._sock.setblocking(True)  # type: ignore[union-attr]
             feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
             feeding._sock.setblocking(False)  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.link_site import Site
+from link_site import Site
 
 from memstore.config import Config
 from memstore.errors import TransportError

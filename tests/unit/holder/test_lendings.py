@@ -12,9 +12,8 @@ from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, te
 
 from memstore.core.arena.share import Share
 from memstore.errors import CommitError, ConfigError
-from memstore.shell.arena import replica_store as vault
-from memstore.shell.holder import lease_transfer as lendings
-from memstore.shell.holder import rank_server
+from memstore.shell.arena import replica_store
+from memstore.shell.holder import lease_transfer, rank_server
 from memstore.shell.holder.seal import RankLink as ServedLink
 from memstore.shell.rank.holder_link import RankLink
 from memstore.testing.clusters.processes import wait_for
@@ -222,8 +221,8 @@ def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest
     site.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
     room, may_go = site.stage(), threading.Event()
     if where == "digest":
-        real = vault.chunk_digest
-        monkeypatch.setattr(vault, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
+        real = replica_store.chunk_digest
+        monkeypatch.setattr(replica_store, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
         assert room.hand_over(b"", 3 * CHUNK_BYTES)
         wait_for(lambda: site.holder.vault.table.handed, "the hand-over")
     else:
@@ -260,9 +259,9 @@ def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site
 def test_descent_is_by_the_kernels_word(monkeypatch: pytest.MonkeyPatch, tree: dict[int, int], is_child: bool) -> None:
     """A grandchild is a child; an orphan, a process without a parent and one too far down are not."""
     parent_of: Callable[[int], int] = lambda pid: tree.get(pid, 1)  # noqa: E731
-    monkeypatch.setattr(lendings, "_parent_pid", parent_of)
+    monkeypatch.setattr(lease_transfer, "_parent_pid", parent_of)
     if is_child:
-        lendings.check_child(7, 5, "n")
+        lease_transfer.check_child(7, 5, "n")
     else:
         with pytest.raises(ConfigError, match="process 7 is no child of process 5"):
-            lendings.check_child(7, 5, "n")
+            lease_transfer.check_child(7, 5, "n")

@@ -26,9 +26,9 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.codec import verified_stream as checked_stream
+from memstore.shell.codec import verified_stream
 from memstore.shell.codec.interpreter import copying
-from memstore.shell.holder import stage as stager
+from memstore.shell.holder import stage
 from memstore.shell.holder.stage import Reading, Stager
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.admin_link import Tool
@@ -282,7 +282,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
     """A read from a peer does not wait for the whole shard: some are copied before the last are sent (R27)."""
     site, put = apart(make_site)
     copied, batches = threading.Event(), itertools.count()
-    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+    copy_chunk, fetch_batch = verified_stream.copy_chunk, Peer._fetch_batch
 
     def copy(*args: Any) -> bool:
         is_good = copy_chunk(*args)
@@ -295,7 +295,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
             wait_for(gc.isenabled, "the reader to wait for more: it holds no cyclic collection then (D125)")
         return fetch_batch(peer, *args)
 
-    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(verified_stream, "copy_chunk", copy)
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     target = {"w": torch.zeros_like(put["w"])}
     with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
@@ -368,7 +368,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
         finally:
             is_over.set()
 
-    monkeypatch.setattr(stager, "BESIDE_S", 1.0)
+    monkeypatch.setattr(stage, "BESIDE_S", 1.0)
     monkeypatch.setattr(Peer, "fetch_into", fetch)
     monkeypatch.setattr(Stager, "_await_other", staticmethod(await_first))
     first, others = together(read, read_beside)
@@ -383,7 +383,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     """The source is lost after some chunks were copied: an error, which says that a state filled in place is lost."""
     site, put = apart(make_site)
     copied, batches = threading.Event(), itertools.count()
-    copy_chunk, fetch_batch = checked_stream.copy_chunk, Peer._fetch_batch
+    copy_chunk, fetch_batch = verified_stream.copy_chunk, Peer._fetch_batch
 
     def copy(*args: Any) -> bool:
         copied.set()
@@ -395,7 +395,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
         assert copied.wait(WAIT_S)
         raise PeerUnreachable("the source is gone")
 
-    monkeypatch.setattr(checked_stream, "copy_chunk", copy)
+    monkeypatch.setattr(verified_stream, "copy_chunk", copy)
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     monkeypatch.setattr(Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     target = {"w": torch.zeros_like(put["w"])} if has_into else None

@@ -9,12 +9,12 @@ import pytest
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import Owner
+from memstore.core.format.manifest import shard_digest
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, Vault
-from memstore.shell.holder import fork as forker
-from memstore.shell.holder import stage as stager
+from memstore.shell.holder import fork, stage
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.seal import RankLink
 from memstore.shell.peer.client import Peer
@@ -30,7 +30,7 @@ Reports = list[tuple[str, dict[str, Any]]]
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller."""
-    monkeypatch.setattr(stager, "RETRY_S", 0.01)
+    monkeypatch.setattr(stage, "RETRY_S", 0.01)
     with two_holders(CHUNK_BYTES) as found:
         yield found
 
@@ -114,7 +114,7 @@ def test_bad_luck_is_reported_without_evidence(
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
     shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
-    monkeypatch.setattr(stager.Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    monkeypatch.setattr(stage.Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
     assert (report["ok"], report["bad"]) == (False, {})
@@ -183,10 +183,27 @@ def test_a_holder_says_when_it_has_freed_a_copy(
 
     monkeypatch.setattr(a.vault, "drop", dropped)
     monkeypatch.setattr(a, "report", noted)
-    a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)]})
+    a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
     a.orders.workers.shutdown(wait=True)
-    assert reports == [("freed", {"shards": [shard_to_wire(SHARD)]})]
+    assert reports == [("freed", {"shards": [shard_to_wire(SHARD)], "number": [3, 7]})]
     assert seen == [not can_free]
+
+
+def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sealed or looked at a copy before it was dropped would have it counted after it is gone (R7, R19)."""
+    a, _ = pair
+    reports, shelved = reports_of(a, monkeypatch), seal(a.vault, SHARD)
+    a.sealed(shelved)
+    assert [kind for kind, _ in reports] == ["sealed"]
+    read = a.vault.pin(SHARD)
+    a.vault.drop(SHARD)
+    a.sealed(shelved)  # still there for its reader, and for nobody else
+    assert read is not None
+    a.vault.unpin(*read)
+    a.sealed(shelved)
+    assert [kind for kind, _ in reports] == ["sealed"]
 
 
 def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
@@ -248,8 +265,36 @@ def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monk
     a, _ = pair
     shelved = seal(a.vault, SHARD)
     damage_manifest(a, shelved)
-    assert forker.look(a.vault, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    assert fork.look(a.vault, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
     assert not shelved.pins
+
+
+@pytest.mark.parametrize("fault", ["a chunk", "the manifest"])
+def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Holder, Holder]) -> None:
+    """A chunk rotted in both and was brought again for the origin; or the file of the fork's own manifest rotted."""
+    vault, new = pair[0].vault, ShardId("new", 1, 2, 0)
+    origin = seal(vault, SHARD)
+    order = [[shard_to_wire(SHARD), origin.spec.digest, shard_to_wire(new)]]
+    [made] = fork.make(vault, order)
+    if fault == "a chunk":
+        rot(vault, origin, 1)
+        assert vault.verify(origin) == [1]
+        assert made.missing == {1}
+        fresh = seal(vault, ShardId("other", 1, 1, 0), b"\2")
+        (number,) = fresh.slots
+        assert number is not None
+        vault.table.hold(number)
+        origin.slots[1] = number
+    else:
+        damage_manifest(pair[0], made)
+        made.is_nameless = True
+    for _ in range(2):
+        assert [again is made for again in fork.make(vault, order)] == [True]
+        assert not made.missing
+        assert made.spec.digest == shard_digest(vault.manifest(made))
+    for shard in (SHARD, new, ShardId("other", 1, 1, 0)):
+        vault.drop(shard)
+    assert not any(slot.refs for slot in vault.table.slots)
 
 
 def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:

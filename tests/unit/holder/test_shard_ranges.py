@@ -17,8 +17,7 @@ from memstore.core.arena.replica_index import Shelved
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.holder import partial_read as excerpts
-from memstore.shell.holder import stage as stager
+from memstore.shell.holder import partial_read, stage
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import RankLink
@@ -35,8 +34,8 @@ FILLS = bytes(range(1, 9))
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
-    monkeypatch.setattr(stager, "RETRY_S", 0.01)
-    monkeypatch.setattr(stager, "RETRY_LIMIT_S", 0.5)
+    monkeypatch.setattr(stage, "RETRY_S", 0.01)
+    monkeypatch.setattr(stage, "RETRY_LIMIT_S", 0.5)
     with two_holders(CHUNK_BYTES, repair_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
         yield found
 
@@ -182,7 +181,7 @@ def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypa
     a, b = pair
     shelved, before = seal(a.vault), used_slots(b)
     b.stager.excerpts.stage(order(shelved, [[0, 2]], -1))
-    monkeypatch.setattr(excerpts, "PIN_S", -1.0)
+    monkeypatch.setattr(partial_read, "PIN_S", -1.0)
     b.stager.excerpts.stage(order(shelved, [[4, 2]], -2))
     b.stager.excerpts.expire()
     assert list(b.stager.excerpts.known) == [-1]
@@ -203,7 +202,7 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     assert b.stager.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
     with pytest.raises(CapacityError):
         b.stager.excerpts.stage(order(others, [[0, 8]], -2))
-    monkeypatch.setattr(stager, "RETRY_LIMIT_S", 60.0)
+    monkeypatch.setattr(stage, "RETRY_LIMIT_S", 60.0)
     first = threading.Timer(0.2, b.stager.excerpts.release, [-1])
     first.start()
     assert b.stager.excerpts.stage(order(others, [[0, 8]], -3)) == {}

@@ -62,7 +62,7 @@ class Gate:
         try:
             self.holder.vault.seal_local(
                 SHARD, world_size=1, layout=b"", nbytes=len(self.slots) * CHUNK_BYTES, slots=self.slots, attempt=1,
-                fresh=self.fresh,
+                follower=self.fresh,
             )  # fmt: skip
         except Exception as exc:
             self.fresh.fail(str(exc))

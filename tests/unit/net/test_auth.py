@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memstore import errors
-from memstore.core.wire import frame as wire
+from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel
@@ -86,7 +86,7 @@ def test_a_servers_own_proof_sent_back_proves_nothing(
     """Reflection: echoing the server's MAC as the client's is refused (fault F33)."""
     server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
     first = hello(pair[0])
-    pair[0].send(Kind.AUTH2, 0, {"identity": wire.pack_body({}), "mac": first["mac"]}, deadline_s=5)
+    pair[0].send(Kind.AUTH2, 0, {"identity": frame.pack_body({}), "mac": first["mac"]}, deadline_s=5)
     assert type(server.exception(5)) is errors.AuthenticationError
 
 
@@ -131,7 +131,7 @@ def test_an_identity_changed_on_the_way_is_refused(
 
     def tamper(self: Channel, kind: Kind, request_id: int, body: Any, *, deadline_s: float) -> None:
         if kind is changed:
-            body = {**body, "identity": wire.pack_body({"role": "controller"})}
+            body = {**body, "identity": frame.pack_body({"role": "controller"})}
         send(self, kind, request_id, body, deadline_s=deadline_s)
 
     monkeypatch.setattr(Channel, "send", tamper)

@@ -112,9 +112,9 @@ def test_a_frame_that_fails_between_two_of_its_parts_ends_the_channel() -> None:
                     sock.send(bytes(1 << 16))
             yield views[1:]
 
-        valve: Any = SimpleNamespace(parts=parts)
+        gate: Any = SimpleNamespace(parts=parts)
         with pytest.raises(PeerTimeout):
-            channel.send(Kind.CHUNK, 1, {}, [memoryview(bytes(1 << 20))], deadline_s=0.1, valve=valve)
+            channel.send(Kind.CHUNK, 1, {}, [memoryview(bytes(1 << 20))], deadline_s=0.1, gate=gate)
         assert channel.is_closed
 
 

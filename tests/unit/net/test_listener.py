@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from memstore import errors
-from memstore.core.wire import frame as wire
+from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.shell.host import interface
 from memstore.shell.net import listener
@@ -83,11 +83,11 @@ def test_peers_that_know_the_secret_are_served_and_know_each_other() -> None:
         pytest.param(b"", id="nothing"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, id="http"),
         pytest.param(os.urandom(5000), id="noise"),
-        pytest.param(wire.pack_header(Kind.CALL, 1, wire.pack_body({"a": 1})) + wire.pack_body({"a": 1}), id="call"),
-        pytest.param(wire.pack_header(Kind.HELLO, 1, bytes(4097)), id="long hello"),
-        pytest.param(wire.pack_header(Kind.HELLO, 1, b"\xdd\xff\xff\xff\xff") + b"\xdd\xff\xff\xff\xff", id="array"),
-        pytest.param(wire.pack_header(Kind.HELLO, 1, b"", 1 << 20), id="bulk"),
-        pytest.param(wire.MAGIC + b"\x01\x01" + b"\xff" * 26, id="lengths"),
+        pytest.param(frame.pack_header(Kind.CALL, 1, frame.pack_body({"a": 1})) + frame.pack_body({"a": 1}), id="call"),
+        pytest.param(frame.pack_header(Kind.HELLO, 1, bytes(4097)), id="long hello"),
+        pytest.param(frame.pack_header(Kind.HELLO, 1, b"\xdd\xff\xff\xff\xff") + b"\xdd\xff\xff\xff\xff", id="array"),
+        pytest.param(frame.pack_header(Kind.HELLO, 1, b"", 1 << 20), id="bulk"),
+        pytest.param(frame.MAGIC + b"\x01\x01" + b"\xff" * 26, id="lengths"),
     ],
 )
 def test_garbage_on_the_port_leaves_the_listener_serving(garbage: bytes) -> None:
@@ -124,7 +124,7 @@ def test_a_slow_handshake_ends_at_its_deadline() -> None:
     with serve(handshake_timeout_s=1.0) as server, socket.create_connection(server.address) as stranger:
         stranger.settimeout(0.02)
         began = time.monotonic()
-        drip = iter(wire.pack_header(Kind.HELLO, 1, bytes(100)))
+        drip = iter(frame.pack_header(Kind.HELLO, 1, bytes(100)))
         while True:
             try:
                 stranger.sendall(bytes([next(drip, 0)]))

@@ -19,7 +19,7 @@ from memstore.errors import (
     MemstoreError,
     TransportError,
 )
-from memstore.shell.durable import objects as durable_objects
+from memstore.shell.durable import objects
 from memstore.shell.durable.codec import Codec
 from memstore.shell.durable.directory import DirectoryFiles
 from memstore.shell.durable.tier import PartsTier, files_from_url
@@ -282,7 +282,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     """Object stores, compression and encryption are optional: without a package the message says what to install."""
     for package in ("obstore", "obstore.store", "zstandard", "cryptography.hazmat.primitives.kdf.hkdf"):
         monkeypatch.setitem(sys.modules, package, None)
-    durable_objects._store.cache_clear()
+    objects._store.cache_clear()
     spec = spec_of(shard_of(1), CHUNK, 1)
     for call, package in (
         (lambda: files_from_url("s3://bucket/x"), "obstore"),

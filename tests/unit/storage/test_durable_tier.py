@@ -12,7 +12,7 @@ import pytest
 from memstore.core.durable.paths import MARKER
 from memstore.core.durable.slice_format import slices_count
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, InternalError, PeerTimeout
-from memstore.shell.durable import objects as durable_objects
+from memstore.shell.durable import objects
 from memstore.shell.durable.objects import ObjectFiles
 from memstore.shell.durable.tier import PartsTier, files_from_url
 from memstore.testing.data.durable_steps import (
@@ -53,7 +53,7 @@ def url(request: pytest.FixtureRequest, s3_port: int, tmp_path: Path, monkeypatc
         return str(tmp_path / "durable")
     for name, value in server_environment(s3_port).items():
         monkeypatch.setenv(name, value)
-    durable_objects._store.cache_clear()  # it keeps the environment of the test before
+    objects._store.cache_clear()  # it keeps the environment of the test before
     return f"s3://bucket/folder-{next(NUMBERS)}"
 
 

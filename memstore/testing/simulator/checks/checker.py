@@ -340,18 +340,14 @@ class Checker:
             return f"{self.acked_after_heal} whole commits since then, wanted {COMMITS_WANTED}. {self.degraded}"
         newest = newest_there(self)
         return (self.lacking(newest) if newest is not None else "") or (
-            self.world.history.lacking(self._old_copies_wanted()) if self.world.scenario.is_strict else ""
+            self.world.history.lacking(self._copies_wanted()) if self.world.scenario.is_strict else ""
         )
 
-    def _old_copies_wanted(self) -> int:
-        """Copies of a step that nobody puts again: its place may be a host that dies often, which gets none (R29)."""
-        return self._copies_wanted() if len(self.trusted()) == len(self.world.holders) else 1
-
     def _copies_wanted(self) -> int:
-        return max(1, min(self.world.scenario.replicas, len(self.trusted())))
+        return max(1, min(self.world.scenario.replicas, len(self.world.holders)))
 
     def trusted(self) -> list[str]:
-        """Hosts that may hold a second copy: not those that die often (R29)."""
+        """Hosts that are first to hold a second copy: not those that die often (R29)."""
         controller = self.world.served()
         hosts = controller.catalog.hosts if controller is not None else None
         return [h for h in self.world.holders if hosts and not hosts.is_on_probation(self.world.now, h)]

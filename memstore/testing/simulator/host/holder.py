@@ -1,7 +1,7 @@
 """A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
 
-It mirrors shell/holder.py, sealer.py and rank_server.py where those wait for something; every decision about bytes,
-slots, shares and fences is the real code's.
+It mirrors shell/holder/holder.py, seal.py and rank_server.py where those wait for something; every decision about
+bytes, slots, shares and fences is the real code's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,7 @@ from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.journal.records import entry_from_record, whole_order
-from memstore.core.wire.messages import (
-    Event,
-    FactAck,
-    HostInfo,
-    HostUp,
-    RankCall,
-    RankGone,
-    Report,
-    copy_to_wire,
-    shard_from_wire,
-)
+from memstore.core.wire.messages import FactAck, HostUp, RankCall, RankGone, Report, copy_to_wire, shard_from_wire
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import drop_unknown_shares
@@ -44,6 +34,7 @@ from memstore.testing.simulator.world.memory import MachineClock, Memory, Memory
 from recovery.inventory import Copy, ShardId
 
 if TYPE_CHECKING:
+    from memstore.core.wire.messages import Event, HostInfo
     from memstore.testing.simulator.world.control import Session
     from memstore.testing.simulator.world.world import Simulation, Wait
 
@@ -51,6 +42,7 @@ Body = dict[str, Any]
 REAP_S, DIGEST_S = 0.5, 0.004
 DRAIN_S = 10.0
 SLOTS_MAX = 400
+LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
 
 
 class SimHolder:
@@ -66,7 +58,7 @@ class SimHolder:
         self.view: set[str] = set()
         self.ranks: dict[str, SimRank] = {}
         self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
-        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/calls.py: of no life twice
+        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         self.sealing: set[ShardId] = set()  # being digested
         self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
         memory.is_cut, memory.crash_in = False, None
@@ -136,13 +128,15 @@ class SimHolder:
         """Report something done."""
         self.tell(Report(self.host_id, kind, body))
 
-    def sealed(self, shelved: Shelved) -> None:
-        """Report a replica: whole, or with the chunks it lacks."""
-        copy = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+    def sealed(self, copy: Copy | Shelved) -> None:
+        """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
+        shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        if shelved is not None and not shelved.is_doomed:
+            held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
+            self.report("sealed", {"copies": [copy_to_wire(held)]})
 
     def _copy_sealed(self, copy: Copy) -> None:
-        self.report("sealed", {"copies": [copy_to_wire(copy)]})
+        self.sealed(copy)
         self.twins.sealed(copy.shard)
 
     # -- ranks --------------------------------------------------------------------------------
@@ -204,7 +198,7 @@ class SimHolder:
                     known = self.vault.seal_local(
                         shard, world_size=int(body["world_size"]), layout=body["layout"],
                         nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
-                        fresh=fresh,  # type: ignore[arg-type]
+                        follower=fresh,
                     )  # fmt: skip
                     self.world.checker.sealed_here(self, shard, known.digests)
                 except MemstoreError as exc:
@@ -379,9 +373,14 @@ class SimHolder:
         self.grant_job(key[0])
 
     def _on_drop(self, body: Body) -> None:
+        self.spawn(self._drop(body))
+
+    def _drop(self, body: Body) -> Generator[Wait, None, None]:
+        if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
+            yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
         shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
         self.vault.drop_all(shards, removed)
-        self.report("freed", {"shards": body["shards"]})
+        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
         if removed:
             self.twins.forget(str(removed[0]), int(removed[1]))
         for job in sorted({shard.job for shard in shards}):

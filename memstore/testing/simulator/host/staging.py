@@ -1,6 +1,6 @@
 """Staging of the simulation: brings the shards of a restore to one holder and verifies them (R23, R25).
 
-It mirrors shell/stager.py step by step; the bytes come from real peer servers and from simulated durable storage.
+It mirrors shell/holder/stage.py step by step; the bytes come from real peer servers and from simulated durable storage.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stager:
             self.reading.discard(key)
 
     def read(self, rank: SimRank, body: Body) -> tuple[Body, tuple[str, str] | None]:
-        """Copy out what an answer names, checked as checkpoint.py does (R7); with the error, if there is one."""
+        """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
         vault, checker = self.holder.vault, self.holder.world.checker
         pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:

@@ -1,6 +1,6 @@
 """Pushes of the simulation: requests to the real peer server, chunk by chunk, each step at its own time.
 
-It mirrors shell/peer_client.py and pusher.py, which block in threads; here every wait is a yield, so that anything
+It mirrors shell/peer/client.py and push.py, which block in threads; here every wait is a yield, so that anything
 can happen between an offer, its chunks and its seal.
 """
 
@@ -67,7 +67,7 @@ class Request:
         return found
 
     def send(
-        self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float, valve: object = None
+        self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float, gate: object = None
     ) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)

@@ -75,7 +75,7 @@ def table() -> str:
 
 def load() -> dict[str, Planted]:
     """Return all bugs by name."""
-    from memstore.testing.simulator import (  # they import this file
+    from memstore.testing.simulator.planted import (
         planted_bytes,
         planted_decisions,
         planted_files,

@@ -19,7 +19,7 @@ from memstore.core.journal.replication import Journals
 from memstore.core.repair.repair import Repair
 from memstore.core.restore import rounds
 from memstore.core.restore.staging import Staging
-from memstore.core.targets import targets as cluster_view
+from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Tell, shard_to_wire, spec_to_wire
 from memstore.testing.simulator.checks.scenario import Fault
@@ -100,7 +100,7 @@ def one_rack() -> Iterator[None]:
         found = rebalance(*args, **kwargs)
         return replace(found, placement=near(found.placement))
 
-    with patch.multiple(cluster_view, place=lambda *a, **k: near(place(*a, **k)), rebalance=moved):
+    with patch.multiple(targets, place=lambda *a, **k: near(place(*a, **k)), rebalance=moved):
         yield
 
 

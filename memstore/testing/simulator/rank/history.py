@@ -172,7 +172,7 @@ class History:
 
 
 def fork(holder: SimHolder, body: Body) -> Generator[Wait, None, None]:
-    """Carry out an order to look or to make, as shell/orders.py does."""
+    """Carry out an order to look or to make, as shell/holder/orders.py does."""
     yield LOOK_S
     if body["what"] == "look":
         holder.report("forked", forked_body(body, look(holder.vault, body["shards"])))

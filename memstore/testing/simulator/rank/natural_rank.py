@@ -1,7 +1,8 @@
 """A rank that names its shard: puts what it shares if it is a copier, and gets that from a copier (R34).
 
-It mirrors memstore/client/shared_shard.py: its own part from its own shard, in the round; the shared part from a copier's shard of
-the same step, without a barrier; with another world size the step that all agree on, and the shared part alone.
+It mirrors memstore/client/shared_shard.py: its own part from its own shard, in the round; the shared part from a
+copier's shard of the same step, without a barrier; with another world size the step that all agree on, and the shared
+part alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A training process: joins, gets, checks every byte it is given, then puts step after step until something ends it.
 
-It mirrors the rank's side of a link (shell/rank_link.py): leased slots, slots under a copy, hand-overs kept until
-sealed, calls kept until answered; all of them outlive the holder (R8).
+It mirrors the rank's side of a link (shell/rank/holder_link.py): leased slots, slots under a copy, hand-overs kept
+until sealed, calls kept until answered; all of them outlive the holder (R8).
 """
 
 from __future__ import annotations

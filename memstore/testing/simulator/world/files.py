@@ -1,7 +1,7 @@
 """Files of a simulated host that go while its processes live: the arena's, or all names of its folder (R8, R35).
 
 A memory's list of slots stands for the arena's file: who has mapped it keeps that list, and a new file is another list.
-What shell/rank_server.py, sealer.py and folder_guard.py do about it is mirrored here.
+What shell/holder/rank_server.py, seal.py and folder_guard.py do about it is mirrored here.
 """
 
 from __future__ import annotations

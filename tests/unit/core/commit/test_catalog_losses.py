@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memstore.core.targets import targets as cluster_view
+from memstore.core.targets import targets
 from memstore.core.wire.messages import Heard, HostLost, HostUp, Tell, Tick
 from memstore.testing.controller.catalog_fleet import JOB, CatalogFleet
 
@@ -19,13 +19,13 @@ HOSTS = 12
 @pytest.fixture
 def placements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many hosts each placement was made for."""
-    real, found = cluster_view.rebalance, list[int]()
+    real, found = targets.rebalance, list[int]()
 
     def counted(old: Any, topology: Any, **kwargs: Any) -> Any:
         found.append(len(topology.hosts))
         return real(old, topology, **kwargs)
 
-    monkeypatch.setattr(cluster_view, "rebalance", counted)
+    monkeypatch.setattr(targets, "rebalance", counted)
     return found
 
 

@@ -15,6 +15,7 @@ from memstore.core.durable.writes import DurableOrders
 from memstore.core.history.orphans import Orphans
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair.repair import LOOKS_MAX, Repair
+from memstore.core.repair.stand_ins import StandIns
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Heard, RankCall, Tick
 from memstore.testing.controller.catalog_fleet import JOB, CatalogFleet
@@ -202,23 +203,44 @@ def test_a_committed_step_that_is_not_due_costs_ticks_nothing(monkeypatch: pytes
     assert looks[0] == 0
 
 
-@pytest.mark.parametrize("hosts_count", [16, 64])
-def test_what_stands_in_for_a_flapping_host_is_found_once_a_look(
-    hosts_count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quarter of the hosts dies often and lacks its copies: a look asks of a host a few times, not for each copy."""
+def flapping_fleet(hosts_count: int, every: int) -> tuple[CatalogFleet, list[str]]:
+    """Every so many hosts, one dies often and lacks the copies of step 1 that others have; return these hosts too."""
     fleet = CatalogFleet(hosts_count)
     fleet.put(1)
     fleet.handle(Tick())
     job = fleet.catalog.jobs[JOB]
     (step,) = job.commits
-    flapping = fleet.hosts[::4]
+    flapping = fleet.hosts[::every]
     for host in flapping:
         fleet.catalog.hosts.states[host].deaths_s += [fleet.now] * 3
         for rank in list(job.on_host[host][step]):
             if len(job.copies[step][rank]) > 1:
                 job.drop_copy(ShardId(JOB, 1, 1, rank), host)
     fleet.catalog.repair.look_again(job)
+    return fleet, flapping
+
+
+def test_copies_that_no_host_can_take_keep_others_from_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host has room for the first ranks, more of them than one look seeks hosts for: the next looks seek others."""
+    fleet, flapping = flapping_fleet(16, 2)
+    has_room, push = StandIns._has_room, Repair._push
+    monkeypatch.setattr(  # else those copies go to the hosts that flap first, and what sends them sends no others
+        Repair, "_push", lambda self, now, shard, to, *more: to not in flapping and push(self, now, shard, to, *more)
+    )
+    monkeypatch.setattr(
+        StandIns, "_has_room", lambda self, shard, host: shard.rank > 64 and has_room(self, shard, host)
+    )
+    for _ in range(3):
+        fleet.handle(Tick())
+    assert {shard.rank > 64 for shard, _ in fleet.catalog.repair.pushes} == {True}
+
+
+@pytest.mark.parametrize("hosts_count", [16, 64])
+def test_what_stands_in_for_a_flapping_host_is_found_once_a_look(
+    hosts_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the hosts dies often and lacks its copies: a look asks of a host a few times, not for each copy."""
+    fleet, flapping = flapping_fleet(hosts_count, 4)
     looks = [counted(monkeypatch, ClusterView, "wanted"), counted(monkeypatch, HostTable, "is_on_probation")]
     fleet.handle(Tick())
     assert len(fleet.catalog.repair.pushes) >= len(flapping) / 2

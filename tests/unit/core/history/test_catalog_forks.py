@@ -245,11 +245,12 @@ def test_the_origin_is_kept_until_the_fork_is_whole() -> None:
 
 @pytest.mark.parametrize("rots", ["both", "the fork's"])
 def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> None:
-    """The fork can have no more from its origin, whose training would find no room; else it gets what it lacks."""
+    """The fork can have no more from its origin, whose training would find no room; else it may yet get it."""
     world, ranks = trained(2)
     assert fork(world, ranks[0], 1) == ""
     world.kill_host("h1")
     holder = world.holders["h0"]
+    holder._fork = lambda body: None  # type: ignore[method-assign]
     for job in ("train", NEW) if rots == "both" else (NEW,):
         holder.keep(replace(holder.copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
     world.run(1.0)
@@ -258,3 +259,38 @@ def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> N
     needed = set() if rots == "both" else {StepId(1, 1)}
     assert world.served.forks.needed(world.job()) == needed
     assert world.served.forks.unfinished(world.job()) == ([] if rots == "both" else [NEW])
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_fork_whose_last_copy_lost_a_chunk_gets_it_from_its_origin(where: str) -> None:
+    """The origin's was mended where the fork's lies, or is whole on a host that made none of the fork."""
+    world, ranks = trained(3)
+    assert fork(world, ranks[0], 1) == ""
+    here, gone = world.holders_of(StepId(1, 1), 0, NEW)
+    [other] = world.holders.keys() - {here, gone}
+    world.kill_host(gone)
+    holder, torn = world.holders[here], frozenset({1})
+    if where == "elsewhere":
+        origin = holder.copies[ShardId("train", 1, 1, 0)]
+        holder.keep(replace(origin, missing=torn))
+        world.holders[other].keep(replace(origin, host=other))
+    holder.keep(replace(holder.copies[ShardId(NEW, 1, 1, 0)], missing=torn))
+    world.run(2.0 * world.rules.repair_after_s)
+    assert (here if where == "here" else other) in world.holders_of(StepId(1, 1), 0, NEW)
+    assert not world.served.forks.unfinished(world.job())
+
+
+def test_the_origin_is_kept_for_a_host_that_a_new_controller_has_not_seen_yet() -> None:
+    """What the fork lost may come with a host that was announced; when its time is over the origin's step may go."""
+    world, ranks = trained(2)
+    assert fork(world, ranks[0], 1) == ""
+    world.kill_host("h1", keep_memory=True)
+    world.run(1.0)
+    for job in ("train", NEW):
+        world.holders["h0"].keep(replace(world.holders["h0"].copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
+    world.run(1.0)
+    world.crash_controller()
+    world.run(world.rules.recovery_grace_s - 1.0)
+    assert world.served.forks.needed(world.job()) == {StepId(1, 1)}
+    world.run(2.0)
+    assert world.served.forks.needed(world.job()) == set()

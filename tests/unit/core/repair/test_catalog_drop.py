@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memstore.core.cluster.job import Job
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.messages import HostLost, copy_to_wire
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
@@ -63,6 +63,36 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     world.run(15.0)
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
     assert any(shard.rank == 0 for shard in holder.copies)
+
+
+@pytest.mark.parametrize("is_ordered_again", [False, True])
+def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_again: bool) -> None:
+    """The host joins anew with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
+    world, ranks = trained(2)
+    holder = world.holders["h0"]
+    copies = [copy_to_wire(copy) for copy in holder.copies.values()]
+    obey, late = holder.obey, list[tuple[str, dict[str, Any]]]()
+
+    def put_off(kind: str, body: dict[str, Any]) -> None:
+        if kind == "drop":
+            late.append((kind, body))
+        else:
+            obey(kind, body)
+
+    holder.obey = put_off  # type: ignore[method-assign]
+    drop(world, ranks[0], "h0")
+    del world._sessions["h0"]  # it is dialled again with the next beat
+    world._handle(HostLost("h0", "connection reset"))
+    world.run(1.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"], "the inventory names the copy"
+    if is_ordered_again:
+        drop(world, ranks[0], "h0")
+    obey(*late[0])
+    if is_ordered_again:  # the first order is not the second: what is reported until that is obeyed goes with it
+        holder.report("sealed", {"copies": copies})
+    world.run(0.5)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert "the last whole one" in drop(world, ranks[0], "h1")
 
 
 def test_the_last_copy_is_never_dropped() -> None:

@@ -251,6 +251,20 @@ def test_a_host_that_dies_often_keeps_no_step_at_one_copy(hosts: int) -> None:
     assert [len(world.holders_of(step, rank)) for rank in range(hosts)] == [2] * hosts
 
 
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_host_that_dies_often_holds_what_no_other_has_room_for(hosts: int) -> None:
+    """A copy that may go soon is better than none: of two hosts, or of the older of two kept steps (D214)."""
+    world, _ = trained(hosts, last=4, keep_steps=2)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    world.run(20.0)
+    for step in (3, 4):
+        assert min(len(world.holders_of(StepId(1, step), rank)) for rank in range(hosts)) == 2
+
+
 @pytest.mark.slow
 def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None:
     """No host holds more beside what placement asks of it than its room for repairs: one version of its own (R10)."""

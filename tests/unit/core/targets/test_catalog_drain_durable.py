@@ -124,3 +124,22 @@ def test_hosts_of_one_machine_that_stay_are_too_few() -> None:
     drain(world, rank, "h0")
     assert world.run_until(lambda: not remains(world, "h0").short, 20.0)
     assert markers(world) == [1, 2]
+
+
+def test_a_job_that_was_removed_during_a_look_is_looked_for_once_it_is_back() -> None:
+    """No host had answered whether storage has its step; restored from there, it must not keep the host for ever."""
+    world, ranks = trained(2, 2, last=1, **DURABLE)
+    answers = {holder: holder._on_markers for holder in world.holders.values()}
+    for holder in answers:
+        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+    drain(world, ranks[0], "h1")
+    for rank in ranks:
+        world.kill_rank(rank)
+    world.call(ranks[0], "rm", job="train", force=True)
+    assert world.run_until(lambda: "train" not in world.served.jobs, 5.0)
+    for holder, answer in answers.items():
+        holder._on_markers = answer  # type: ignore[method-assign]
+    assert world.get(world.launch(2))[0]["step"] == 1
+    world.run(1.0)
+    assert not remains(world, "h1").short
+    assert [row["step"] for row in remains(world, "h1").durable] == [1]

@@ -1,0 +1,22 @@
+"""Remembers the newest step that this host's ranks trained, put or not, for the controller (rank/trained.py)."""
+
+from __future__ import annotations
+
+
+class TrainedSteps:
+    """The newest trained step of each job, from any of its ranks here; it stays when they die."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[int, int]] = {}
+
+    def hear(self, job: str, attempt: int, step: int) -> None:
+        """A rank said so."""
+        self._newest[job] = max((attempt, step), self._newest.get(job, (0, -1)))
+
+    def forget(self, job: str) -> None:
+        """The job was removed."""
+        self._newest.pop(job, None)
+
+    def stats(self) -> dict[str, list[int]]:
+        """What a heartbeat carries: job -> attempt and step."""
+        return {job: list(newest) for job, newest in list(self._newest.items())}
