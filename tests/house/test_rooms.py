@@ -201,7 +201,6 @@ CIRCLES = [
     (14, "memstore.drills.run.flows"),
     (12, "memstore.shell.holder.folder_guard"),
     (7, "memstore.testing.simulator.planted.planted"),
-    (2, "memstore.testing.controller.catalog_durable"),
 ]
 
 
