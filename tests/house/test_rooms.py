@@ -199,7 +199,6 @@ CIRCLES = [
     (46, "memstore.core.attempts.attempt_numbers"),
     (16, "memstore.testing.simulator.checks.checker"),
     (14, "memstore.drills.run.flows"),
-    (12, "memstore.shell.holder.folder_guard"),
     (7, "memstore.testing.simulator.planted.planted"),
     (2, "memstore.testing.controller.catalog_durable"),
 ]

@@ -6,8 +6,9 @@ that time, once for a rank that does not come; and equal chunks do not travel wh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins, shared_count
@@ -26,7 +27,7 @@ class SimTwins(Twins):
     """Of one simulated holder."""
 
     def __init__(self, holder: SimHolder) -> None:
-        super().__init__(cast(Any, holder))
+        super().__init__(holder.vault, threading.Event(), self._say)
         self.sim, self.world = holder, holder.world
         self.began_s: dict[ShardId, float] = {}  # local puts handed over and not sealed -> since when
         self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain
@@ -106,5 +107,5 @@ class SimTwins(Twins):
         if self.world.scenario.has_twins:
             self.compare(shard)
 
-    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        self.world.natural.said(shard, twin, unequal)
+    def _say(self, shard: ShardId, event: dict[str, Any]) -> None:
+        self.world.natural.said(shard, event["twin"], event["chunks"])
