@@ -194,7 +194,6 @@ def test_arrows_are_as_drawn() -> None:
 # Files of the product and the kit that import one another in circles: (files in the circle, one of them).
 CIRCLES = [
     (14, "memstore.drills.run.flows"),
-    (12, "memstore.shell.holder.folder_guard"),
 ]
 
 

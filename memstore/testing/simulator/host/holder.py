@@ -62,7 +62,6 @@ class SimHolder:
         self.session: Session | None = None
         self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
         self.fences: dict[str, int] = {}
-        self.targets: dict[str, list[str]] = {}
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
         self.calls: dict[int, tuple[Rank, int, str, Body]] = {}
@@ -312,8 +311,7 @@ class SimHolder:
         self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _on_targets(self, body: Body) -> None:
-        self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
-        self.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
+        self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
 
     def _on_grow(self, body: Body) -> None:
         """Time is all that it saves."""

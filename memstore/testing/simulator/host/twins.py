@@ -6,9 +6,10 @@ that time, once for a rank that does not come; and equal chunks do not travel wh
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Generator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins, shared_count
@@ -34,7 +35,7 @@ class SimTwins(Twins):
     """Of one simulated holder."""
 
     def __init__(self, holder: TwinHolder, world: World, shared_shards: SharedShards) -> None:
-        super().__init__(cast(Any, holder))
+        super().__init__(holder.vault, threading.Event(), self._say)
         self.sim, self.world, self.shared_shards = holder, world, shared_shards
         self.began_s: dict[ShardId, float] = {}  # local puts handed over and not sealed -> since when
         self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain
@@ -114,5 +115,5 @@ class SimTwins(Twins):
         if self.world.scenario.has_twins:
             self.compare(shard)
 
-    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        self.shared_shards.reported(shard, twin, unequal)
+    def _say(self, shard: ShardId, event: dict[str, Any]) -> None:
+        self.shared_shards.reported(shard, event["twin"], event["chunks"])
