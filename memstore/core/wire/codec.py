@@ -13,6 +13,7 @@ No type has a field of any content (`Any`), so the types bound the depth. Read `
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Generic, TypeVar, get_args
 
 import msgpack
@@ -24,7 +25,7 @@ from memstore.errors import ProtocolError
 ERROR_CHARS_MAX = 300
 """Of what the decoder says: it may quote the peer."""
 
-Scalar = None | bool | int | float | str | bytes
+Scalar = None | bool | int | float | str
 """A plain value of a type that only the reader knows."""
 
 T = TypeVar("T")
@@ -65,6 +66,19 @@ class Decoder(Generic[T]):
             why = str(error)[:ERROR_CHARS_MAX] or type(error).__name__
             raise ProtocolError(f"a body of {len(data):,} bytes is no {self._name[:200]}: {why}") from error
         return message
+
+
+def decode_reply(request: Request[R], data: bytes | bytearray | memoryview) -> R:
+    """Return the answer to `request` that a body is; ProtocolError if it is none."""
+    reply: R = reply_decoder(type(request))(data)
+    return reply
+
+
+@cache
+def reply_decoder(kind: type[Request[Any]]) -> Decoder[Any]:
+    """Return what decodes the answers to a kind of request: the type in its `Request[...]`."""
+    (reply,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    return Decoder(reply)
 
 
 def encode(message: Message) -> bytes:
