@@ -72,7 +72,7 @@ class PeerServer:
 
     def __init__(
         self, vault: Vault, host_id: str, *, is_fenced: Callable[[str, int], bool], on_sealed: Callable[[Copy], None],
-        before_offer: Callable[[ShardId], None] = lambda shard: None,
+        before_offer: Callable[[ShardId], None] = lambda shard: None, damage: Damage | None = None,
     ) -> None:  # fmt: skip
         self.vault = vault
         self.host_id = host_id
@@ -84,7 +84,7 @@ class PeerServer:
         self.life_of: dict[Channel, set[Channel]] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
-        self.damage = Damage()
+        self.damage = damage or Damage()
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.wire import codec
@@ -33,12 +33,10 @@ from memstore.core.wire.peer_messages import (
 from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable, TransportError
 from memstore.shell.arena.replica_store import PIN_S
 from memstore.shell.net.channel import Frame
+from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.world.memory import Crashed
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.world.world import Wait
 
 R = TypeVar("R")
 BATCH_CHUNKS = 2
@@ -51,7 +49,7 @@ class Request:
 
     authenticated = True
 
-    def __init__(self, sender: SimHolder, target: SimHolder, source: Fresh | Shelved | None = None) -> None:
+    def __init__(self, sender: HostContext, target: HostContext, source: Fresh | Shelved | None = None) -> None:
         self.sender, self.target, self.source = sender, target, source
         self.peer = f"simulated:{sender.host_id}"
         self.sent: list[tuple[Kind, codec.Message, bytes]] = []
@@ -132,7 +130,7 @@ class Request:
 class Fresh:
     """A shard being digested; its pushes start before it is sealed (D25)."""
 
-    holder: SimHolder
+    holder: HostContext
     shard: ShardId
     slots: list[int]
     digests: list[bytes] = field(default_factory=list)
@@ -160,21 +158,21 @@ class Fresh:
             self.holder.vault.unpin(self.shelved, self.pins.pop())
 
 
-def _view(holder: SimHolder, source: Fresh | Shelved | None, index: int) -> memoryview | None:
+def _view(holder: HostContext, source: Fresh | Shelved | None, index: int) -> memoryview | None:
     if isinstance(source, Fresh):
         if source.shelved is None:
             return holder.vault.arena.view(source.slots[index], holder.memory.chunk_bytes)
         source = source.shelved
     if source is None:
         return None
-    holder.world.checker.reads(holder, source, index)
+    holder.checker.stored_bytes.read(holder, source, index)
     return holder.vault.chunk_view(source, index)
 
 
 class Pusher:
     """Outgoing copies of one holder (R13, R29)."""
 
-    def __init__(self, holder: SimHolder) -> None:
+    def __init__(self, holder: HostContext) -> None:
         self.holder = holder
         self.under_way: set[tuple[ShardId, str]] = set()
 
@@ -199,7 +197,7 @@ class Pusher:
 
     def _run(
         self, shard: ShardId, target: str, digest: str, fresh: Fresh | None, is_repair: bool, left: set[str] | None
-    ) -> Generator[Wait, None, None]:
+    ) -> Thread:
         holder = self.holder
         until_s = holder.world.now + ROOM_WAIT_S
         why = ""
@@ -253,7 +251,7 @@ class Pusher:
         source: Fresh | Shelved = fresh if fresh is not None else pinned[0]  # type: ignore[index]
         wire, sender = WireShard.of(shard), holder.host_id
         attempt = max(shard.attempt, holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
-        peer: SimHolder | None = None
+        peer: HostContext | None = None
         try:
             peer = yield from self.reach(target)
             if fresh is not None and (yield from peer.twins.await_own_of(shard, holder)):
@@ -276,7 +274,7 @@ class Pusher:
                 holder.vault.unpin(*pinned)
 
     def _send_and_seal(
-        self, peer: SimHolder, source: Fresh | Shelved, shard: ShardId, count: int
+        self, peer: HostContext, source: Fresh | Shelved, shard: ShardId, count: int
     ) -> Generator[Wait, None, bool]:
         """Every chunk that the peer lacks, then the manifest; again what arrived damaged."""
         holder = self.holder
@@ -298,7 +296,7 @@ class Pusher:
             wanted = list(reply.chunks)
         raise PeerRefused("chunks arrived damaged too often", is_final=True)
 
-    def reach(self, target: str, same: SimHolder | None = None) -> Generator[Wait, None, SimHolder]:
+    def reach(self, target: str, same: HostContext | None = None) -> Generator[Wait, None, HostContext]:
         """Wait for one message's delay; the target as it is then, PeerUnreachable if it cannot be reached."""
         world = self.holder.world
         yield world.network.delay(self.holder.host_id, target)
@@ -308,7 +306,7 @@ class Pusher:
             raise PeerUnreachable(f"host {target} does not answer", host=target)
         return peer
 
-    def _send(self, peer: SimHolder, source: Any, shard: ShardId, batch: list[int]) -> Generator[Wait, None, None]:
+    def _send(self, peer: HostContext, source: Any, shard: ShardId, batch: list[int]) -> Thread:
         """One batch, as soon as its digests are known."""
         if isinstance(source, Fresh):
             yield lambda: len(source.digests) > max(batch) or bool(source.why)

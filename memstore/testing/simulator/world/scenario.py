@@ -55,9 +55,10 @@ class Scenario:
     faults: tuple[Fault, ...] = field(default=())
     job: str = "train"
 
-    def without(self, indices: set[int]) -> Scenario:
-        """The same with fewer faults."""
-        return replace(self, faults=tuple(f for i, f in enumerate(self.faults) if i not in indices))
+    @property
+    def racks_wanted(self) -> int:
+        """In how many racks the copies of a shard must lie."""
+        return self.replicas if self.racks >= self.replicas else 1
 
     def text(self) -> str:
         """A page for people: how to play it again, the cluster, the faults in order."""

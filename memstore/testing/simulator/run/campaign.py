@@ -16,10 +16,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memstore.testing.simulator.checks.checker import Violation
-from memstore.testing.simulator.checks.scenario import Scenario, draw
-from memstore.testing.simulator.world.page import describe
-from memstore.testing.simulator.world.world import Simulation
+from memstore.testing.simulator.run.page import describe
+from memstore.testing.simulator.run.simulation import Simulation
+from memstore.testing.simulator.world.scenario import Scenario, draw
+from memstore.testing.simulator.world.violation import Violation
 
 COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time
@@ -76,21 +76,21 @@ class Cut:
 
 def play(scenario: Scenario) -> Outcome:
     """Run one scenario to its end or to its first failure; never raises."""
-    world, rule, why = None, "", ""
+    simulation, rule, why = None, "", ""
     try:
-        world = Simulation(scenario)
-        world.run()
+        simulation = Simulation(scenario)
+        simulation.run()
     except Violation as broken:
         rule, why = broken.rule, str(broken)
     except Exception as error:
         rule = type(error).__name__
         why = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-6:])
-    if world is None:
+    if simulation is None:
         return Outcome(scenario.seed, rule, why, scenario.text())
-    checker = world.checker
+    cluster, observed = simulation.cluster, simulation.checker.observed
     return Outcome(
-        scenario.seed, rule, why, describe(world) if rule else "", world.fingerprint, world.now, world.events_count,
-        checker.steps_put, len(checker.acked), checker.restores, dict(world.injected),
+        scenario.seed, rule, why, describe(cluster) if rule else "", cluster.fingerprint, cluster.now,
+        cluster.time.events_count, observed.steps_put, len(observed.acked), observed.restores, dict(observed.injected),
     )  # fmt: skip
 
 

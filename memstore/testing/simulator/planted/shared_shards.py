@@ -13,10 +13,10 @@ from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_twins
 from memstore.core.targets.shared_shards import Twins
 from memstore.shell.holder.shared_shards import Twins as HolderTwins
-from memstore.testing.simulator.checks.scenario import Fault
 from memstore.testing.simulator.host import twins
 from memstore.testing.simulator.host.holder import SimHolder
-from memstore.testing.simulator.planted.planted import planted
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
 DDP: dict[str, Any] = {"has_twins": True, "shards": 1}

@@ -22,8 +22,8 @@ from memstore.core.restore.staging import Staging
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Tell, shard_to_wire, spec_to_wire
-from memstore.testing.simulator.checks.scenario import Fault
-from memstore.testing.simulator.planted.planted import BETWEEN_STEPS, planted
+from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
+from memstore.testing.simulator.world.scenario import Fault
 from placement.groups import place
 from placement.rebalance import rebalance
 from placement.topology import Host
@@ -83,7 +83,7 @@ def degraded_said_whole() -> Any:
 @contextmanager
 def hosts_counted_as_racks() -> Iterator[None]:
     """Placement puts both copies into one rack, and the commit rule counts one domain twice."""
-    with one_rack(), patch.object(Host, "domain", lambda self, level: self.host_id):
+    with one_rack.plant(), patch.object(Host, "domain", lambda self, level: self.host_id):
         yield
 
 
@@ -244,7 +244,7 @@ def late_host_ignored() -> Any:
 def none_on_history() -> Iterator[None]:
     """get() returns None on a job with history when nothing is whole at the moment."""
     nothing = patch.object(Job, "has_history", PropertyMock(return_value=False))
-    with nothing, late_host_ignored():
+    with nothing, late_host_ignored.plant():
         yield
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.testing.simulator.checks.scenario import Fault
+from memstore.testing.simulator.controller.controller import SimController
 from memstore.testing.simulator.host.holder import SimHolder
-from memstore.testing.simulator.planted.planted import planted
-from memstore.testing.simulator.world.control import Controller
-from memstore.testing.simulator.world.world import ORPHAN_TTL_S, Simulation
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
+from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # an hour
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
@@ -78,7 +78,8 @@ def lower_term_obeyed() -> Any:
 
     def accept(self: SimHolder, session: Any) -> bool:
         self.term = 0
-        old, self.session = self.session, session
+        old: Any = self.session
+        self.session = session
         if old is not None:
             old.controller.lose(self.host_id, "another controller came")
         return True
@@ -95,7 +96,7 @@ def level_before_the_fact() -> Any:
         sealed(self, shelved)
         for rank in list(self.ranks.values()):
             if rank.rank == shelved.shard.rank and rank.attempt == shelved.shard.attempt:
-                self.world.checker.told_committed(rank, shelved.shard.step, is_degraded=False)
+                self.checker.commits.told_committed(rank, shelved.shard.step, is_degraded=False)
 
     return patch.object(SimHolder, "sealed", told)
 
@@ -120,16 +121,16 @@ def fence_answered_early() -> Any:
 def incarnation_by_the_clock() -> Iterator[None]:
     """A holder's incarnation is the time of its start, and one that is too low is ignored without a word."""
 
-    def by_the_clock(self: Simulation, name: str, above: int = 0) -> int:
+    def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
         return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
 
-    arrive = Controller._arrive
+    arrive = SimController._arrive
 
-    def unheard(self: Controller, session: Any, action: Any) -> None:
+    def unheard(self: SimController, session: Any, action: Any) -> None:
         if getattr(action, "kind", "") != "outdated":
             arrive(self, session, action)
 
-    with patch.object(Simulation, "take_incarnation", by_the_clock), patch.object(Controller, "_arrive", unheard):
+    with patch.object(Cluster, "take_incarnation", by_the_clock), patch.object(SimController, "_arrive", unheard):
         yield
 
 
@@ -137,18 +138,19 @@ def incarnation_by_the_clock() -> Iterator[None]:
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
     """An arena is in use when a rank connects, and what is not in use for a day is dropped at a holder's start."""
-    start, welcome = Simulation._start_holder, SimHolder.welcome
+    start, welcome = Cluster._start_holder, SimHolder.welcome
 
     def welcomed(self: SimHolder, rank: Any) -> list[int]:
-        self.memory.seen_s = self.world.now + self.world.idle_days_s
+        cluster: Any = self.world
+        self.memory.seen_s = cluster.now + cluster.idle_days_s
         return welcome(self, rank)
 
-    def started(self: Simulation, info: Any) -> None:
+    def started(self: Cluster, info: Any) -> None:
         memory = self.memories[info.host_id]
         if self.now + self.idle_days_s - memory.seen_s > ORPHAN_TTL_S * 2:
             memory.wipe()
         start(self, info)
 
-    unseen = patch.object(Simulation, "see", lambda self, holder: None)
-    with unseen, patch.object(Simulation, "_start_holder", started), patch.object(SimHolder, "welcome", welcomed):
+    unseen = patch.object(Cluster, "see", lambda self, holder: None)
+    with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "welcome", welcomed):
         yield

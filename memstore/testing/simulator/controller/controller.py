@@ -1,10 +1,9 @@
-"""Controllers of the simulation: each a real catalog with sessions, a lease, and its own idea of being in charge."""
+"""Controllers: a real state machine each, with sessions, a lease and its own belief to be in charge."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memstore.core.controller.machine import Catalog
 from memstore.core.wire.messages import (
@@ -20,28 +19,26 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.testing.controller.catalog_holder import plain, plain_event
-from memstore.testing.simulator.checks.checker import Violation
+from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.world.world import Simulation
+from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.world import World
 
 DIAL_S = 0.2
 LEASE_S = 2.0
 WALL_S = 1e9  # the clock of Ray, which is right
 
 
-class Session:
+class SimSession:
     """One connection of a controller to a holder: a stream each way."""
 
-    def __init__(self, world: Simulation, controller: Controller, holder: SimHolder) -> None:
+    def __init__(self, world: World, controller: SimController, holder: Holder) -> None:
         self.controller, self.holder = controller, holder
         names, network = (controller.name, holder.host_id), world.network
         self.down = Stream(network, world.at, *names, lambda: holder.is_up and not holder.is_frozen)
         self.up = Stream(network, world.at, *names[::-1], lambda: controller.is_alive and not controller.is_frozen)
         self.world, self.opened_s = world, world.now
-        self.clock_s = -math.inf  # of the controller, as the holder heard it last
+        self.clock_s = -math.inf  # the controller's clock, as it last sent it to the holder
 
     @property
     def is_open(self) -> bool:
@@ -49,34 +46,38 @@ class Session:
         return self.down.is_open
 
     def close(self) -> None:
-        """Both directions end; what was under way is lost."""
+        """End both directions; what was under way is lost."""
         self.down.is_open = self.up.is_open = False
 
     def replaced(self) -> None:
-        """The holder ends it for another one; of a newer controller it tells the older, if that can hear it (R17)."""
+        """End the session from the holder's side; the controller learns whether a newer one took its place (R17)."""
         self.down.is_open = False
-        self.up.send(self.world.now, self._hear_replaced)
+        self.up.send(self.world.now, self._end_replaced)
 
-    def _hear_replaced(self) -> None:
+    def _end_replaced(self) -> None:
         old, host = self.controller, self.holder.host_id
         if old.sessions.get(host) is self:
             old.catalog.lease.is_outranked |= self.holder.term > old.term
             old.lose(host, "the holder obeys another controller")
 
+    def reset(self) -> None:
+        """End the session as a broken connection does."""
+        self.controller.lose(self.holder.host_id, "connection reset")
+
     def report(self, event: Event) -> None:
-        """From the holder to the controller."""
+        """Send an event from the holder to the controller; a fault may double a report."""
         self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
         if isinstance(event, Report) and self.world.network.take("doubles"):
             self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
 
 
-class Controller:
-    """One incarnation (R17)."""
+class SimController:
+    """The controller of one term (R17)."""
 
-    def __init__(self, world: Simulation, term: int, skew_s: float) -> None:
-        self.world, self.term, self.name = world, term, f"controller-{term}"
+    def __init__(self, world: World, checker: Checker, term: int, skew_s: float) -> None:
+        self.world, self.checker, self.term, self.name = world, checker, term, f"controller-{term}"
         self.is_alive, self.is_frozen = True, False
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, SimSession] = {}
         self.catalog = Catalog(
             term=term,
             now=world.now,
@@ -86,7 +87,7 @@ class Controller:
         )
 
     def handle(self, event: Event) -> None:
-        """Feed the catalog and carry out its actions."""
+        """Give the state machine an event and carry out its actions."""
         if not self.is_alive:
             return
         actions = self.catalog.handle(self.world.now, event)
@@ -96,9 +97,7 @@ class Controller:
                 self.world.note(f"{self.name}: {action.text}")
                 continue
             if isinstance(action, Tell) and action.kind == "drop":
-                broken = self.world.history.drop_ordered(self, action.host_id, action.body)
-                if broken:
-                    raise Violation("R19", broken)
+                self.checker.drops.ordered(self, action.host_id, action.body)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
@@ -111,7 +110,7 @@ class Controller:
             ):
                 self.lose(host, None)  # dead by silence: it needs a new session
 
-    def _arrive(self, session: Session, action: Tell | Answer) -> None:
+    def _arrive(self, session: SimSession, action: Tell | Answer) -> None:
         holder = session.holder
         if holder.session is not session:
             return
@@ -128,7 +127,7 @@ class Controller:
             holder.answer(action.call_id, plain(action.body), action.error)
 
     def tick(self) -> None:
-        """Time passes; unless frozen, it also dials whom it has no session with."""
+        """Let time pass, and open the sessions that are missing."""
         if not self.is_alive or self.is_frozen:
             return
         self.handle(Tick())
@@ -140,13 +139,13 @@ class Controller:
                 self.greet(holder)
 
     def renew(self) -> None:
-        """Renew the lease while nobody has taken a higher term and Ray's store answers."""
-        if self.is_alive and not self.is_frozen and self.world.is_newest(self) and self.world.has_kv:
+        """Renew the lease while no controller has a higher term and Ray's store answers."""
+        if self.is_alive and not self.is_frozen and self.term == self.world.term and self.world.has_kv:
             self.handle(LeaseRenewed(self.world.now + LEASE_S))
 
-    def greet(self, holder: SimHolder) -> None:
+    def greet(self, holder: Holder) -> None:
         """Open a session; a holder that obeys a newer term tells this controller to go (R17)."""
-        session = Session(self.world, self, holder)
+        session = SimSession(self.world, self, holder)
         if not holder.accept(session):
             self.world.note(f"{self.name} is told to go by {holder.host_id}")
             self.stop()
@@ -157,7 +156,7 @@ class Controller:
             session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
 
     def lose(self, host: str, why: str | None) -> None:
-        """A session ended; with `why` the catalog hears of it, as from a reset connection (R28)."""
+        """End a session; with `why` the state machine is told, as of a reset connection (R28)."""
         session = self.sessions.pop(host, None)
         if session is None:
             return
@@ -168,7 +167,7 @@ class Controller:
             self.handle(HostLost(host, why))
 
     def stop(self) -> None:
-        """The process is gone, and its sessions with it."""
+        """End the process, and its sessions with it."""
         self.is_alive = False
         for host in list(self.sessions):
             self.lose(host, None)

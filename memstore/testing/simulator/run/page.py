@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from memstore.testing.simulator.world.world import Simulation
+from memstore.testing.simulator.run.cluster import Cluster
 
 
-def describe(world: Simulation, notes_count: int = 40) -> str:
-    """A page about a failed run."""
-    rows: list[str] = [world.scenario.text(), "", *world.notes[-notes_count:]]
-    for rank in world.ranks:
+def describe(cluster: Cluster, notes_count: int = 40) -> str:
+    """Return a page: the scenario, the last notes, and each rank with its newest tickets."""
+    rows: list[str] = [cluster.scenario.text(), "", *cluster.notes[-notes_count:]]
+    for rank in cluster.ranks:
         state = "dead" if rank.is_dead else "frozen" if rank.is_frozen else "alive"
         rows.append(
             f"rank {rank.rank} on {rank.host_id}: {state} {rank.why} attempt {rank.attempt} {_last(rank.tickets)}"

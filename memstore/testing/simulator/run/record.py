@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memstore.testing.simulator.checks.campaign import Outcome, Summary, run
+from memstore.testing.simulator.run.campaign import Outcome, Summary, run
 
 BATCH_SEEDS = 50
 Body = dict[str, Any]

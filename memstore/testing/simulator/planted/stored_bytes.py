@@ -12,8 +12,8 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.simulator.checks.scenario import Fault
-from memstore.testing.simulator.planted.planted import BETWEEN_STEPS, planted
+from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
+from memstore.testing.simulator.world.scenario import Fault
 
 CRASHES = tuple(Fault(2.0 + 1.7 * n, "crash-holder-at", (n % 3,), count=2 * n + 1) for n in range(6))
 

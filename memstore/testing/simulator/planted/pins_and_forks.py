@@ -14,9 +14,9 @@ from memstore.core.history.pins import Pins
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import make
-from memstore.testing.simulator.checks.scenario import Fault
-from memstore.testing.simulator.planted.planted import planted
-from memstore.testing.simulator.rank import history
+from memstore.testing.simulator.host import fork
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import StepId
 
 PINNED = Fault(4.0, "pin-step")
@@ -54,7 +54,7 @@ def fork_takes_the_references() -> Any:
                         vault.table.unhold(number)
                 yield made
 
-    return patch.object(history, "make", moved)
+    return patch.object(fork, "make", moved)
 
 
 @planted("fork-frees-its-origin", "R32", "R19", FORKED)
@@ -67,7 +67,7 @@ def fork_frees_its_origin() -> Any:
                 vault.drop(shard_from_wire(item[0]))
                 yield made
 
-    return patch.object(history, "make", moved)
+    return patch.object(fork, "make", moved)
 
 
 @planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3)
@@ -83,4 +83,4 @@ def fork_of_another_step() -> Any:
             if found is not None:
                 yield from make(vault, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
 
-    return patch.object(history, "make", other)
+    return patch.object(fork, "make", other)

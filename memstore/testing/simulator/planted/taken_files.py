@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.testing.simulator.checks.scenario import Fault
-from memstore.testing.simulator.planted.planted import planted
+from memstore.testing.simulator.host import mapped_arena
+from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.world import files
+from memstore.testing.simulator.run import taken_files
 from memstore.testing.simulator.world.memory import Memory
+from memstore.testing.simulator.world.scenario import Fault
 
 REPLACED, REMOVED = Fault(4.0, "replace-arena", (1,)), Fault(4.0, "remove-files", (1,))
 
@@ -24,7 +25,7 @@ def _first_only(self: SimRank, memory: Memory) -> None:
 @contextmanager
 def old_arena_written() -> Iterator[None]:
     """A rank goes on writing into the arena that it mapped first, and its holder digests another one's zeros."""
-    with patch.object(SimRank, "map_arena", _first_only), patch.object(files, "are_seen", lambda *args: True):
+    with patch.object(SimRank, "map_arena", _first_only), patch.object(mapped_arena, "are_seen", lambda *args: True):
         yield
 
 
@@ -37,7 +38,7 @@ def old_arena_kept() -> Any:
 @planted("removed-files-unseen", "R35", "I16", REMOVED)
 def removed_files_unseen() -> Any:
     """A holder does not look whether its files are there: it stays, and can store nothing."""
-    return patch.object(files, "look", lambda world, name: None)
+    return patch.object(taken_files, "look", lambda cluster, name: None)
 
 
 @planted("removed-files-not-written", "R35", "R19 I1", REMOVED)

@@ -1,39 +1,42 @@
-"""A rank that names its shard: puts what it shares if it is a copier, and gets that from a copier (R34).
+"""A rank that names its shard: a copier puts the shared part, and every rank gets it from a copier (R34).
 
-It mirrors memstore/client/shared_shard.py: its own part from its own shard, in the round; the shared part from a
-copier's shard of the same step, without a barrier; with another world size the step that all agree on, and the shared
-part alone.
+It mirrors memstore/client/shared_shard.py. Its own part comes from its own shard, in the round. The shared part comes
+from a copier's shard of the same step, without a barrier. With another world size all ranks agree on the step, and get
+the shared part alone.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
-from memstore.core.format.manifest import decode_manifest
+from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part
 from memstore.errors import DigestMismatch
+from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
+from memstore.testing.simulator.world.virtual_time import Wait
+from memstore.testing.simulator.world.world import World
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.staging import Stager
-    from memstore.testing.simulator.world.world import Simulation, Wait
 
 Body = dict[str, Any]
 SHARED_CHUNKS, OWN_CHUNKS = 2, 1
 
 
-class NaturalRank(SimRank):
-    """One process of a rank that holds what others hold too."""
+class SharedShardRank(SimRank):
+    """One process of a rank whose shard other ranks hold too."""
 
-    def __init__(self, world: Simulation, rank: int, host_id: str, key: str, shard_of: Sequence[int]) -> None:
-        super().__init__(world, rank, host_id, key)
+    def __init__(
+        self, world: World, checker: Checker, dealer: Dealer, rank: int, host_id: str, key: str, shard_of: Sequence[int]
+    ) -> None:
+        super().__init__(world, checker, rank, host_id, key)
+        self.dealer = dealer
         self.shard_of, self.world_size = tuple(shard_of), len(shard_of)  # by rank
         self.copiers: tuple[int, ...] = ()
         self.roster: tuple[tuple[int, ...], ...] = ()
-        self.stuck_at = ""  # it never asks this
+        self.stuck_at = ""  # the question that it never asks
 
     @property
     def shard(self) -> int:
@@ -42,20 +45,20 @@ class NaturalRank(SimRank):
 
     @property
     def is_copier(self) -> bool:
-        """Whether it copies what it shares."""
+        """True if it copies what it shares."""
         return self.rank in self.copiers
 
     def named(self) -> Body:
-        """What it says of its shard when it joins."""
+        """Return what it says of its shard when it joins."""
         return {"shard": self.shard, "shards": self.world.scenario.shards}
 
     def joined(self, answer: Body) -> None:
-        """It has its place, and knows who copies."""
+        """Take its place, and learn which ranks copy."""
         super().joined(answer)
         shard, shards, copiers, roster = answer["natural"]
         self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
         self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
-        self.world.natural.told(self, answer)
+        self.checker.shared_shards.told(self, answer)
         size = self.world.memories[self.host_id].chunk_bytes
         first = SHARED_CHUNKS * self.is_copier
         shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_copier else None
@@ -72,45 +75,45 @@ class NaturalRank(SimRank):
     # -- putting --------------------------------------------------------------------------------
 
     def content(self, step: int) -> list[bytes]:
-        """A copier's chunks: two that its shard shares, of which one never changes, and one of its own."""
-        torn, self.differs = self.differs > 0, max(0, self.differs - 1)
+        """Return a copier's two shared chunks, of which one never changes, and one chunk of its own."""
+        is_torn, self.differs = self.differs > 0, max(0, self.differs - 1)
         texts = (
             f"frozen layer of shard {self.shard}",
-            f"shared {self.key} {self.shard} {step}{f' but for rank {self.rank}' if torn else ''}",
+            f"shared {self.key} {self.shard} {step}{f' but for rank {self.rank}' if is_torn else ''}",
         )
         shared = [chunk_of(text) for text in texts] if self.is_copier else []
-        self.world.natural.shared_put(self, step, shared)
+        self.checker.shared_shards.shared_put(self, step, shared)
         return [*shared, chunk_of(f"own {self.key} {self.rank} {step}")]
 
     def shares(self) -> Body:
-        """How many of its first chunks its twins have too."""
+        """Return how many of its first chunks other ranks have too."""
         return {"shared_chunks": SHARED_CHUNKS * self.is_copier}
 
     # -- getting --------------------------------------------------------------------------------
 
-    def check(self, stager: Stager, order: Body) -> str:
-        """As check_shard: its number must have held the same shard in that step."""
+    def check(self, staged: Callable[[], Manifest]) -> str:
+        """Say why it cannot take what was staged: its number must have held the same shard in that step."""
         try:
-            manifest = stager.manifest_of(order)
+            manifest = staged()
         except DigestMismatch as exc:
             return str(exc)
-        natural = NaturalLayout.decode(manifest)
-        if natural is None or (natural.shard, natural.shards) != (self.shard, self.world.scenario.shards):
+        layout = NaturalLayout.decode(manifest)
+        if layout is None or (layout.shard, layout.shards) != (self.shard, self.world.scenario.shards):
             return f"{manifest.shard} is not of shard {self.shard}"
         return ""
 
     def get(self) -> Generator[Wait, None, int | None]:
-        """Both parts; with another world size the shared one."""
+        """Restore both parts; with another world size the shared one alone."""
         answer = yield from self._answer("get", GET_S, step=None, timeout_s=GET_S)
         if str(answer.get("error", "")).startswith("WorldSizeError"):
             return (yield from self._get_resized())
         if "error" in answer:
             self.why = f"get: {answer['error'] or 'no answer in time'}"
-            self.world.checker.refused(self, "get", answer["error"])
-            if answer["error"].startswith("ManifestMismatch"):  # whoever started it corrects that
-                self.world.natural.deal_otherwise(self.shard_of)
+            self.checker.restores.refused(self, "get", answer["error"])
+            if answer["error"].startswith("ManifestMismatch"):
+                self.dealer.refused(self.shard_of)
             return None
-        step = self.world.checker.restored(self, answer)
+        step = self.checker.restores.restored(self, answer)
         if answer["step"] is None:
             return step
         mine = self._layout_of(answer)
@@ -130,7 +133,7 @@ class NaturalRank(SimRank):
         answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S, is_agreement=True)
         if answer is None:
             return None
-        step = self.world.checker.chosen(self, answer)
+        step = self.checker.restores.chosen(self, answer)
         if step is None:
             return 0
         if step != StepId(int(opened["attempt"]), int(opened["step"])):
@@ -148,17 +151,17 @@ class NaturalRank(SimRank):
         return (yield from self._call("read", GET_S, rank=rank, step=step, of_attempt=attempt))
 
     def _near(self, ranks: Sequence[int]) -> int:
-        """The rank whose shard all of this host's ranks read."""
+        """Return the copier that all ranks of this host read from."""
         return ranks[zlib.crc32(self.host_id.encode()) % len(ranks)]
 
     def _layout_of(self, answer: Body) -> NaturalLayout:
-        natural = NaturalLayout.decode(decode_manifest(answer["manifest"]))
-        if natural is None:
-            raise ValueError(f"what was put at step {answer['step']} is no natural replica's")
-        return natural
+        layout = NaturalLayout.decode(decode_manifest(answer["manifest"]))
+        if layout is None:
+            raise ValueError(f"the shard that was put at step {answer['step']} has no layout of a shared shard")
+        return layout
 
     def _loaded(self, step: StepId, home: Body, own: list[bytes] | None) -> None:
-        """The parts are here: the shared one from a shard that says it has it."""
+        """Check both parts: the shared one must come from a shard whose layout says that it has it."""
         found, where = self._layout_of(home), StepId(int(home["attempt"]), int(home["step"]))
         count = SHARED_CHUNKS if found.shared is not None else 0
-        self.world.natural.loaded(self, step, where, found, home["read"][:count], own)
+        self.checker.shared_shards.loaded(self, step, where, found, home["read"][:count], own)
