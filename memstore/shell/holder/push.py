@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
+from memstore.core.wire.peer_messages import Ping
 from memstore.errors import MemstoreError, PeerRefused, TransportError
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.send_gate import Traffic
@@ -181,7 +182,7 @@ class Pusher:
             raise
         try:
             if target in self.silent_since_s:
-                peer.call({"do": "ping"}, timeout_s=self.context.config.suspect_after_s)
+                peer.call(Ping(), timeout_s=self.context.config.suspect_after_s)
             yield peer
         except PeerRefused:
             self.silent_since_s.pop(target, None)

@@ -11,7 +11,9 @@ from typing import Any
 
 from memstore.core.arena.replica_index import Draft, Shelved
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.core.wire.messages import shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import shard_from_wire, spec_from_wire
+from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Verify
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.transfer import RETRY_S, Pusher, Request
@@ -173,9 +175,10 @@ class Stager:
             for source in list(sources):
                 try:
                     peer = yield from self.pusher.reach(source)
-                    answer = Request(holder, peer).ask({"do": "manifest", "shard": body["shard"], "digest": digest})
-                    if shard_digest(bytes(answer["manifest"])) == digest:
-                        return bytes(answer["manifest"])
+                    request = FetchManifest(shard=WireShard.of(shard), digest=digest)
+                    manifest = Request(holder, peer).ask(request).manifest
+                    if shard_digest(manifest) == digest:
+                        return manifest
                 except IntegrityError:
                     sources.remove(source)
                 except TransportError:
@@ -236,7 +239,7 @@ class Stager:
         else:
             peer = yield from self.pusher.reach(host)
             request = Request(holder, peer)
-            request.ask({"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo})
+            request.ask(FetchChunks(shard=WireShard.of(draft.shard), digest=digest, chunks=tuple(todo)))
             found = dict(zip(todo, request.chunks(), strict=False))
         bad = []
         for index in todo:
@@ -251,5 +254,5 @@ class Stager:
         if not bad or host == "durable":
             return bad
         peer = yield from self.pusher.reach(host)
-        answer = Request(holder, peer).ask({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
-        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+        answer = Request(holder, peer).ask(Verify(shard=WireShard.of(draft.shard), digest=digest))
+        return sorted(set(answer.missing).intersection(bad))

@@ -164,9 +164,9 @@ def drafts_kept() -> Any:
     """A push that was given up leaves its draft at the peer, and nobody remembers it there."""
     abort = PeerServer._abort
 
-    def forget(self: PeerServer, body: dict[str, Any]) -> dict[str, Any]:
+    def forget(self: PeerServer, request: Any) -> Any:
         with patch.object(self.vault, "abort_draft", lambda name, shard: None):
-            return abort(self, body)
+            return abort(self, request)
 
     return patch.object(PeerServer, "_abort", forget)
 
@@ -184,9 +184,9 @@ def offer_ignores_fence() -> Any:
     """A peer takes a shard of an attempt that it has fenced."""
     offer = PeerServer._offer
 
-    def unfenced(self: PeerServer, channel: Any, body: dict[str, Any]) -> dict[str, Any]:
+    def unfenced(self: PeerServer, channel: Any, request: Any) -> Any:
         with patch.object(self, "is_fenced", lambda job, attempt: False):
-            return offer(self, channel, body)
+            return offer(self, channel, request)
 
     return patch.object(PeerServer, "_offer", unfenced)
 
