@@ -93,7 +93,6 @@ DEBTS = {
         "core/report/short_ranks.py", "core/report/status.py", "core/report/timeline.py", "core/restore/rounds.py",
         "core/restore/staging.py", "core/targets/drain.py", "core/targets/shared_shards.py", "core/targets/targets.py",
     ), "core.controller"),
-    "drills/scenes/scene.py": "drills.run",
 }  # fmt: skip
 
 
@@ -198,7 +197,6 @@ def test_arrows_are_as_drawn() -> None:
 CIRCLES = [
     (46, "memstore.core.attempts.attempt_numbers"),
     (16, "memstore.testing.simulator.checks.checker"),
-    (14, "memstore.drills.run.flows"),
     (12, "memstore.shell.holder.folder_guard"),
     (7, "memstore.testing.simulator.planted.planted"),
     (2, "memstore.testing.controller.catalog_durable"),

@@ -7,19 +7,17 @@ whichever of the other hooks it needs.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from memstore.drills.ranks.ranks import PutRow, Restored, collect
+from memstore.drills.sites.drill_context import DrillContext
+from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import ConfigError, DrillError
 
-if TYPE_CHECKING:
-    from memstore.drills.run.runner import DrillRun
-    from memstore.drills.sites.site import EmbeddedSite
-
 STALL_SLACK_S = 1.0  # a put may take its budget, and a busy machine this much to give the thread back
+COMMIT_PAUSE_S = 0.25
 
 
 class Scene:
@@ -33,13 +31,12 @@ class Scene:
     step_at_fault = -1  # the newest that may owe something to the time before the fault, where training goes on
     is_noticed = True  # the store's status shows the fault; a slow link may be too slow for nobody
 
-    def __init__(self, run: DrillRun) -> None:
-        self.run, self.site = run, run.site
-        self.rng: random.Random = run.rng
+    def __init__(self, context: DrillContext) -> None:
+        self.context, self.site, self.rng = context, context.site, context.rng
         self.rank = -1
         self.holders: list[str] = []  # the rank's own host first
         self.hosts: list[str] = []  # hosts that lose their memory
-        self.is_beyond = run.options.is_beyond
+        self.is_beyond = context.options.is_beyond
 
     # -- the phases ---------------------------------------------------------------------------
 
@@ -49,11 +46,13 @@ class Scene:
         Raises:
             ConfigError: the host named with --victim has no rank of the drill.
         """
-        ranks = self.run.job.ranks
-        candidates = [i for i, r in enumerate(ranks) if self.run.options.victim in (None, r.host)]
+        ranks = self.context.job.ranks
+        candidates = [i for i, r in enumerate(ranks) if self.context.options.victim in (None, r.host)]
         if not candidates:
             have = ", ".join(r.host for r in ranks)
-            raise ConfigError(f"--victim {self.run.options.victim}: the drill's ranks are on {have}; name one of them")
+            raise ConfigError(
+                f"--victim {self.context.options.victim}: the drill's ranks are on {have}; name one of them"
+            )
         candidates = [i for i in candidates if self.may_hit(self.holders_of(i))]
         if not candidates:
             raise DrillError(
@@ -81,13 +80,13 @@ class Scene:
 
     def restore(self) -> list[Restored]:
         """All ranks of the next attempt get and compare, where the launcher restarts them."""
-        return self.run.job.restore(is_altered=self.run.options.is_altered)
+        return self.context.job.restore(is_altered=self.context.options.is_altered)
 
     def wait_for_recovery(self) -> None:
         """Wait for what this fault needs besides the copies and the commits that the flow waits for."""
 
     def check(self) -> None:
-        """Hold what only this scene knows against the promise: append to `self.run.broken`."""
+        """Hold what only this scene knows against the promise: append to `self.context.broken_promises`."""
 
     def cleanup(self) -> None:
         """Undo what is still broken, however far the drill came; must do no harm if nothing is."""
@@ -104,8 +103,8 @@ class Scene:
 
     def holders_of(self, rank: int) -> list[str]:
         """Every host with a copy of a rank's newest shard: its own, then its targets."""
-        home = self.run.job.ranks[rank].host
-        return [home, *self.run.job_before["targets"].get(home, ())]
+        home = self.context.job.ranks[rank].host
+        return [home, *self.context.job_before["targets"].get(home, ())]
 
     def victims(self) -> list[str]:
         """Names for the first line and for --json."""
@@ -118,7 +117,7 @@ class Scene:
     def lose_memories(self) -> list[str]:
         """The twin's part: every host with a copy loses its memory; checked host by host. Return it in words."""
         return [
-            f"{host} lost its holder and its arena ({self.site.lose_memory(host, self.run.job.ranks) >> 20} MiB)"
+            f"{host} lost its holder and its arena ({self.site.lose_memory(host, self.context.job.ranks) >> 20} MiB)"
             for host in self.hosts
         ]
 
@@ -130,8 +129,6 @@ class Scene:
 
     def own_site(self) -> EmbeddedSite:
         """The drill's own cluster; DrillError on another, where raylets are not ours to break."""
-        from memstore.drills.sites.site import EmbeddedSite
-
         if not isinstance(self.site, EmbeddedSite):
             raise DrillError(f"{self.name} breaks raylets: it is played on a cluster of its own only (--embedded)")
         return self.site
@@ -150,24 +147,45 @@ class Scene:
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
         """All ranks go on putting while the fault happens."""
-        first = (self.run.report.step_before or 0) + 1
+        first = (self.context.report.step_before or 0) + 1
         pause_s = self.pause_s if pause_s is None else pause_s
-        return self.run.job.begin_puts(first, first + self.puts_count - 1, pause_s, marks)
+        return self.context.job.begin_puts(first, first + self.puts_count - 1, pause_s, marks)
 
     def end_puts(self, calls: list[Any]) -> None:
         """Every put must have returned within its budget and raised nothing."""
         rows: list[PutRow] = [row for rows in collect(calls, "puts during the outage") for row in rows]
         worst = max(rows, key=lambda row: row.stall_s)
-        self.run.report.stall_s = round(worst.stall_s, 3)
+        self.context.report.stall_s = round(worst.stall_s, 3)
         raised = [row for row in rows if row.error]
-        self.run.broken += [f"a put of step {row.step} raised {row.error}" for row in raised][:3]
-        budget_s = self.run.config.stall_budget_s + STALL_SLACK_S
+        self.context.broken_promises += [f"a put of step {row.step} raised {row.error}" for row in raised][:3]
+        budget_s = self.context.config.stall_budget_s + STALL_SLACK_S
         if worst.stall_s > budget_s:
-            self.run.broken.append(
+            self.context.broken_promises.append(
                 f"the put of step {worst.step} took {worst.stall_s:.1f} s of at most {budget_s:.1f} s"
             )
-        self.run.timeline.line(
+        self.context.timeline.line(
             "training",
             f"{len(rows)} puts during the outage, {len(raised) or 'none'} raised, longest stall "
             f"{worst.stall_s * 1e3:.0f} ms",
         )
+
+    def commit_again(self) -> float | None:
+        """One more step by all ranks must be committed; return the seconds until it was, None if the promise broke."""
+        context, job = self.context, self.context.job
+        step = first = (context.report.step_before or 0) + self.puts_count + 1
+        started_s = time.monotonic()
+        while True:
+            job.put(step, step, "put after the outage")
+            newest = job.committed_step()
+            took_s = time.monotonic() - started_s
+            if newest >= first:
+                break
+            if took_s > context.promise.resume_s:
+                context.broken_promises.append(
+                    f"no step was committed within {context.promise.resume_s:g} s after the outage"
+                )
+                return None
+            step += 1
+            time.sleep(COMMIT_PAUSE_S)
+        context.timeline.line("resumed", f"step {newest} committed after the outage", f"{took_s:.1f} s")
+        return round(took_s, 3)

@@ -41,7 +41,7 @@ class KillController(Scene):
     def recover(self) -> None:
         if self.puts:
             self.end_puts(self.puts)
-            self.run.commit_again()
+            self.commit_again()
 
 
 class KillControllerRestore(KillRank):
@@ -58,12 +58,12 @@ class KillControllerRestore(KillRank):
         return [f"rank {self.rank} on {self.holders[0]}", "the controller during the restore"]
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._kill)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._kill)
 
     def _kill(self) -> None:
         self.site.do(self.at, "kill", [self.controller])
         self.site.do(self.at, "wait_gone", [self.controller])
-        self.run.timeline.line(
+        self.context.timeline.line(
             "inject",
             f"SIGKILL to the controller (pid {self.controller[0]}, term {self.term}) while ranks wait in get(); gone "
             "(checked)",
@@ -73,7 +73,7 @@ class KillControllerRestore(KillRank):
         term = int(self.site.status()["term"])
         if term <= self.term:
             raise DrillError(f"the controller is still of term {term}: nobody took over, so nothing was proved")
-        self.run.timeline.line("took over", f"a controller of term {term}")
+        self.context.timeline.line("took over", f"a controller of term {term}")
 
 
 class KillControllerPersist(KillController):
@@ -84,8 +84,8 @@ class KillControllerPersist(KillController):
     puts_count = 24
 
     def inject(self) -> str:
-        self.durable_before = int(self.run.job.status()["durable_step"] or 0)
-        folder = str(Path(str(self.run.config.durable)) / self.run.job.name)
+        self.durable_before = int(self.context.job.status()["durable_step"] or 0)
+        folder = str(Path(str(self.context.config.durable)) / self.context.job.name)
         step = self.site.do(self.at, "freeze_in_persist", self.process, folder)
         self.site.do(self.at, "kill", [self.process])
         return (
@@ -98,10 +98,10 @@ class KillControllerPersist(KillController):
 
     def wait_for_recovery(self) -> None:
         newest = self.site.wait_for("a durable step after the controller died", self._newer_durable)
-        self.run.timeline.line("durable", f"step {newest} is durable")
+        self.context.timeline.line("durable", f"step {newest} is durable")
 
     def _newer_durable(self) -> int | None:
-        newest = self.run.job.status()["durable_step"]
+        newest = self.context.job.status()["durable_step"]
         return newest if newest is not None and newest > self.durable_before else None
 
 

@@ -47,10 +47,12 @@ class KillHolder(Scene):
         host, old_pid = self.holders[0], self.process[0]
         new_pid = self.site.wait_for(f"a new holder on {host}", lambda: self._new_pid(host, old_pid))
         if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
-            self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
-        self.run.timeline.line("adopted", f"holder pid {new_pid} took over the arena of pid {old_pid}")
+            self.context.broken_promises.append(
+                f"the new holder of {host} made a new arena instead of adopting the old one"
+            )
+        self.context.timeline.line("adopted", f"holder pid {new_pid} took over the arena of pid {old_pid}")
         self.end_puts(self.puts)
-        self.run.commit_again()
+        self.commit_again()
 
     def _new_pid(self, host: str, old_pid: int) -> int | None:
         pid = int(self.site.record(host)["pid"])
@@ -88,7 +90,7 @@ class FreezeHolder(Scene):
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("thawed", f"SIGCONT to the holder of {self.holders[0]}")
+        self.context.timeline.line("thawed", f"SIGCONT to the holder of {self.holders[0]}")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.holders[:1])

@@ -35,7 +35,7 @@ class KillHost(Scene):
         return self.site.may_lose(holders if self.is_beyond else holders[:1])
 
     def inject(self) -> str:
-        return "; ".join([self.site.lose_host(host, self.run.job.ranks) for host in self.hosts])
+        return "; ".join([self.site.lose_host(host, self.context.job.ranks) for host in self.hosts])
 
     def wait_for_effect(self) -> str:
         # lose_host() checks each step of it before it goes on to the next.
@@ -53,15 +53,15 @@ class PreemptHost(KillHost):
     copies_left = -1  # right after its death was noticed, before any repair
 
     def inject(self) -> str:
-        [host], job, run = self.hosts, self.run.job, self.run
+        [host], job, report = self.hosts, self.context.job, self.context.report
         started_s = time.monotonic()
         self.site.ask("drain", {"host": host, "within_s": NOTICE_S})
-        step = int(run.report.step_before or 0)
+        step = int(report.step_before or 0)
         job.train(step + 1, step + 2, "after the notice")
-        run.report.step_before = step + 2
+        report.step_before = step + 2
         self.site.wait_for(f"the store to do without {host}", self._is_evacuated, NOTICE_S)
         took_s = time.monotonic() - started_s
-        run.timeline.line("evacuated", f"{host}, of {NOTICE_S:g} s notice", f"{took_s:.1f} s")
+        self.context.timeline.line("evacuated", f"{host}, of {NOTICE_S:g} s notice", f"{took_s:.1f} s")
         return super().inject()
 
     def _is_evacuated(self) -> bool:
@@ -71,13 +71,13 @@ class PreemptHost(KillHost):
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         why = super().detected(body, injected_s)
         if why is not None:
-            self.copies_left = next(row["copies"] for row in body["jobs"] if row["job"] == self.run.job.name)
+            self.copies_left = next(row["copies"] for row in body["jobs"] if row["job"] == self.context.job.name)
         return why
 
     def check(self) -> None:
-        wanted = self.run.config.replicas
+        wanted = self.context.config.replicas
         if self.copies_left < wanted:
-            self.run.broken.append(
+            self.context.broken_promises.append(
                 f"{self.copies_left} of {wanted} copies were left when {self.hosts[0]} was gone: it was not evacuated"
             )
 
@@ -106,14 +106,14 @@ class KillRackStaggered(KillRack):
 
     def inject(self) -> str:
         first, *others = self.hosts
-        done = [self.site.lose_host(first, self.run.job.ranks)]
+        done = [self.site.lose_host(first, self.context.job.ranks)]
         for host in others:
             missing = self.site.wait_for("the store to count copies as missing", self._missing)
-            done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.run.job.ranks)}")
+            done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.context.job.ranks)}")
         return "; ".join(done)
 
     def _missing(self) -> int:
-        return int(self.run.job.status()["missing_copies"])
+        return int(self.context.job.status()["missing_copies"])
 
 
 class SecondFailure(KillHost):
@@ -140,7 +140,7 @@ class SecondFailure(KillHost):
         return [self.hosts[0], *(f"{host} during the restore" for host in self.hosts[1:])]
 
     def inject(self) -> str:
-        return self.site.lose_host(self.hosts[0], self.run.job.ranks)
+        return self.site.lose_host(self.hosts[0], self.context.job.ranks)
 
     def wait_for_effect(self) -> str:
         return f"{self.hosts[0]}: processes gone, port silent, arena file gone (each checked)"
@@ -149,12 +149,12 @@ class SecondFailure(KillHost):
         return self.host_noticed(self.hosts[0], body, injected_s)
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._lose_more)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._lose_more)
 
     def _lose_more(self) -> None:
         for host in self.hosts[1:]:
             # lose_host() checks each step of it before it goes on to the next.
-            self.run.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
+            self.context.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
 
 
 class KillRaylet(Scene):
@@ -192,9 +192,11 @@ class KillRaylet(Scene):
         self.own_site().replace_raylet(host, self.below)
         self.is_back = True
         if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
-            self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
-        self.run.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
-        self.run.job.restand(host)
+            self.context.broken_promises.append(
+                f"the new holder of {host} made a new arena instead of adopting the old one"
+            )
+        self.context.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
+        self.context.job.restand(host)
 
     def cleanup(self) -> None:
         if not self.is_back:
@@ -235,30 +237,30 @@ class FreezeRaylet(KillHost):
 
     def recover(self) -> None:
         self.own_site().wait_given_up(self.node)
-        self.run.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
+        self.context.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
 
     def wait_for_recovery(self) -> None:
         """Training has gone on; now the zombie wakes up, must end, and its successor must take its place."""
         [host] = self.hosts
         self._thaw()
-        self.run.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
+        self.context.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
         faults.wait_gone([self.raylet], ZOMBIE_S)
         faults.wait_gone([self.holder], ZOMBIE_S)
-        self.run.timeline.line("fenced", f"raylet and holder of {host} have ended by themselves (checked)")
+        self.context.timeline.line("fenced", f"raylet and holder of {host} have ended by themselves (checked)")
         self.own_site().replace_raylet(host, self.frozen)
         self.is_back = True
-        step = self.run.job.committed_step() + 1
-        self.run.job.put(step, step, "put after the zombie")
-        self.run.job.wait("committed", "commit after the zombie")
-        self.run.job.wait_redundant()
-        self.run.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
+        step = self.context.job.committed_step() + 1
+        self.context.job.put(step, step, "put after the zombie")
+        self.context.job.wait("committed", "commit after the zombie")
+        self.context.job.wait_redundant()
+        self.context.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
 
     def check(self) -> None:
         """What anybody reads now is the newest step, from whichever host."""
-        step = self.run.job.committed_step()
-        for found in (*self.run.job.read(step, 0), *self.run.job.read(step, 1)):
+        step = self.context.job.committed_step()
+        for found in (*self.context.job.read(step, 0), *self.context.job.read(step, 1)):
             if found.error or found.differences or found.bytes_equal != found.nbytes:
-                self.run.broken.append(
+                self.context.broken_promises.append(
                     f"after the zombie, reading step {step} of rank {found.rank}: {found.message or found.differences}"
                 )
 
@@ -301,12 +303,12 @@ class FlapHost(Scene):
         for _ in range(FLAPS - 1):
             what, _ = self.inject(), self.wait_for_effect()
             self.site.wait_for(f"{host} to be seen dead", lambda: host not in self.site.live_hosts())
-            self.run.timeline.line("flap", what)
+            self.context.timeline.line("flap", what)
             self._wait_back()
         row = next(row for row in self.site.status()["hosts"] if row["host"] == host)
         if not row["is_on_probation"]:
-            self.run.broken.append(f"{host} died {FLAPS} times and is not on probation (R29)")
-        self.run.timeline.line("probation", f"{host} is back and is the last to hold an only second copy")
+            self.context.broken_promises.append(f"{host} died {FLAPS} times and is not on probation (R29)")
+        self.context.timeline.line("probation", f"{host} is back and is the last to hold an only second copy")
 
     def _wait_back(self) -> None:
         host, old_pid = self.holders[0], self.process[0]

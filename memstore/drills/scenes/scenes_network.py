@@ -46,9 +46,6 @@ class NetworkScene(Scene):
             return None
         return "; ".join(f"{host} is {rows[host]['status'] if host in rows else 'gone'}" for host in hosts)
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def cleanup(self) -> None:
         self.net.heal()
 
@@ -78,12 +75,14 @@ class PartitionOneWay(NetworkScene):
     def recover(self) -> None:
         self.net.check_silent_between(self.holders[1], self.holders[0])
         self.net.heal()
-        self.run.timeline.line("healed", "both ways again")
+        self.context.timeline.line("healed", "both ways again")
 
     def check(self) -> None:
         dead = [row["host"] for row in self.site.status()["hosts"] if row["status"] != "live"]
         if dead:
-            self.run.broken.append(f"{', '.join(dead)} is not live although it reached the controller all the time")
+            self.context.broken_promises.append(
+                f"{', '.join(dead)} is not live although it reached the controller all the time"
+            )
 
 
 class SlowLink(NetworkScene):
@@ -102,12 +101,12 @@ class SlowLink(NetworkScene):
         rate = self.net.bits_per_s(self.slow, VIA, PROBE_BYTES)
         if rate > SLOW_MAX * SLOW_BITS_PER_S:
             raise DrillError(f"{self.slow} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
-        self.step_at_fault = self.run.job.committed_step() + 1  # one more may have crossed before
+        self.step_at_fault = self.context.job.committed_step() + 1  # one more may have crossed before
         return f"{PROBE_BYTES >> 10} KiB crossed it at {rate / 1e6:.1f} Mbit/s (measured)"
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("healed", "full speed again")
+        self.context.timeline.line("healed", "full speed again")
 
     def cleanup(self) -> None:
         if self.slow:
@@ -124,7 +123,7 @@ class SwizzleClog(NetworkScene):
 
     def setup(self) -> None:
         super().setup()
-        others = [host for host in self.run.places if host != self.holders[0]]
+        others = [host for host in self.context.places if host != self.holders[0]]
         count = self.rng.randrange(1, max(2, len(others)))
         self.cut = [self.holders[0], *self.rng.sample(others, count)]
         self.rng.shuffle(self.cut)
@@ -155,7 +154,7 @@ class SwizzleClog(NetworkScene):
             self.net.rig.heal(host)
             self.site.deaf.discard(host)
             time.sleep(CUT_PAUSE_S)
-        self.run.timeline.line("healed", f"in this order: {', '.join(order)}")
+        self.context.timeline.line("healed", f"in this order: {', '.join(order)}")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.cut)
@@ -199,7 +198,7 @@ class FlipInTransit(NetworkScene):
 
     def wait_for_effect(self) -> str:
         self.site.wait_for("the bits to flip", lambda: self.flips_count == FLIPS_COUNT, CATCH_S)
-        self.step_at_fault = self.run.job.committed_step()
+        self.step_at_fault = self.context.job.committed_step()
         return f"{FLIPS_COUNT} bits flipped on the way (counted by the proxy)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -207,15 +206,17 @@ class FlipInTransit(NetworkScene):
         return f"{VIA} counts {found} chunks with a wrong digest" if found >= FLIPS_COUNT else None
 
     def recover(self) -> None:
-        self.run.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
+        self.context.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
 
     def check(self) -> None:
         found = self.errors_count(self.site.status()) - self.errors_before
         if found != self.flips_count:
-            self.run.broken.append(f"{self.flips_count} bits flipped and {found} digest errors were counted")
-        damaged = self.site.ask("verify", {"job": self.run.job.name}, 60.0)["hosts"][VIA]["damaged"]
+            self.context.broken_promises.append(
+                f"{self.flips_count} bits flipped and {found} digest errors were counted"
+            )
+        damaged = self.site.ask("verify", {"job": self.context.job.name}, 60.0)["hosts"][VIA]["damaged"]
         if damaged:
-            self.run.broken.append(f"{damaged} damaged chunks were stored on {VIA}")
+            self.context.broken_promises.append(f"{damaged} damaged chunks were stored on {VIA}")
 
 
 class CablePulled(NetworkScene):
@@ -238,7 +239,7 @@ class CablePulled(NetworkScene):
         return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
 
     def inject(self) -> str:
-        nbytes, host, deadline_s = self.run.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
+        nbytes, host, deadline_s = self.context.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
         while (sent := self.sent() - self.sent_before) < nbytes // 8:
             if time.monotonic() > deadline_s:
                 raise DrillError(f"{host} sent {sent} bytes of a shard of {nbytes} within {CATCH_S:g} s: no put to hit")
@@ -246,7 +247,7 @@ class CablePulled(NetworkScene):
         self.site.deaf.add(host)
         self.net.rig.cut(host)
         self.share = (self.sent() - self.sent_before) / nbytes
-        self.step_at_fault = self.run.job.committed_step()
+        self.step_at_fault = self.context.job.committed_step()
         self.unshape()
         return f"the cable of {host} is pulled, {self.share:.0%} of a shard had left it"
 
@@ -255,7 +256,7 @@ class CablePulled(NetworkScene):
         if self.share >= 1:
             raise DrillError(f"{self.share:.0%} of the shard had left {host} when its link was cut: it was no mid-put")
         self.net.check_silent_between(VIA, host)
-        if self.step_at_fault > (self.run.report.step_before or 0):
+        if self.step_at_fault > (self.context.report.step_before or 0):
             raise DrillError(f"step {self.step_at_fault} was committed when the link went down: it was no mid-put")
         return f"nothing arrives from {host}; the step under way is not committed (checked)"
 
@@ -270,7 +271,7 @@ class CablePulled(NetworkScene):
 
     def recover(self) -> None:
         self.net.heal()
-        self.run.timeline.line("healed", f"the cable of {self.holders[0]} is back")
+        self.context.timeline.line("healed", f"the cable of {self.holders[0]} is back")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.holders[:1])
@@ -286,19 +287,20 @@ def two_halves(scene: Scene) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: there are too few others for copies of their own.
     """
+    places, replicas = scene.context.places, scene.context.config.replicas
     minority = sorted(scene.holders)
-    majority = [host for host in scene.run.places if host not in minority]
-    if len(majority) < scene.run.config.replicas:
+    majority = [host for host in places if host not in minority]
+    if len(majority) < replicas:
         raise ConfigError(
-            f"{len(scene.run.places)} hosts with replicas={scene.run.config.replicas} make no two halves that could "
-            f"each commit: use --hosts {2 * scene.run.config.replicas} or more"
+            f"{len(places)} hosts with replicas={replicas} make no two halves that could each commit: "
+            f"use --hosts {2 * replicas} or more"
         )
     return minority, majority
 
 
 def half_config(scene: Scene) -> Any:
     """The Config of a job that lives on one half alone."""
-    return replace(scene.run.config, durable=None)
+    return replace(scene.context.config, durable=None)
 
 
 SCENES = {scene.name: scene for scene in (PartitionOneWay, SlowLink, SwizzleClog, FlipInTransit, CablePulled)}

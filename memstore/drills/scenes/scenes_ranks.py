@@ -17,7 +17,7 @@ class KillRank(Scene):
     name = "kill-rank"
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         if not self.is_beyond:
             self.begin_puts(pause_s=0.0)
             time.sleep(self.rng.uniform(0.0, 0.3))  # somewhere between two puts or inside one
@@ -27,11 +27,11 @@ class KillRank(Scene):
         return "; ".join([f"SIGKILL to rank {self.rank} (pid {victim.pid}) on {victim.host}", *self.lose_memories()])
 
     def wait_for_effect(self) -> str:
-        self.site.do(self.run.job.ranks[self.rank].host, "wait_gone", [self.process])
+        self.site.do(self.context.job.ranks[self.rank].host, "wait_gone", [self.process])
         return "; ".join([f"pid {self.process[0]} is gone (checked)", *self.memories_gone()])
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        job, ranks = next((j for j in body["jobs"] if j["job"] == self.run.job.name), None), self.run.job.ranks
+        job, ranks = next((j for j in body["jobs"] if j["job"] == self.context.job.name), None), self.context.job.ranks
         if job is None or job.get("ranks_alive", 0) >= len(ranks):
             return None
         found = [self.host_noticed(host, body, injected_s) for host in self.hosts]
@@ -48,7 +48,7 @@ class HangRank(Scene):
     process: faults.Process | None = None
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         self.begin_puts(pause_s=0.0)
         time.sleep(self.rng.uniform(0.0, 0.3))  # somewhere between two puts or inside one
         self.process = (victim.pid, victim.start)
@@ -58,25 +58,22 @@ class HangRank(Scene):
     def wait_for_effect(self) -> str:
         if self.process is None:
             raise DrillError("nothing was frozen")
-        self.site.do(self.run.job.ranks[self.rank].host, "wait_frozen", self.process)
+        self.site.do(self.context.job.ranks[self.rank].host, "wait_frozen", self.process)
         return f"pid {self.process[0]} is stopped (state T, checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
 
     def recover(self) -> None:
         """The launcher's watchdog: what hangs is killed with the rest of its attempt."""
         if self.process is None:
             raise DrillError("nothing was frozen")
-        host, frozen = self.run.job.ranks[self.rank].host, self.process
+        host, frozen = self.context.job.ranks[self.rank].host, self.process
         self.site.do(host, "kill", [frozen])
         self.site.do(host, "wait_gone", [frozen])
         self.process = None
-        self.run.timeline.line("launcher", f"gave rank {self.rank} up: pid {frozen[0]} is killed, gone (checked)")
+        self.context.timeline.line("launcher", f"gave rank {self.rank} up: pid {frozen[0]} is killed, gone (checked)")
 
     def cleanup(self) -> None:
         if self.process is not None:
-            self.site.do(self.run.job.ranks[self.rank].host, "kill", [self.process])
+            self.site.do(self.context.job.ranks[self.rank].host, "kill", [self.process])
 
 
 class KillRankMidPut(KillRank):
@@ -87,10 +84,10 @@ class KillRankMidPut(KillRank):
 
     def setup(self) -> None:
         super().setup()
-        self.mark = f"{tempfile.gettempdir()}/{self.run.job.name}-put"
+        self.mark = f"{tempfile.gettempdir()}/{self.context.job.name}-put"
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         self.begin_puts(pause_s=0.0, marks={self.rank: self.mark})
         time.sleep(self.rng.uniform(0.0, 0.3))
         self.process = (victim.pid, victim.start)

@@ -22,9 +22,9 @@ class RestartRay(Scene):
         super().setup()
         site = self.own_site()
         self.hosts = []  # nobody loses memory
-        self.late = self._draw_late([r.host for r in self.run.job.ranks if r.host != site.head])
+        self.late = self._draw_late([r.host for r in self.context.job.ranks if r.host != site.head])
         self.before: dict[str, Any] = {}
-        self.seats = [r.host for r in self.run.job.ranks]
+        self.seats = [r.host for r in self.context.job.ranks]
 
     def _draw_late(self, hosts: list[str]) -> str:
         return self.rng.choice(hosts)
@@ -41,8 +41,7 @@ class RestartRay(Scene):
 
     def _let_go(self) -> None:
         """Forget every handle of this Ray: to use one later would start another Ray here."""
-        self.run.watch.stop()
-        self.run.job.ranks, self.run.job.spares = [], []
+        self.context.job.ranks, self.context.job.spares = [], []
 
     def wait_for_effect(self) -> str:
         site = self.own_site()
@@ -56,16 +55,16 @@ class RestartRay(Scene):
         site.start_ray(without=self.late)
         others = [host for host in site.places() if host != self.late]
         seats = [host if host != self.late else others[i % len(others)] for i, host in enumerate(self.seats)]
-        self.run.job.stand_by(seats)
+        self.context.job.stand_by(seats)
         left_out = f"all hosts but {self.late}" if self.late else "all hosts"
-        self.run.timeline.line("started", f"Ray and the store run again on {left_out}")
+        self.context.timeline.line("started", f"Ray and the store run again on {left_out}")
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._join_late)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._join_late)
 
     def _join_late(self) -> None:
         self.own_site().join_late(self.late)
-        self.run.timeline.line("joined", f"{self.late}, while ranks wait in get()")
+        self.context.timeline.line("joined", f"{self.late}, while ranks wait in get()")
 
     def cleanup(self) -> None:
         self.own_site().join_late(self.late)

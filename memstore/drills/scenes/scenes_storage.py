@@ -42,7 +42,7 @@ class CorruptChunk(Scene):
         return [f"rank {self.rank}'s copy on {host}" for host in self.hit]
 
     def inject(self) -> str:
-        step, name = self.run.report.step_before, self.run.job.name
+        step, name = self.context.report.step_before, self.context.job.name
         flips = {
             host: self.site.do(host, "flip_chunk", self.site.folder(host), name, step, self.rank, self.where)
             for host in self.hit
@@ -61,7 +61,7 @@ class CorruptChunk(Scene):
         if not self.flips:
             return None
         if self.answer is None:
-            self.answer = self.site.ask("verify", {"job": self.run.job.name}, VERIFY_S)
+            self.answer = self.site.ask("verify", {"job": self.context.job.name}, VERIFY_S)
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None
@@ -71,8 +71,8 @@ class CorruptChunk(Scene):
 
     def recover(self) -> None:
         if not self.is_beyond:
-            self.run.job.wait_redundant()
-            self.run.timeline.line("repaired", f"{self.run.job.copies_text()} again, from a peer")
+            self.context.job.wait_redundant()
+            self.context.timeline.line("repaired", f"{self.context.job.copies_text()} again, from a peer")
 
 
 class DurableError(Scene):
@@ -89,10 +89,10 @@ class DurableError(Scene):
     @property
     def folder(self) -> Path:
         """Where the durable parts of the job lie."""
-        return Path(str(self.run.config.durable)) / self.run.job.name
+        return Path(str(self.context.config.durable)) / self.context.job.name
 
     def inject(self) -> str:
-        self.durable_before = self.run.job.status()["durable_step"]
+        self.durable_before = self.context.job.status()["durable_step"]
         self.folder.rename(self.folder.with_name(self.folder.name + ASIDE))
         self.folder.write_text("a file where a directory should be\n")
         return f"a file in the place of {self.folder.name} in the durable directory"
@@ -103,23 +103,23 @@ class DurableError(Scene):
         return "nothing can be created below it (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        job = next((row for row in body["jobs"] if row["job"] == self.run.job.name), None)
+        job = next((row for row in body["jobs"] if row["job"] == self.context.job.name), None)
         return f"durable: {job['durable_problem']}" if job is not None and job["durable_problem"] else None
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("mended", "the directory is back")
+        self.context.timeline.line("mended", "the directory is back")
 
     def wait_for_recovery(self) -> None:
         before = self.durable_before
 
         def look() -> int | None:
-            job = self.run.job.status()
+            job = self.context.job.status()
             newest = job["durable_step"]
             return newest if newest is not None and newest > (-1 if before is None else before) else None
 
         newest = self.site.wait_for("a durable step after the directory was mended", look)
-        self.run.timeline.line("durable", f"step {newest} is durable again")
+        self.context.timeline.line("durable", f"step {newest} is durable again")
 
     def cleanup(self) -> None:
         aside = self.folder.with_name(self.folder.name + ASIDE)
@@ -135,7 +135,7 @@ class DurableFull(DurableError):
     mounted: Path | None = None
 
     def inject(self) -> str:
-        self.durable_before = self.run.job.status()["durable_step"]
+        self.durable_before = self.context.job.status()["durable_step"]
         mount_tmpfs(self.folder, "64k")
         self.mounted = self.folder
         return f"a full file system of 64 KiB over {self.folder.name} in the durable directory"
@@ -172,8 +172,8 @@ class DurableSlow(DurableError):
     def setup(self) -> None:
         """While nothing is written there: what the folder has goes on with it."""
         super().setup()
-        newest, options = self.run.report.step_before, self.run.options
-        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
+        newest, options = self.context.report.step_before, self.context.options
+        self.site.wait_for("the newest step to be durable", lambda: self.context.job.status()["durable_step"] == newest)
         self.scratch = Path(tempfile.mkdtemp(prefix="memstore-drill-"))
         image, way = self.scratch / "image", self.scratch / "way"
         way.mkdir()
@@ -204,18 +204,15 @@ class DurableSlow(DurableError):
                 return f"a write of one byte below it took {took_s:.1f} s (checked)"
         raise DrillError(f"no small write took {SLOW_WRITE_S:g} s within {PROBE_S:g} s: the fault did not take effect")
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def recover(self) -> None:
-        job = self.run.job.status()
-        self.run.timeline.line(
+        job = self.context.job.status()
+        self.context.timeline.line(
             "meanwhile", f"step {job['durable_step']} is durable, {job['durable_abandoned']} writes were given up"
         )
         self.durable_before = job["durable_step"]
         if self.slow is not None:
             self.slow.end()
-        self.run.timeline.line("thawed", "the file system is as fast as before")
+        self.context.timeline.line("thawed", "the file system is as fast as before")
 
     def cleanup(self) -> None:
         try:
@@ -239,9 +236,9 @@ class DurableTorn(Scene):
     def setup(self) -> None:
         super().setup()
         self.hosts = list(self.holders)
-        newest = self.run.report.step_before
-        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
-        self.durable = sorted(row["step"] for row in self.run.job.status()["steps"] if row["durable"])
+        newest = self.context.report.step_before
+        self.site.wait_for("the newest step to be durable", lambda: self.context.job.status()["durable_step"] == newest)
+        self.durable = sorted(row["step"] for row in self.context.job.status()["steps"] if row["durable"])
         if len(self.durable) < 2:
             raise DrillError(f"only step {newest} is durable: there is no older one to fall back on")
 
@@ -250,7 +247,7 @@ class DurableTorn(Scene):
 
     def inject(self) -> str:
         step = self.durable[-1]
-        folder = Path(str(self.run.config.durable)) / self.run.job.name
+        folder = Path(str(self.context.config.durable)) / self.context.job.name
         part = self.rng.choice(sorted(folder.glob(f"*/{step}/rank-{self.rank}.*")))
         before = part.stat().st_size
         self.part, self.left = part, int(before * self.rng.uniform(0.1, 0.9))
@@ -268,9 +265,11 @@ class DurableTorn(Scene):
         return "; ".join(str(why) for why in found) if all(found) else None
 
     def check(self) -> None:
-        restored = self.run.report.step_restored
+        restored = self.context.report.step_restored
         if restored is not None and restored not in self.durable[:-1]:
-            self.run.broken.append(f"step {restored} was restored, whole are only the durable {self.durable[:-1]}")
+            self.context.broken_promises.append(
+                f"step {restored} was restored, whole are only the durable {self.durable[:-1]}"
+            )
 
 
 class TornManifest(Scene):
@@ -289,10 +288,10 @@ class TornManifest(Scene):
         return [f"the manifest of rank {self.rank} on {host}" for host in self.hit]
 
     def inject(self) -> str:
-        step, words = self.run.report.step_before, []
+        step, words = self.context.report.step_before, []
         for host in self.hit:
             folder = self.site.folder(host)
-            torn = self.site.do(host, "tear_manifest", folder, self.run.job.name, step, self.rank, self.where)
+            torn = self.site.do(host, "tear_manifest", folder, self.context.job.name, step, self.rank, self.where)
             self.processes[host] = self.site.do(host, "holder_process", folder)
             self.site.do(host, "kill", [self.processes[host]])
             words.append(f"manifest of rank {self.rank}, step {step}, on {host} cut from {torn['nbytes']} to "
@@ -315,15 +314,15 @@ class TornManifest(Scene):
             return
         [host] = self.hit
         if host in self.site.on_probation():  # repair gives it no second copy, the next put does (R29)
-            self.run.timeline.line("repaired", f"not yet: {host} died too often lately for repair to trust")
+            self.context.timeline.line("repaired", f"not yet: {host} died too often lately for repair to trust")
             return
-        self.run.job.wait_redundant()
-        step = int(self.run.report.step_before or 0)
-        if not self.site.do(host, "has_manifest", self.site.folder(host), self.run.job.name, step, self.rank):
-            self.run.broken.append(
+        self.context.job.wait_redundant()
+        step = int(self.context.report.step_before or 0)
+        if not self.site.do(host, "has_manifest", self.site.folder(host), self.context.job.name, step, self.rank):
+            self.context.broken_promises.append(
                 f"{host} counts as holding rank {self.rank} of step {step} and has no manifest of it"
             )
-        self.run.timeline.line("repaired", f"{self.run.job.copies_text()} again, from a peer")
+        self.context.timeline.line("repaired", f"{self.context.job.copies_text()} again, from a peer")
 
     def _are_replaced(self) -> bool:
         is_new = all(int(self.site.record(host)["pid"]) != pid for host, (pid, _) in self.processes.items())
@@ -345,8 +344,10 @@ class ArenaFull(Scene):
     def inject(self) -> str:
         limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])
         nbytes = limit // 3  # the bill is at least 3 versions of it, and other jobs have room already
-        self.greedy = ScratchJob(self.site, "drill-greedy", self.run.config, seed=self.run.options.seed, nbytes=nbytes)
-        self.greedy.start([r.host for r in self.run.job.ranks[:2]])
+        self.greedy = ScratchJob(
+            self.site, "drill-greedy", self.context.config, seed=self.context.options.seed, nbytes=nbytes
+        )
+        self.greedy.start([r.host for r in self.context.job.ranks[:2]])
         return f"job {self.greedy.name} of 2 ranks wants {nbytes >> 20} MiB each in arenas of {limit >> 20} MiB"
 
     def wait_for_effect(self) -> str:
@@ -357,11 +358,8 @@ class ArenaFull(Scene):
         refused = [row for row in rows if row.error.startswith("CapacityError")]
         if len(refused) != len(rows):
             raise DrillError(f"the second job was not refused on every rank: {[row.error for row in rows]}")
-        self.run.timeline.line("refused", refused[0].error[:300])
+        self.context.timeline.line("refused", refused[0].error[:300])
         return f"CapacityError at the first put on {len(refused)} of {len(rows)} of its ranks (checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
 
     def recover(self) -> None:
         self.cleanup()

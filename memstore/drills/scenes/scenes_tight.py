@@ -54,17 +54,14 @@ class TightScene(Scene):
         folder = self.site.folder(host)
         return self.site.do(host, "holder_process", folder), self.site.do(host, "arena_identity", folder)
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def check(self) -> None:
         for host, before in self.lives.items():
             now = self._life(host)
             if now != before:
-                self.run.broken.append(f"the holder and arena of {host} were {before} and are {now}")
+                self.context.broken_promises.append(f"the holder and arena of {host} were {before} and are {now}")
         flapped = self.site.on_probation()
         if flapped:
-            self.run.broken.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
+            self.context.broken_promises.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
 
 
 class TmpfsFull(TightScene):
@@ -78,12 +75,12 @@ class TmpfsFull(TightScene):
     def setup(self) -> None:
         """Train on until the journals' last pages have no room for more than a few facts."""
         super().setup()
-        job, report, left = self.run.job, self.run.report, PADDING_STEPS_MAX
+        job, report, left = self.context.job, self.context.report, PADDING_STEPS_MAX
         while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
             step, left = job.committed_step() + 1, left - 1
             job.train(step, step, "before the fault")
         self.room_bytes, report.step_before = room, job.committed_step()
-        self.run.job_before = job.wait_redundant()
+        self.context.job_before = job.wait_redundant()
 
     def _journal_room(self) -> int:
         """Bytes that the emptiest of the journals' last pages still takes."""
@@ -123,16 +120,18 @@ class TmpfsFull(TightScene):
 
     def recover(self) -> None:
         """What is stored can still be read; then there is room again."""
-        run, before = self.run, self.run.report.step_before or 0
-        step = run.job.committed_step()  # the ranks read once their puts are over
-        found = run.job.read(step, 0)
+        context, before = self.context, self.context.report.step_before or 0
+        step = context.job.committed_step()  # the ranks read once their puts are over
+        found = context.job.read(step, 0)
         wrong = [r for r in found if r.error or r.differences or r.bytes_equal != r.nbytes]
         if step < before or wrong:
             why = wrong[0].message or wrong[0].differences if wrong else "a committed step is gone"
-            run.broken.append(f"while the file system was full, reading step {step} (before: {before}): {why}")
-        run.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
+            context.broken_promises.append(
+                f"while the file system was full, reading step {step} (before: {before}): {why}"
+            )
+        context.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
         self.cleanup()
-        run.timeline.line("room", "the file that took it is gone")
+        context.timeline.line("room", "the file that took it is gone")
 
     def wait_for_recovery(self) -> None:
         def look() -> bool:
@@ -180,9 +179,9 @@ class MemoryPressure(TightScene):
 
     def check(self) -> None:
         super().check()
-        gone = [r.host for r in self.run.job.ranks if not is_alive(r.pid, r.start)]
+        gone = [r.host for r in self.context.job.ranks if not is_alive(r.pid, r.start)]
         if gone:
-            self.run.broken.append(f"ranks of {', '.join(gone)} are not the processes they were")
+            self.context.broken_promises.append(f"ranks of {', '.join(gone)} are not the processes they were")
 
     def cleanup(self) -> None:
         if self.hog is not None:
