@@ -17,6 +17,7 @@ from memstore.drills.model.report import BROKEN, ERROR, PASS
 from memstore.drills.run.suite import SuiteResult
 
 FORMAT = 1
+SOURCE_ROOT = Path(__file__).resolve().parents[3]  # the repository, unless this runs from a wheel
 GIT_S = 10.0
 PACKAGES = (DISTRIBUTION, "ray", "torch", "numpy", "msgpack", "xxhash")
 
@@ -51,13 +52,12 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of the source tree this runs from, with "-dirty" if it was changed; None in a wheel."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if not (SOURCE_ROOT / ".git").exists():
         return None
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=root, capture_output=True, text=True, timeout=GIT_S, check=True,
+            cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=GIT_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 from typing import Any, cast
 
 import pytest
+from repository import ROOT
 
 import memstore.drills.run.suite as suite_module
+import memstore.drills.run.suite_record as suite_record
 from memstore.config import Config
 from memstore.drills.model.catalogue import DRILLS, find
 from memstore.drills.model.options import Options
@@ -158,6 +160,7 @@ def test_the_record_is_json_with_phases_and_versions(monkeypatch: pytest.MonkeyP
     found = json.loads(json.dumps(found))
     assert {"python", "cpus", "kernel"} <= set(found["environment"])
     assert found["versions"]["ray"]
+    assert suite_record.SOURCE_ROOT == ROOT, "the commit is that of another folder, or of none"
     row = found["drills"][0]
     assert set(told("kill-rank").to_dict()) <= set(row)
     assert [phase["phase"] for phase in row["phases"]] == [SETUP, CHECK]
