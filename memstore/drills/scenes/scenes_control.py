@@ -1,4 +1,4 @@
-"""Faults of the control plane: the controller, Ray's head."""
+"""Faults of the controller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memstore.errors import DrillError
 
 
 class KillController(Scene):
-    """The controller, while all ranks put."""
+    """SIGKILL to the controller, while all ranks put."""
 
     name = "kill-controller"
 
@@ -45,7 +45,7 @@ class KillController(Scene):
 
 
 class KillControllerRestore(KillRank):
-    """A rank dies, and so does the controller in the middle of the restore that follows."""
+    """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
 
     name = "kill-controller-restore"
 
@@ -77,7 +77,7 @@ class KillControllerRestore(KillRank):
 
 
 class KillControllerPersist(KillController):
-    """The controller while a durable step is half written: stopped, looked at, and only then killed."""
+    """SIGKILL to the controller while a durable step is half written, which is checked while it is stopped."""
 
     name = "kill-controller-persist"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
@@ -94,7 +94,7 @@ class KillControllerPersist(KillController):
         )
 
     def recover(self) -> None:
-        """Ray starts the next one; what was half written is finished or given up."""
+        """Do nothing: Ray starts the next controller, which finishes or gives up the half-written step."""
 
     def wait_for_recovery(self) -> None:
         newest = self.site.wait_for("a durable step after the controller died", self._newer_durable)

@@ -1,4 +1,4 @@
-"""Faults of whole hosts and of several at once."""
+"""Faults of whole hosts: one, a rack, or one after the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memstore.drills.ranks.ranks import Restored
 from memstore.drills.scenes.scene import Scene
 from memstore.errors import DrillError
 
-NOTICE_S = 30.0  # spot instances get 30 to 120 s
-ZOMBIE_S = 60.0  # a raylet that was given up learns of it from Ray's head
-FLAPS = 3  # deaths within ten minutes put a host on probation (R29)
+NOTICE_S = 30.0  # clouds give spot instances 30 to 120 s
+ZOMBIE_S = 60.0  # limit until a raylet that Ray has declared dead learns that, and ends
+FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
 
 
 class KillHost(Scene):
-    """The host of one rank; beyond: every host with a copy of that rank's shard."""
+    """The loss of one rank's host; beyond: of every host with a copy of that rank's shard."""
 
     name = "kill-host"
 
@@ -29,7 +29,7 @@ class KillHost(Scene):
         return self.hosts
 
     def leaves(self, host: str) -> bool:
-        return True  # on a running cluster it comes back empty, but a launcher would not wait for the machine
+        return True  # on a running cluster it comes back empty; but a real launcher would not wait for a lost machine
 
     def may_hit(self, holders: list[str]) -> bool:
         return self.site.may_lose(holders if self.is_beyond else holders[:1])
@@ -38,7 +38,7 @@ class KillHost(Scene):
         return "; ".join([self.site.lose_host(host, self.context.job.ranks) for host in self.hosts])
 
     def wait_for_effect(self) -> str:
-        # lose_host() checks each step of it before it goes on to the next.
+        # lose_host() has checked each of these.
         return f"{', '.join(self.hosts)}: processes gone, port silent, arena file gone (each checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -47,10 +47,10 @@ class KillHost(Scene):
 
 
 class PreemptHost(KillHost):
-    """Notice of a host's end, steps put meanwhile, and the end once the store can do without it."""
+    """The loss of a host after a notice; steps are put until the store needs the host no more."""
 
     name = "preempt-host"
-    copies_left = -1  # right after its death was noticed, before any repair
+    copies_left = -1  # copies of each shard when the death was noticed, before any repair
 
     def inject(self) -> str:
         [host], job, report = self.hosts, self.context.job, self.context.report
@@ -83,7 +83,7 @@ class PreemptHost(KillHost):
 
 
 class KillRack(KillHost):
-    """Every host of one rack; beyond: and every other host with a copy of one of their shards."""
+    """The loss of every host of a rack; beyond: also of every other host with a copy of the victim's shard."""
 
     name = "kill-rack"
 
@@ -100,7 +100,7 @@ class KillRack(KillHost):
 
 
 class KillRackStaggered(KillRack):
-    """The hosts of one rack one after the other: each dies while the copies that the last one held are missing."""
+    """The loss of a rack host by host: each dies while copies that the one before held are still missing."""
 
     name = "kill-rack-staggered"
 
@@ -117,7 +117,7 @@ class KillRackStaggered(KillRack):
 
 
 class SecondFailure(KillHost):
-    """A second host with a copy of the same shard, while the ranks of the next attempt wait in get()."""
+    """The loss of two hosts with a copy of the same shard, the second while the next attempt waits in get()."""
 
     name = "second-failure"
     job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3}
@@ -131,7 +131,7 @@ class SecondFailure(KillHost):
         return len(holders) == 3 and self.site.may_lose(self._fallen(holders))
 
     def _fallen(self, holders: list[str]) -> list[str]:
-        """The rank's own host, one target of it that may be lost; beyond: every host with a copy."""
+        """Return the rank's own host and a target that may be lost; beyond: every host with a copy."""
         if self.is_beyond:
             return holders
         return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
@@ -153,12 +153,12 @@ class SecondFailure(KillHost):
 
     def _lose_more(self) -> None:
         for host in self.hosts[1:]:
-            # lose_host() checks each step of it before it goes on to the next.
+            # lose_host() checks that the host is gone.
             self.context.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
 
 
 class KillRaylet(Scene):
-    """The raylet of one rank's host; its processes die with it, its memory stays, and Ray is started there again."""
+    """SIGKILL to the raylet of one rank's host. Its processes die too, its memory stays, and Ray is started again."""
 
     name = "kill-raylet"
     is_back = True
@@ -204,7 +204,7 @@ class KillRaylet(Scene):
 
 
 class FreezeRaylet(KillHost):
-    """The zombie: every process of one host stops until all count it dead and training has gone on without it."""
+    """A zombie: all processes of a host are stopped until it counts as dead and training has gone on without it."""
 
     name = "freeze-raylet"
     is_back = True
@@ -219,7 +219,7 @@ class FreezeRaylet(KillHost):
         self.raylet, self.frozen = site.cluster.raylet(host), site.cluster.node_processes(host)
         self.holder = self.site.do(host, "holder_process", self.site.folder(host))
         self.begin_puts()
-        site.deaf.add(host)
+        site.unreachable_hosts.add(host)
         site.pool.forget(host)
         self.is_back = False
         for process in self.frozen:
@@ -240,7 +240,7 @@ class FreezeRaylet(KillHost):
         self.context.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
 
     def wait_for_recovery(self) -> None:
-        """Training has gone on; now the zombie wakes up, must end, and its successor must take its place."""
+        """Let the zombie go on; wait until it has ended, its successor has its place, and a new step is committed."""
         [host] = self.hosts
         self._thaw()
         self.context.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
@@ -256,7 +256,7 @@ class FreezeRaylet(KillHost):
         self.context.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
 
     def check(self) -> None:
-        """What anybody reads now is the newest step, from whichever host."""
+        """Require that every rank can read the newest step: its own shard, and another's."""
         step = self.context.job.committed_step()
         for found in (*self.context.job.read(step, 0), *self.context.job.read(step, 1)):
             if found.error or found.differences or found.bytes_equal != found.nbytes:
@@ -272,11 +272,11 @@ class FreezeRaylet(KillHost):
     def _thaw(self) -> None:
         for process in self.frozen:
             faults.thaw(process)
-        self.site.deaf.discard(self.hosts[0])
+        self.site.unreachable_hosts.discard(self.hosts[0])
 
 
 class FlapHost(Scene):
-    """One host's holder dies and comes back three times, while all ranks put."""
+    """Three deaths of one host's holder, which comes back each time, while all ranks put."""
 
     name = "flap-host"
     puts_count = 60

@@ -1,4 +1,4 @@
-"""The network splits in halves, the controller on the side that lost what elects controllers (R17)."""
+"""A network split in halves, with the controller on the side that is cut off from the membership (R17)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memstore.drills.sites.site_namespaces import VIA
 from memstore.errors import DrillError
 
 LEAVES_S = 20.0
-STEPS = 3  # each half puts so many before the split, and the minority so many during it
+STEPS = 3  # steps that each half puts before the split, and that the minority puts during it
 
 
 class PartitionHalf(NetworkScene):
-    """Two halves with a job of its own on each, besides the drill's on both; beyond: all copies of a shard cut off."""
+    """A split with a job on each half, besides the drill's own on both; beyond: all copies of a shard are cut off."""
 
     name = "partition-half"
     puts_count = 8
@@ -48,13 +48,15 @@ class PartitionHalf(NetworkScene):
     def inject(self) -> str:
         net = self.net
         here, there = list(self.minority), [*self.majority, VIA, net.spare_host]
-        self.site.deaf.update(self.minority)
+        self.site.unreachable_hosts.update(self.minority)
         (there if self.is_beyond else here).append(net.controller_host)
         net.rig.partition(here, there)
         if self.is_beyond:
             return f"{', '.join(here)} cut from everybody else, with every copy of rank {self.rank}'s shard"
         net.cut_membership()
-        self.lease_end_s = time.time() + net.cluster.config.lease_s  # what it records until then is no fault (R17)
+        self.lease_end_s = (
+            time.time() + net.cluster.config.lease_s
+        )  # until then its lease lets the old controller record commits (R17)
         net.elect_spare()
         return f"{', '.join(here)} with the controller | {', '.join(there)} with the membership"
 
@@ -73,7 +75,7 @@ class PartitionHalf(NetworkScene):
         return self.not_live(self.minority, body)
 
     def recover(self) -> None:
-        if self.is_beyond:  # the ranks restart while the halves are apart
+        if self.is_beyond:  # the ranks are restarted while the halves are apart
             return
         net = self.net
         self._commit("majority")
@@ -89,12 +91,12 @@ class PartitionHalf(NetworkScene):
             self.context.timeline.line("minority", f"{STEPS} steps put, none committed; its controller lives")
         net.rig.heal_all()
         net.connect_membership()
-        self.site.deaf.clear()
+        self.site.unreachable_hosts.clear()
         self.site.wait_for("the old controller to leave", lambda: net.old_controller.poll() is not None, LEAVES_S)
         self.context.timeline.line("healed", "one network again; the old controller has left")
 
     def _commit(self, side: str) -> None:
-        """A new step of one half is committed within the promise."""
+        """Require that a new step of one half's job is committed within the promised time."""
         job, before = self.jobs[side], self.steps[side]
         for _ in range(int(self.context.promise.resume_s)):
             self.steps[side] += 1

@@ -1,4 +1,4 @@
-"""Ray itself goes away: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24)."""
+"""Faults of Ray itself: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memstore.drills.ranks.ranks import Restored
 from memstore.drills.scenes.scene import Scene
 from memstore.errors import DrillError
 
-ENDED_S = 90.0  # stock Ray's raylets wait a minute for a head that is gone
+ENDED_S = 90.0  # with Ray's default, a raylet waits a minute for a head that is gone
 
 
 class RestartRay(Scene):
-    """Every process of every host with SIGKILL at once; Ray is started again, and one host joins late."""
+    """SIGKILL to every process of every host at once; Ray is started again, and one host joins late."""
 
     name = "restart-ray"
-    is_noticed = False  # there is nobody left who could
+    is_noticed = False  # no controller is left that could notice it
 
     def setup(self) -> None:
         super().setup()
         site = self.own_site()
-        self.hosts = []  # nobody loses memory
+        self.hosts = []  # no host loses its memory
         self.late = self._draw_late([r.host for r in self.context.job.ranks if r.host != site.head])
         self.before: dict[str, Any] = {}
         self.seats = [r.host for r in self.context.job.ranks]
@@ -40,7 +40,7 @@ class RestartRay(Scene):
         return f"SIGKILL to all {count} processes of Ray and of the store"
 
     def _let_go(self) -> None:
-        """Forget every handle of this Ray: to use one later would start another Ray here."""
+        """Drop every handle of this Ray's actors: a later call through one would start another Ray here."""
         self.context.job.ranks, self.context.job.spares = [], []
 
     def wait_for_effect(self) -> str:
@@ -71,12 +71,12 @@ class RestartRay(Scene):
 
 
 class HeadNode(RestartRay):
-    """Ray's head dies for good; every raylet ends for want of it. Ray is started again on the same hosts."""
+    """SIGKILL to Ray's head. Without it every other raylet ends; then Ray is started again on the same hosts."""
 
     name = "head-node"
 
     def _draw_late(self, hosts: list[str]) -> str:
-        return ""  # nobody
+        return ""  # no host joins late
 
     def victims(self) -> list[str]:
         return [f"Ray's head on {self.own_site().head}"]

@@ -1,4 +1,4 @@
-"""Faults of what is stored: bytes at rest, and the durable tier."""
+"""Faults of stored bytes, in the arenas and in the durable tier."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from memstore.drills.sites.scratch import ScratchJob
 from memstore.errors import DrillError
 
 VERIFY_S = 300.0
-SLOW_WRITE_S = 0.5  # a write of a few bytes that took this long was held up
+SLOW_WRITE_S = 0.5  # a small write that takes this long was delayed by the fault
 PROBE_S = 10.0
-ASIDE = ".aside"  # where the job's durable folder waits while a file stands in its place
+ASIDE = ".aside"  # suffix of the job's durable folder while a file has its place
 
 
 class CorruptChunk(Scene):
-    """One chunk of one copy; beyond: the same chunk of every copy."""
+    """A flipped bit in one chunk of one copy; beyond: in the same chunk of every copy."""
 
     name = "corrupt-chunk"
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = []  # nobody loses a whole memory here
+        self.hosts = []  # no host loses its whole memory
         self.where = self.rng.random()
         self.flips: dict[str, dict[str, Any]] = {}
         self.answer: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class CorruptChunk(Scene):
         )
 
     def wait_for_effect(self) -> str:
-        # flip_chunk() read the bytes back and found another digest before it returned.
+        # flip_chunk() has read the bytes back and compared their digest.
         count = len(self.flips)
         return f"its slot in {count} arena file{'s' * (count > 1)} has another digest now (checked)"
 
@@ -76,7 +76,7 @@ class CorruptChunk(Scene):
 
 
 class DurableError(Scene):
-    """A file stands where the scratch job's durable folder was: every write of a part fails until it is mended."""
+    """A file in the place of the scratch job's durable folder, so that every write fails until it is mended."""
 
     name = "durable-error"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
@@ -88,7 +88,7 @@ class DurableError(Scene):
 
     @property
     def folder(self) -> Path:
-        """Where the durable parts of the job lie."""
+        """Return the folder of the job's durable parts."""
         return Path(str(self.context.config.durable)) / self.context.job.name
 
     def inject(self) -> str:
@@ -129,7 +129,7 @@ class DurableError(Scene):
 
 
 class DurableFull(DurableError):
-    """A small full file system in the place of the scratch job's durable folder: every write ends in ENOSPC."""
+    """A small full file system over the scratch job's durable folder, so that every write ends in ENOSPC."""
 
     name = "durable-full"
     mounted: Path | None = None
@@ -159,10 +159,10 @@ class DurableFull(DurableError):
 
 
 class DurableSlow(DurableError):
-    """The scratch job's durable folder on a file system of its own that is frozen for most of the time."""
+    """A file system under the scratch job's durable folder that is frozen for most of the time."""
 
     name = "durable-slow"
-    is_noticed = False  # a write that takes long is no error; what it costs is that steps in between are passed over
+    is_noticed = False  # a slow write is no error; it only makes the store pass over the steps in between
     puts_count = 24
     hold_s = 4.0
     slow: SlowFileSystem | None = None
@@ -170,7 +170,7 @@ class DurableSlow(DurableError):
     scratch: Path | None = None
 
     def setup(self) -> None:
-        """While nothing is written there: what the folder has goes on with it."""
+        """Move the durable folder onto a file system of its own, while the store writes nothing there."""
         super().setup()
         newest, options = self.context.report.step_before, self.context.options
         self.site.wait_for("the newest step to be durable", lambda: self.context.job.status()["durable_step"] == newest)
@@ -196,7 +196,7 @@ class DurableSlow(DurableError):
     def wait_for_effect(self) -> str:
         probe = self.folder / ".drill-probe"
         deadline_s = time.monotonic() + PROBE_S
-        while (started_s := time.monotonic()) < deadline_s:  # what comes between two freezes is not held up
+        while (started_s := time.monotonic()) < deadline_s:  # a write between two freezes is not delayed; so try again
             probe.write_bytes(b"?")
             probe.unlink()
             took_s = time.monotonic() - started_s
@@ -228,7 +228,7 @@ class DurableSlow(DurableError):
 
 
 class DurableTorn(Scene):
-    """A slice of the newest durable step is cut short, and every copy of that shard in RAM is lost."""
+    """A slice of the newest durable step that is cut short, and the loss of every copy of that shard in RAM."""
 
     name = "durable-torn"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1, "durable_keep": 3}
@@ -273,13 +273,13 @@ class DurableTorn(Scene):
 
 
 class TornManifest(Scene):
-    """A manifest cut short, as by a crash in the middle of a write, and the holder killed so that it is read again."""
+    """A manifest that is cut short as by a crash in mid-write, and SIGKILL to the holder, so that it is read again."""
 
     name = "torn-manifest"
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = []  # nobody loses a whole memory here
+        self.hosts = []  # no host loses its whole memory
         self.where = self.rng.random()
         self.hit = self.holders if self.is_beyond else [self.rng.choice(self.holders)]
         self.processes: dict[str, faults.Process] = {}
@@ -301,7 +301,7 @@ class TornManifest(Scene):
     def wait_for_effect(self) -> str:
         for host, process in self.processes.items():
             self.site.do(host, "wait_gone", [process])
-        # tear_manifest() read the file back, and it was no manifest any more.
+        # tear_manifest() has tried to read the file as a manifest, and failed.
         return f"no manifest any more (checked), holders of {', '.join(self.hit)} gone (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -313,7 +313,9 @@ class TornManifest(Scene):
         if self.is_beyond:
             return
         [host] = self.hit
-        if host in self.site.on_probation():  # repair gives it no second copy, the next put does (R29)
+        if (
+            host in self.site.on_probation()
+        ):  # a host on probation gets its second copy with the next put, not by repair (R29)
             self.context.timeline.line("repaired", f"not yet: {host} died too often lately for repair to trust")
             return
         self.context.job.wait_redundant()
@@ -330,10 +332,10 @@ class TornManifest(Scene):
 
 
 class ArenaFull(Scene):
-    """A second job asks for more room than a host can ever give, while the first one trains."""
+    """A second job that asks for more arena memory than a host can ever give, while the first one trains."""
 
     name = "arena-full"
-    is_noticed = False  # it is refused to the one who asks; nothing is wrong with the store
+    is_noticed = False  # only the ranks that ask get an error; the store itself is healthy
     puts_count = 24
     hold_s = 1.0
     greedy: ScratchJob | None = None
@@ -343,7 +345,7 @@ class ArenaFull(Scene):
 
     def inject(self) -> str:
         limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])
-        nbytes = limit // 3  # the bill is at least 3 versions of it, and other jobs have room already
+        nbytes = limit // 3  # each host needs room for 3 versions at least, and other jobs have some already
         self.greedy = ScratchJob(
             self.site, "drill-greedy", self.context.config, seed=self.context.options.seed, nbytes=nbytes
         )

@@ -1,4 +1,4 @@
-"""Faults of memory that runs out, played on the cluster of `site_tight.py`."""
+"""Faults of scarce memory, on the cluster of `site_tight.py`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME
 from memstore.shell.arena.lock import is_alive
 
-HOG_LIMIT_BYTES = 4096 * MIB  # whatever the monitor does, nobody takes more of a machine than this
+HOG_LIMIT_BYTES = 4096 * MIB  # the task takes no more than this from the machine, also if the monitor fails to kill it
 HOG_STEP_BYTES = 64 * MIB
-HOG_WAITS_S = 5.0  # with all of it, before it gives up: the monitor looks every tenth of a second
+HOG_WAITS_S = 5.0  # time for the monitor to kill the task at its limit; it looks every 0.1 s
 HOG_S = 60.0
 PAGE_BYTES = 4096
-JOURNAL_ROOM_BYTES = 256  # a skip takes a hundred, and there are three before long
+JOURNAL_ROOM_BYTES = 256  # a skipped step takes 100 bytes of a journal, and three are soon skipped
 PADDING_STEPS_MAX = 60
 
 
 def take_memory(limit_bytes: int) -> int:
-    """Take memory and write to it, up to a limit; return how much of it was let. The drill's own task on the victim."""
+    """Take memory up to a limit and write to it; return how much it was. Runs as the drill's own task on the victim."""
     taken: list[bytes] = []
     while (nbytes := sum(len(block) for block in taken)) < limit_bytes:
         taken.append(b"\x01" * HOG_STEP_BYTES)
@@ -41,7 +41,7 @@ def take_memory(limit_bytes: int) -> int:
 
 
 class TightScene(Scene):
-    """What both look at: nobody of the store may have been replaced."""
+    """A fault through which every holder and its arena must stay the same."""
 
     def setup(self) -> None:
         super().setup()
@@ -65,7 +65,7 @@ class TightScene(Scene):
 
 
 class TmpfsFull(TightScene):
-    """The file system of the arenas has no page left, while all ranks put: for no manifest, and soon for no fact."""
+    """No free page in the arenas' file system, while all ranks put: first manifests fail, and soon journal entries."""
 
     name = "tmpfs-full"
     puts_count = 16
@@ -73,7 +73,7 @@ class TmpfsFull(TightScene):
     filler: FullFileSystem | None = None
 
     def setup(self) -> None:
-        """Train on until the journals' last pages have no room for more than a few facts."""
+        """Train on until the last pages of the journals have room for a few facts only."""
         super().setup()
         job, report, left = self.context.job, self.context.report, PADDING_STEPS_MAX
         while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
@@ -83,7 +83,7 @@ class TmpfsFull(TightScene):
         self.context.job_before = job.wait_redundant()
 
     def _journal_room(self) -> int:
-        """Bytes that the emptiest of the journals' last pages still takes."""
+        """Return the free bytes of the emptiest of the journals' last pages."""
         sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
         return max(-size % PAGE_BYTES for size in sizes)
 
@@ -91,7 +91,7 @@ class TmpfsFull(TightScene):
         return ["the file system of the arenas"]
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """Full before the first of them, else its commit opens another page of the journals."""
+        """Fill the file system, then start the puts; else the first commit would open another page of the journals."""
         self.filler = FullFileSystem(self.tight.arenas)
         self.filler.start()
         return super().begin_puts(pause_s, marks)
@@ -119,9 +119,9 @@ class TmpfsFull(TightScene):
         return next((f"{host}: {why}" for host, why in short.items() if why), None)
 
     def recover(self) -> None:
-        """What is stored can still be read; then there is room again."""
+        """Require that what is stored can be read, then give the space back."""
         context, before = self.context, self.context.report.step_before or 0
-        step = context.job.committed_step()  # the ranks read once their puts are over
+        step = context.job.committed_step()  # the ranks read when their puts have ended
         found = context.job.read(step, 0)
         wrong = [r for r in found if r.error or r.differences or r.bytes_equal != r.nbytes]
         if step < before or wrong:
@@ -145,10 +145,10 @@ class TmpfsFull(TightScene):
 
 
 class MemoryPressure(TightScene):
-    """Somebody else's task on one host takes memory until Ray's memory monitor kills it."""
+    """A task on one host, outside the store, that takes memory until Ray's memory monitor kills it."""
 
     name = "memory-pressure"
-    is_noticed = False  # nothing of the store is hit
+    is_noticed = False  # the fault hits no process of the store
     puts_count = 32
     hold_s = 1.0
     hog: Any = None

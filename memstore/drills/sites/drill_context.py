@@ -1,4 +1,4 @@
-"""What the parts of one drill share: its scene, its flow, the judgement and the runner."""
+"""The context of one drill, which its scene, its flow, the judgement and the runner share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from memstore.drills.sites.site import Site
 
 @dataclass
 class DrillContext:
-    """The drill, its site, its scratch job and what was found so far; the runner builds it, and it names no part."""
+    """The drill, its site, its scratch job and the findings so far. It refers to none of the parts that use it."""
 
     drill: Drill
     site: Site
     options: Options
-    config: Config  # of the scratch job
-    promise: Promise  # a flow replaces it if the site cannot give the drill what the promise needs
-    rng: random.Random  # seeded with the drill and its options; draws victims and moments
+    config: Config  # the scratch job's
+    promise: Promise  # a flow may replace it: with two hosts no byte needs to come from a peer
+    rng: random.Random  # seeded with the drill and its options; draws the victims and the moments
     report: Report
     timeline: Timeline
     job: ScratchJob
     job_before: dict[str, Any] = field(default_factory=dict)  # the job's status right before the fault
-    places: list[str] = field(default_factory=list)  # live hosts, in the order in which ranks are given to them
+    places: list[str] = field(default_factory=list)  # live hosts, in the order in which they get ranks
     broken_promises: list[str] = field(default_factory=list)

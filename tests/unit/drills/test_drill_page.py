@@ -80,7 +80,7 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
         yield cast(Site, type("FakeSite", (), {"config": Config()})())
         log.append("close")
 
-    def run(name: str, site: Site, options: Options, tell: Any) -> Report:
+    def run(name: str, site: Site, options: Options, print_line: Any) -> Report:
         log.append(name)
         found = outcomes[name]
         if isinstance(found, Exception):
@@ -88,7 +88,7 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
         return found
 
     monkeypatch.setattr(suite_module, "run_drill", run)
-    return Suite({EMBEDDED: opener}, Options(seed=7), durable="/d", timeout_s=60.0, tell=lambda line: None), log
+    return Suite({EMBEDDED: opener}, Options(seed=7), durable="/d", timeout_s=60.0, print_line=lambda line: None), log
 
 
 def test_a_drill_that_fails_does_not_stop_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
