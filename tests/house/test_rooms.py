@@ -128,6 +128,10 @@ def arrows(package: str) -> dict[str, frozenset[str]]:
     return {name: frozenset(imported(path.read_text(encoding="utf-8"), found)) - {name} for name, path in found.items()}
 
 
+# Packages with a README.md of at most README_LINES_MAX lines in every room: what lives there, what it may import.
+EXPLAINED = ["memstore.drills"]
+
+
 def room_of(module: str, package: str) -> str:
     """Return the room of a module in a package, or "" for the package itself."""
     return module.removeprefix(package).removeprefix(".").split(".")[0]
@@ -185,6 +189,15 @@ def test_rooms_are_drawn_from_the_ground_up(package: str) -> None:
     for room, below in rooms.items():
         assert set(below.split()) <= seen, room
         seen.add(room)
+
+
+@pytest.mark.parametrize("package", EXPLAINED)
+def test_every_room_is_explained_on_one_page(package: str) -> None:
+    """A stranger reads in one minute what lives in a room and what it may import."""
+    folder = ROOT / package.replace(".", "/")
+    pages = {room: folder / room / "README.md" for room in ["", *DRAWN[package]]}
+    lengths = {room: len(page.read_text(encoding="utf-8").splitlines()) for room, page in pages.items()}
+    assert all(0 < length <= README_LINES_MAX for length in lengths.values()), lengths
 
 
 def test_arrows_are_as_drawn() -> None:
