@@ -28,7 +28,7 @@ class Scene:
     pause_s = 0.25  # between two of these puts
     hold_s = 0.0  # how long the fault lasts at least after it is noticed, if training goes on
     step_at_fault = -1  # newest step whose bytes may have been sent before the fault, if training goes on
-    is_noticed = True  # the store's status shows the fault; a slow link may be fast enough for all time-outs
+    is_noticed = True  # the store's status must show the fault; False where the store cannot, or need not, notice it
 
     def __init__(self, context: DrillContext) -> None:
         self.context, self.site, self.rng = context, context.site, context.rng
@@ -72,7 +72,10 @@ class Scene:
         raise NotImplementedError
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        """Return how the store's status shows the fault, as text; None while it does not. Called by another thread."""
+        """Return how the store's status shows the fault, as text; None while it does not.
+
+        Called by another thread, and only if `is_noticed`.
+        """
         raise NotImplementedError
 
     def recover(self) -> None:
