@@ -111,6 +111,10 @@ DEBTS = {
     "drills/scenes/scene.py": "drills.run",
 }  # fmt: skip
 
+# Packages whose folders each have a page that names every file of theirs.
+WITH_PAGES = ("memstore.testing", "memstore.testing.simulator")
+LONGER_PAGES = ("memstore/testing/simulator",)  # for the table of planted bugs
+
 
 def module_of(path: Path) -> str:
     """Return the dotted name of a file of the repository."""
@@ -207,6 +211,18 @@ def test_arrows_are_as_drawn() -> None:
     """A file imports only rooms that are drawn for its own; a debt that is paid leaves the list."""
     found = {path: rooms for package, drawn in DRAWN.items() for path, rooms in undrawn(package, drawn).items()}
     assert found == {path: {room} for path, room in DEBTS.items()}
+
+
+@pytest.mark.parametrize("package", WITH_PAGES)
+def test_every_room_has_a_page_that_names_its_files(package: str) -> None:
+    """A stranger who opens a folder reads on one page what is in it."""
+    top = ROOT / package.replace(".", "/")
+    for folder in (top, *(top / room for room in DRAWN[package])):
+        name = folder.relative_to(ROOT).as_posix()
+        page = (folder / "README.md").read_text(encoding="utf-8")
+        assert page.count("\n") <= README_LINES_MAX or name in LONGER_PAGES, name
+        files = {path.name for path in folder.glob("*.py")} - {"__init__.py", "__main__.py"}
+        assert {file for file in files if f"`{file}`" not in page} == set(), name
 
 
 # Files of the product and the kit that import one another in circles: (files in the circle, one of them).
