@@ -1,7 +1,8 @@
-"""What the decoders promise about any bytes: a value, or an error of ours; nothing else, and no memory to speak of.
+"""Fuzz targets: every decoder turns any bytes into a value or a MemstoreError, and allocates little.
 
-Each target takes bytes and returns nothing; whatever it raises is a finding. Hypothesis calls them in `make test`,
-`fuzz.py` calls them coverage-guided. `SEEDS` gives each target a few valid inputs to start from.
+Each target takes bytes and returns nothing; an exception that it raises is a finding. Hypothesis calls them in
+`make test`, and `python -m memstore.testing.fuzz` calls them coverage-guided. `SEEDS` gives each target a few valid
+inputs to start from.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from memstore.testing.fuzz.message_samples import sample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 STREAM_BYTES_MAX = 1 << 20
-"""A layout that asks for a longer stream is only decoded: in the store its bytes would have to be there, too."""
+"""A layout that asks for a longer stream is only decoded: in the store its bytes would have to exist, too."""
 CHUNK_BYTES = 4096
 DECODERS = list(dialects.decoders().values())
 
 
 def frame(data: bytes) -> None:
-    """The first byte chooses between peer and stranger; the rest is a frame, whose crc need not be right."""
+    """Decode a frame: the first byte chooses between peer and stranger, and the crc need not be right."""
     is_peer, data = bool(data[:1] > b"\x7f"), data[1:]
     try:
         header = wire.unpack_header(data[: wire.HEADER_BYTES], authenticated=is_peer)
@@ -46,12 +47,12 @@ def frame(data: bytes) -> None:
             raise AssertionError(f"lengths beyond their limits were let in: {header}")
         wire.check_crc(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :])
     except MemstoreError:
-        pass  # the body is tried all the same
+        pass  # decode the body all the same
     body(data[wire.HEADER_BYTES :], is_peer=is_peer)
 
 
 def body(data: bytes, *, is_peer: bool = True) -> None:
-    """A body, and what is read out of bodies everywhere."""
+    """Decode a body, then an error and a shard id out of it."""
     try:
         found = wire.unpack_body(data, authenticated=is_peer)
     except MemstoreError:
@@ -78,7 +79,7 @@ def message(data: bytes) -> None:
 
 
 def manifest(data: bytes) -> None:
-    """A manifest; what is decoded encodes to an equal one."""
+    """Decode a manifest, and encode it to an equal one."""
     try:
         found = decode_manifest(data)
     except MemstoreError:
@@ -88,7 +89,7 @@ def manifest(data: bytes) -> None:
 
 
 def layout(data: bytes) -> None:
-    """A layout."""
+    """Decode a layout."""
     try:
         decode_layout(data)
     except MemstoreError:
@@ -96,7 +97,7 @@ def layout(data: bytes) -> None:
 
 
 def state(data: bytes) -> None:
-    """A layout rebuilt into objects from a stream of zeros."""
+    """Rebuild objects from a layout and a stream of zeros."""
     try:
         nbytes = decode_layout(data).nbytes
         if nbytes <= STREAM_BYTES_MAX:
@@ -107,7 +108,7 @@ def state(data: bytes) -> None:
 
 
 def durable(data: bytes) -> None:
-    """What durable storage holds: a slice's header with the file's size, a marker, a compressed chunk."""
+    """Decode what durable storage holds: a compressed chunk, a slice's header, a marker."""
     packed = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True))
     for decode in (
         lambda: Codec().open_chunk(packed, 1, data, memoryview(bytearray(1024))),
@@ -208,6 +209,6 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
 
 
 def _empty_array(dtype: str, size: int) -> bytes:
-    """A layout of an array whose elements have no bytes: once it made numpy ask for petabytes."""
+    """Return the layout of an array whose elements have no bytes, which once made numpy ask for petabytes."""
     made: bytes = msgpack.packb([1, 0, [], [[None, 0, dtype, [size], None, 1, None]], [], [21, 0]])
     return made
