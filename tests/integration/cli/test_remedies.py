@@ -121,7 +121,12 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
                 above.append(at)
             calls = [found.func for found in above if isinstance(found, ast.Call)]
             names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
-            if not isinstance(above[0], ast.Expr) and not names & {"commands", "commands_for", "commands_naming", "_commands"}:
+            if not isinstance(above[0], ast.Expr) and not names & {
+                "commands",
+                "commands_for",
+                "commands_naming",
+                "_commands",
+            }:
                 yield node.value
 
 
