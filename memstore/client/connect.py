@@ -133,18 +133,24 @@ def connect(
 
     Args:
         job: Name of the training run; the same after every restart.
-        rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
+        rank: This process's rank; default from Ray Train, torch.distributed or RANK.
+        world_size: Number of ranks; default from Ray Train, torch.distributed or WORLD_SIZE.
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard, shards: Ranks that give one `shard` hold equal state, and only `replicas` of them copy it (R34): 0 of 1
-            for data parallelism, the FSDP rank and its group's size for HSDP. Either no rank gives them, or all do,
-            with the same `shards` and each number below it.
+        shard: Number of the shard that this rank shares with others: ranks that give the same number hold equal state,
+            and only `replicas` of them copy it (R34). 0 for data parallelism, the FSDP rank for HSDP.
+        shards: Number of shards: 1 for data parallelism, the FSDP group's size for HSDP. Either no rank gives
+            `shard` and `shards`, or all do, with the same `shards` and each number below it.
 
     Raises:
-        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
+        ConfigError: A value is out of range, ranks disagree, or the store runs with other settings.
+        JobBusyError: Another launch of the job is alive.
+        FencedError: A newer launch has begun to connect.
+        GatherTimeout: Not every rank called within `connect_timeout_s`.
+        PeerUnreachable: No holder is on this machine, and none could be started.
     """
     config = config or Config()
     check_name("job", job)

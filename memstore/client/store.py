@@ -204,7 +204,7 @@ class Store(PinVerbs, MarkVerbs):
         Raises:
             UnsupportedState: put would refuse this state.
             ConfigError: a negative number of bytes.
-            FencedError, ClosedError.
+            FencedError, ClosedError: as put.
         """
         self._check_open()
         if type(state) is int and state < 0:
