@@ -140,17 +140,12 @@ def connect(
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard: Number of the shard that this rank shares with others: ranks that give the same number hold equal state,
-            and only `replicas` of them copy it (R34). 0 for data parallelism, the FSDP rank for HSDP.
-        shards: Number of shards: 1 for data parallelism, the FSDP group's size for HSDP. Either no rank gives
-            `shard` and `shards`, or all do, with the same `shards` and each number below it.
+        shard: The shard that this rank holds: ranks of one number hold equal state, and only `replicas` of them copy it
+            (R34); 0 for data parallelism, the FSDP rank for HSDP. All ranks name one, or none does.
+        shards: How many there are, on all ranks alike: 1 for data parallelism, the FSDP group's size for HSDP.
 
     Raises:
-        ConfigError: A value is out of range, ranks disagree, or the store runs with other settings.
-        JobBusyError: Another launch of the job is alive.
-        FencedError: A newer launch has begun to connect.
-        GatherTimeout: Not every rank called within `connect_timeout_s`.
-        PeerUnreachable: No holder is on this machine, and none could be started.
+        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
     """
     config = config or Config()
     check_name("job", job)
