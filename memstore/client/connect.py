@@ -140,9 +140,8 @@ def connect(
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard: The shard that this rank holds: ranks of one number hold equal state, and only `replicas` of them copy it
-            (R34); 0 for data parallelism, the FSDP rank for HSDP. All ranks name one, or none does.
-        shards: How many there are, on all ranks alike: 1 for data parallelism, the FSDP group's size for HSDP.
+        shard: Ranks of one number hold equal state, and only `replicas` of them copy it (R34). All name one, or none.
+        shards: How many numbers there are: 1 for data parallelism; for HSDP the FSDP group's size (`shard`: its rank).
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
