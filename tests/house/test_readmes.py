@@ -17,7 +17,7 @@ ROOMS = (
     *(f"tests/{name}" for name in ("drills", "house", "integration", "on_ray", "rig", "simulator", "support", "unit")),
     *(f"memstore/{part}/{room}" for part in ("core", "shell") for room in DRAWN[f"memstore.{part}"]),
 )
-UNSAID = ("__init__.py", "README.md", "py.typed", "DECISIONS.md")
+UNSAID = ("__init__.py", "README.md", "py.typed")
 
 
 def lacking(folder: Path, text: str) -> list[str]:

@@ -28,17 +28,14 @@ CORE: dict[str, str] = {
     "journal": "cluster wire",
     "targets": "cluster journal wire",
     "capacity": "cluster journal targets wire",
-    "commit": "capacity cluster targets wire",
+    "commit": "capacity cluster journal targets wire",
     "repair": "capacity cluster commit targets wire",
     "durable": "capacity cluster commit schedule targets wire",
     "attempts": "cluster durable journal schedule targets wire",
-    "restore": "attempts capacity cluster durable repair targets wire",
-    "history": "attempts capacity cluster durable restore targets wire",
+    "restore": "capacity cluster durable journal repair targets wire",
+    "history": "attempts capacity cluster durable journal restore targets wire",
     "report": "attempts capacity cluster commit durable history journal repair restore schedule targets wire",
-    "controller": (
-        "arena attempts capacity cluster commit durable format history journal repair report restore schedule "
-        "targets wire"
-    ),
+    "controller": ("attempts capacity cluster commit durable history journal repair report restore targets wire"),
 }
 SHELL: dict[str, str] = {
     "threads": "",
@@ -78,21 +75,6 @@ TESTING: dict[str, str] = {
 DRAWN = {"memstore.core": CORE, "memstore.shell": SHELL, "memstore.drills": DRILLS, "memstore.testing": TESTING}
 # Files whose arrow leads to a room that is not drawn for them.
 DEBTS = {
-    # Each keeps the catalog, its owner, and reaches the others through it.
-    **dict.fromkeys((
-        "core/attempts/attempt_numbers.py", "core/attempts/join.py", "core/attempts/launches.py",
-        "core/attempts/put_interval_rounds.py", "core/attempts/rank_order.py", "core/attempts/rewind.py",
-        "core/attempts/roll_call.py", "core/capacity/reservations.py", "core/capacity/retention.py",
-        "core/cluster/step_lookup.py", "core/commit/commit_rule.py", "core/commit/commits.py",
-        "core/durable/checks.py", "core/durable/keys.py", "core/durable/last_copies.py", "core/durable/looks.py",
-        "core/durable/marker_listing.py", "core/durable/persist.py", "core/durable/writes.py",
-        "core/history/fork_copy.py", "core/history/fork_request.py", "core/history/job_removal.py",
-        "core/history/orphans.py", "core/history/pins.py", "core/journal/compaction.py", "core/journal/lease.py",
-        "core/journal/replication.py", "core/repair/drop_copy.py", "core/repair/repair.py",
-        "core/report/gone_steps.py", "core/report/recorder.py", "core/report/redundancy.py",
-        "core/report/short_ranks.py", "core/report/status.py", "core/report/timeline.py", "core/restore/rounds.py",
-        "core/restore/staging.py", "core/targets/drain.py", "core/targets/shared_shards.py", "core/targets/targets.py",
-    ), "core.controller"),
     "drills/scenes/scene.py": "drills.run",
 }  # fmt: skip
 
@@ -196,7 +178,6 @@ def test_arrows_are_as_drawn() -> None:
 
 # Files of the product and the kit that import one another in circles: (files in the circle, one of them).
 CIRCLES = [
-    (46, "memstore.core.attempts.attempt_numbers"),
     (16, "memstore.testing.simulator.checks.checker"),
     (14, "memstore.drills.run.flows"),
     (12, "memstore.shell.holder.folder_guard"),

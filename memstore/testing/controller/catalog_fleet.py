@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.cluster.state import Rules
+from memstore.core.controller.machine import Catalog
 from memstore.core.wire.messages import (
     Answer,
     Body,

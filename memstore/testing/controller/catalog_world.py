@@ -17,7 +17,8 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.job import Job
-from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.cluster.state import Rules
+from memstore.core.controller.machine import Catalog
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -173,7 +174,7 @@ class CatalogWorld:
         if self.catalog is None:
             return
         actions = self.catalog.handle(self.now, event)
-        assert not self.catalog.observer.problem, self.catalog.observer.problem
+        assert not self.catalog.parts.observer.problem, self.catalog.parts.observer.problem
         for action in actions:
             if isinstance(action, Note):
                 self.notes.append(f"{self.now:.2f} {action.text}")

@@ -110,6 +110,10 @@ def test_a_printed_command_can_be_run(command: str, tmp_path: Path, monkeypatch:
         pytest.fail(f"{COMMANDS[command]} prints {command!r}: {error.format_message()}")
 
 
+#: Functions of the product that put the store's name into the commands of a text.
+NAMING = {"commands", "commands_for", "commands_naming", "_commands"}
+
+
 def unnamed(tree: ast.AST) -> Iterator[str]:
     """Return the strings that tell to run a command about a store and go through nothing that names it; not docs."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -121,12 +125,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
                 above.append(at)
             calls = [found.func for found in above if isinstance(found, ast.Call)]
             names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
-            if not isinstance(above[0], ast.Expr) and not names & {
-                "commands",
-                "commands_for",
-                "commands_naming",
-                "_commands",
-            }:
+            if not isinstance(above[0], ast.Expr) and not names & NAMING:
                 yield node.value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memstore.core.cluster.kept_steps import kept_steps
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def why_not_kept(checker: Checker) -> str:
     job = controller.catalog.jobs.get(world.scenario.job)
     if job is None or job.newest is None or len(checker.trusted()) < len(world.holders):
         return ""  # a copy's place may be a host that dies often, which gets none
-    for step in controller.catalog.retention.kept(job, job.newest) & checker.facts.keys():
+    for step in kept_steps(job, job.newest) & checker.facts.keys():
         copies = [job.copies.get(step, {}).get(rank, {}) for rank in range(checker.facts[step].world_size)]
         is_lost = not all(any(not copy.missing for copy in hosts.values()) for hosts in copies)
         if lacking := "" if is_lost and not world.scenario.is_strict else checker.lacking(step):

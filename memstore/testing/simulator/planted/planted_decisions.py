@@ -15,7 +15,7 @@ from memstore.core.controller.machine import Catalog
 from memstore.core.durable.write_state import MARKER
 from memstore.core.durable.writes import DurableOrders
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.journal.replication import Journals
+from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
 from memstore.core.restore import rounds
 from memstore.core.restore.staging import Staging
@@ -46,7 +46,7 @@ def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any
     """The rule with every copy that is not there counted as refused."""
     kept = job.refusals
     shards = [ShardId(job.name, step.attempt, step.step, rank) for rank in range(world_size)]
-    job.refusals = {(shard, host): "" for shard in shards for host in self.catalog.hosts.live_ids()}
+    job.refusals = {(shard, host): "" for shard in shards for host in self.state.hosts.live_ids()}
     try:
         return COMMIT_RULE(self, job, world_size, step)
     finally:
@@ -64,10 +64,10 @@ def commit_names_targets() -> Any:
     """A commit counts the hosts that were to get a copy, not those that sealed one."""
 
     def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
-        fact, placement = _commit_without(self, job, world_size, step), self.catalog.view.placement(job)
+        fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
         if fact is None or placement is None or job.newest is None:
             return fact
-        owners = [self.catalog.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
+        owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
         return _told_whole(replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
 
     return patch.object(Steps, "commit_rule", rule)
@@ -126,11 +126,11 @@ def reports_counted_twice() -> Any:
     sealed = Steps.sealed
 
     def twice(self: Steps, now: float, copy: Any) -> None:
-        job = self.catalog.jobs.get(copy.shard.job)
+        job = self.state.jobs.get(copy.shard.job)
         step = StepId(copy.shard.attempt, copy.shard.step)
         known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
         if job is not None and known.get(copy.host) == copy and step not in job.commits:
-            for host in self.catalog.hosts.live_ids():
+            for host in self.state.hosts.live_ids():
                 job.add_copy(replace(copy, host=host))
         sealed(self, now, copy)
 
@@ -153,16 +153,16 @@ def fact_not_written() -> Any:
         self.applied_seq = max([self.applied_seq, *(entry.seq for entry in self.pending)])
         return ready
 
-    send, flush = Journals.send_facts, Catalog._flush_waiting
+    send, flush = Journal.send_facts, Journal.record_waiting
 
-    def flushed(self: Catalog) -> None:
-        send(self.journals)
+    def flushed(self: Journal) -> None:
+        send(self)
         flush(self)
 
     stack = ExitStack()
     stack.enter_context(patch.object(FactLog, "spread", spread))
-    stack.enter_context(patch.object(Journals, "send_facts", lambda self: None))
-    stack.enter_context(patch.object(Catalog, "_flush_waiting", flushed))
+    stack.enter_context(patch.object(Journal, "send_facts", lambda self: None))
+    stack.enter_context(patch.object(Journal, "record_waiting", flushed))
     return stack
 
 
@@ -174,9 +174,9 @@ def evicted_early() -> Iterator[None]:
 
     def then_drop(self: Steps, now: float, copy: Any) -> None:
         sealed(self, now, copy)
-        job = self.catalog.jobs[copy.shard.job]
+        job = self.state.jobs[copy.shard.job]
         for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
-            self.catalog.retention._drop_step(job, step)
+            self.retention._drop_step(job, step)
 
     with patch.object(Steps, "sealed", then_drop):
         yield
@@ -197,7 +197,7 @@ def shed_all() -> Any:
 def skip_without_a_word() -> Any:
     """A skipped step is not given up on the other ranks: their copies of it fill the room."""
     stack = ExitStack()
-    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.catalog.answer(call, {"resume": 0})))
+    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, {"resume": 0})))
     stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
     return stack
 
@@ -267,18 +267,18 @@ def steps_mixed() -> Any:
     start = Staging.start
 
     def mixed(self: Staging, now: float, active: Any) -> None:
-        first = len(self.catalog.actions)
+        first = len(self.out.actions)
         start(self, now, active)
-        job = self.catalog.jobs[active.job]
+        job = self.state.jobs[active.job]
         chosen = active.plan.step
         older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
-        for number, action in enumerate(self.catalog.actions[first:], first):
+        for number, action in enumerate(self.out.actions[first:], first):
             if older and isinstance(action, Tell) and action.kind == "stage" and action.body["rank"] == 0:
                 copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
                 hosts = sorted(job.copies[older[-1]][0])
                 body = {**action.body, "shard": shard_to_wire(copy.shard), "spec": spec_to_wire(copy.spec)}
                 body.update(holders=hosts, runs=[["peer", copy.host, 0, copy.spec.chunks_count]])
-                self.catalog.actions[number] = Tell(action.host_id, "stage", body)
+                self.out.actions[number] = Tell(action.host_id, "stage", body)
 
     return patch.object(Staging, "start", mixed)
 
@@ -302,14 +302,14 @@ def keys_not_compared() -> Any:
     order, persisted = DurableOrders._order_slices, DurableOrders.persisted
 
     def ordered(self: DurableOrders, job: Job, attempt: Any, write: Any, pieces: Any) -> None:
-        before = len(self.catalog.actions)
+        before = len(self.out.actions)
         order(self, job, attempt, write, pieces)
-        for action in self.catalog.actions[before:]:
+        for action in self.out.actions[before:]:
             if isinstance(action, Tell):
-                action.body["key"] = self.keys.state(job.name).names.get(action.host_id, "")
+                action.body["key"] = self.keys.of(job.name).names.get(action.host_id, "")
 
     def reported(self: DurableOrders, now: float, host_id: str, body: Any) -> None:
-        write = self.state(str(body["job"])).active
+        write = self.states.of(str(body["job"])).active
         persisted(self, now, host_id, {**body, "key": write.key} if write and body["what"] == "parts" else body)
 
     stack = ExitStack()
@@ -332,7 +332,7 @@ def slices_of_the_dead_forgotten() -> Any:
     died = DurableOrders.host_died
 
     def forget(self: DurableOrders, job: Job, host_id: str) -> None:
-        write = self.state(job.name).active
+        write = self.states.of(job.name).active
         owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
         if write is None or MARKER in owed or len(owed) == len(write.waits):
             died(self, job, host_id)

@@ -8,9 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.arena.replica_index import Shelved
-from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
+from memstore.core.repair import repair
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import make
@@ -31,14 +32,14 @@ def retention_ignores_pins() -> Iterator[None]:
     def nothing(*_: Any) -> set[StepId]:
         return set()
 
-    with patch.object(Pins, "steps", nothing), patch.object(Job, "pinned_steps", nothing):
+    with patch.object(Pins, "_held", nothing), patch.object(Job, "pinned_steps", nothing):
         yield
 
 
 @planted("pins-not-repaired", "R29", "I16", PINNED, Fault(6.0, "kill-host", (1,), for_s=2.0))
 def pins_not_repaired() -> Any:
     """Repair mends what retention keeps, and leaves pinned steps as they are."""
-    return patch.object(Retention, "held", Retention.kept)
+    return patch.object(repair, "redundant_steps", kept_steps)
 
 
 @planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED)

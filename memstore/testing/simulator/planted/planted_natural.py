@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.controller.queries import Queries
+from memstore.core.restore.single_read import SingleReads
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_twins
 from memstore.core.targets.shared_shards import Twins
@@ -40,9 +40,9 @@ def copiers_chosen_again() -> Any:
     replace_seat = Attempts._replace_seat
 
     def again(self: Attempts, name: str, attempt: Any, call: Any) -> None:
-        record = self.catalog.record
+        record = self.journal.record
         others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.copiers)
-        with patch.object(self.catalog, "record", lambda fact: record(replace(fact, copiers=others))):
+        with patch.object(self.journal, "record", lambda fact: record(replace(fact, copiers=others))):
             replace_seat(self, name, attempt, call)
 
     return patch.object(Attempts, "_replace_seat", again)
@@ -53,7 +53,7 @@ def copiers_not_written() -> Any:
     """Copiers are chosen when a rank asks, among the hosts that are there then, and stand in no fact."""
 
     def joined(self: Twins, attempt: Any, rank: int) -> dict[str, Any]:
-        count = len(self.catalog.hosts.live_ids())
+        count = len(self.state.hosts.live_ids())
         ranks = range(attempt.world_size)
         table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
         mine = attempt.shard_of[rank]
@@ -73,15 +73,15 @@ def copies_of_twins_go_anywhere() -> Any:
 @planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP)
 def shared_part_of_another_step() -> Any:
     """A read brings the oldest step that is there instead of the one named."""
-    read = Queries._read
+    read = SingleReads.ask
 
-    def oldest(self: Queries, call: Any) -> None:
-        job = self.catalog.jobs[str(call.body["job"])]
+    def oldest(self: SingleReads, call: Any) -> None:
+        job = self.state.jobs[str(call.body["job"])]
         step = min(s for s in job.commits if job.copies.get(s))
         call.body.update(step=step.step, of_attempt=step.attempt)
         read(self, call)
 
-    return patch.object(Queries, "_read", oldest)
+    return patch.object(SingleReads, "ask", oldest)
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
@@ -90,7 +90,9 @@ def another_shard_restored() -> Any:
     """A round passes over ranks that refuse what was staged for them."""
     checked = Staging.checked
     return patch.object(
-        Staging, "checked", lambda self, now, body: checked(self, now, {**body, "ok": True, "error": None})
+        Staging,
+        "checked",
+        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
     )
 
 

@@ -175,7 +175,7 @@ class Natural:
         is_well = all(h.is_serving and h.session is not None and not h.memory.is_full for h in holders)
         is_clear = not (world.network.cut or world.network.slow or world.drains) and world.has_kv
         served = world.served()
-        is_clear = is_clear and served is not None and not any(map(served.catalog.drains.is_draining, world.holders))
+        is_clear = is_clear and served is not None and not any(map(served.catalog.state.is_draining, world.holders))
         return is_well and is_clear and len(world.checker.trusted()) == len(holders)
 
     def _faults(self) -> int:

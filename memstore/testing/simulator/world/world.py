@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from memstore.config import Config
-from memstore.core.controller.machine import Rules
+from memstore.core.cluster.state import Rules
 from memstore.core.wire.messages import Heard, HostInfo
 from memstore.testing.simulator.checks.checker import Checker, Violation
 from memstore.testing.simulator.checks.faults import inject
