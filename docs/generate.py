@@ -103,8 +103,9 @@ def drawn_rooms() -> dict[str, dict[str, list[str]]]:
 def purpose_of(folder: Path) -> str:
     """Return the first sentence of a room's README, or of its package's docstring."""
     readme = folder / "README.md"
-    if readme.exists():
-        return readme.read_text(encoding="utf-8").split("\n\n")[1].replace("\n", " ").partition(". ")[0].rstrip(".")
+    blocks = readme.read_text(encoding="utf-8").split("\n\n") if readme.exists() else []
+    if len(blocks) > 1 and blocks[1][0].isalpha():  # no list, no table
+        return blocks[1].replace("\n", " ").partition(". ")[0].rstrip(".")
     return (ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
