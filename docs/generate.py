@@ -1,4 +1,4 @@
-"""Write the generated parts of the manual: `python docs/generate.py`, which `make docs` calls as well.
+"""Write the generated parts of the manual and of the room READMEs: `python docs/generate.py`, after a change of theirs.
 
 A generated part stands in its page between `<!-- generated: NAME -->` and `<!-- end -->`, committed, so that it can be
 read in a checkout. tests/house/test_docs.py fails if one is not what its source says.
