@@ -14,12 +14,12 @@ from repository import ROOT
 
 from memstore.core.wire.messages import Event, RankCall
 from memstore.testing.simulator.__main__ import main, parser
-from memstore.testing.simulator.checks import campaign, corpus, record
-from memstore.testing.simulator.checks.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
-from memstore.testing.simulator.checks.scenario import Fault, Scenario, draw
 from memstore.testing.simulator.host.holder import SimHolder
-from memstore.testing.simulator.planted.planted import load
-from memstore.testing.simulator.world.world import Simulation
+from memstore.testing.simulator.planted.catalogue import BUGS
+from memstore.testing.simulator.run import campaign, corpus, record
+from memstore.testing.simulator.run.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
+from memstore.testing.simulator.run.simulation import Simulation
+from memstore.testing.simulator.world.scenario import Fault, Scenario, draw
 
 CORPUS = ROOT / "tests" / "simulator" / "corpus.txt"
 SEEDS, CHUNK = 300, 15
@@ -67,7 +67,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 def test_shrinking_finds_the_fault_that_matters() -> None:
     """Of six faults the one that a bug needs is left, as short as it shows, and its command plays it again."""
-    bug = load()["lease-freed-by-timeout"]
+    bug = BUGS["lease-freed-by-timeout"]
     noise = [
         Fault(at_s, kind) for at_s, kind in ((1.5, "slow-link"), (2.0, "flip-in-transit"), (2.2, "double-reports"))
     ]
@@ -105,7 +105,7 @@ def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command = ["--seeds", "1", "--first", "5", "--jobs", "1", "--record", "--corpus", str(file)]
     assert main(command) == 0
     assert not file.exists()
-    bug = load()["fact-not-written"]
+    bug = BUGS["fact-not-written"]
     with bug.plant():
         assert main(command) == 1
         assert main(command) == 1

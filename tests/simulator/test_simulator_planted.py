@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from repository import ROOT
 
-from memstore.testing.simulator.checks.campaign import play
-from memstore.testing.simulator.planted.planted import load
+from memstore.testing.simulator.planted.catalogue import BUGS
+from memstore.testing.simulator.run.campaign import play
 
-BUGS = load()
 README = ROOT / "memstore" / "testing" / "simulator" / "README.md"
 
 

@@ -13,8 +13,9 @@ import contextlib
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.folder import is_at, make_folder, open_file, write_secret
@@ -22,9 +23,7 @@ from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import JOURNAL_NAME, Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.shell.arena.manifests import ManifestFolder
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.context import HolderContext
 
 log = logging.getLogger("memstore")
 NOTE_NAME = "lost"  # tells the successor what its predecessor found removed
@@ -35,8 +34,24 @@ SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
 class FolderGuard:
     """The folder of one holder. `look` is for one thread, a few times a second."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder, self.folder = holder, holder.folder
+    def __init__(
+        self, context: HolderContext, lock_file: ArenaLock, journal: Journal, secret: bytes, *,
+        records: Callable[[], list[bytes]], incarnation: Callable[[], int], on_lost: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Guard the folder as it is now.
+
+        Args:
+            context: The holder's.
+            lock_file: The lock that the holder has on the folder; from now on it is this part's to hold.
+            journal: The holder's journal.
+            secret: What the folder's secret file holds.
+            records: Returns the journal's records.
+            incarnation: Returns the holder's present incarnation.
+            on_lost: Says what was found, then ends every connection: the rest is for a successor.
+        """
+        self.context, self.folder = context, context.folder
+        self.lock_file, self.journal, self.secret = lock_file, journal, secret
+        self._records, self._incarnation, self._on_lost = records, incarnation, on_lost
         self.lost = _take_note(self.folder)  # what was removed in the life before, or is now
         self.is_lost_now = False
         self.problem = ""  # why it cannot be written again
@@ -53,7 +68,7 @@ class FolderGuard:
             return
         lost = ", ".join(missing)
         if not self.is_lost_now or lost != self.lost:
-            log.error("host %s: %s removed from %s under this holder", self.holder.info.host_id, lost, self.folder)
+            log.error("host %s: %s removed from %s under this holder", self.context.host_id, lost, self.folder)
         self.lost, self.is_lost_now = lost, True
         try:
             self._take_folder()
@@ -61,41 +76,40 @@ class FolderGuard:
         except (MemstoreError, OSError) as exc:
             self.problem = str(exc)
             if isinstance(getattr(exc, "owner", None), LockOwner):
-                self.holder.on_fatal(f"another holder has taken {self.folder}: {exc}")
+                self.context.on_fatal(f"another holder has taken {self.folder}: {exc}")
             return
-        self.holder.beat()
-        self.holder.stop_serving()
+        self._on_lost()
         what = "written again, for another holder to adopt"
         try:
             self._write_again()
         except (MemstoreError, OSError) as exc:
-            log.exception("host %s: not all of %s could be written again", self.holder.info.host_id, self.folder)
+            log.exception("host %s: not all of %s could be written again", self.context.host_id, self.folder)
             what = f"not all of it could be written again ({exc}); the rest is for peers to bring"
-        self.holder.on_fatal(f"{lost} were removed from {self.folder}: {what}")
+        self.context.on_fatal(f"{lost} were removed from {self.folder}: {what}")
 
     def missing(self) -> list[str]:
         """Return the names of what is gone, or is another file than the holder's."""
-        holder, vault = self.holder, self.holder.vault
+        vault = self.context.vault
         found = {name: is_at(self.folder / name, status) for name, status in self._at_start.items()}
         with vault.lock:
             found |= {"manifests": vault.manifests.is_whole(), **vault.arena.files_present()}
-        found |= {"lock": holder.lock_file.is_current(), JOURNAL_NAME: holder.journal.is_current()}
+        found |= {"lock": self.lock_file.is_current(), JOURNAL_NAME: self.journal.is_current()}
         return [{".": "the folder"}.get(name, name) for name, is_there in found.items() if not is_there]
 
     def _take_folder(self) -> None:
         """Have the folder, and its lock, so that no other holder begins in it."""
-        make_folder(self.holder.config.arena_dir, store=self.folder.parent.name, host=self.folder.name)
-        if not self.holder.lock_file.is_current():
-            self.holder.lock_file = ArenaLock.take(self.folder, timeout_s=0.0)
+        make_folder(self.context.config.arena_dir, store=self.folder.parent.name, host=self.folder.name)
+        if not self.lock_file.is_current():
+            self.lock_file = ArenaLock.take(self.folder, timeout_s=0.0)
 
     def _check_room(self) -> None:
         """Raise CapacityError if the file system has no room for what is to be written: the bytes here are served on.
 
         A chunk's bytes leave the old file when they are in the new one, so the arena itself takes one chunk more.
         """
-        vault = self.holder.vault
+        vault = self.context.vault
         with vault.lock:
-            sizes = [vault.arena.headers.file_bytes, self.holder.journal.nbytes, *vault.manifests.sizes()]
+            sizes = [vault.arena.headers.file_bytes, self.journal.nbytes, *vault.manifests.sizes()]
         needed_bytes = sum(_in_pages(size) for size in sizes) + vault.chunk_bytes + SMALL_FILES_BYTES
         room = os.statvfs(self.folder)
         free_bytes = room.f_bavail * room.f_frsize
@@ -108,9 +122,9 @@ class FolderGuard:
 
     def _write_again(self) -> None:
         """Write what a successor adopts: bytes, slot table, manifests, journal, and what it counts on besides."""
-        holder, vault = self.holder, self.holder.vault
-        write_secret(self.folder, holder.secret)
-        next_incarnation(self.folder, holder.info.incarnation)
+        vault = self.context.vault
+        write_secret(self.folder, self.secret)
+        next_incarnation(self.folder, self._incarnation())
         _leave_note(self.folder, self.lost)
         with vault.lock:
             vault.flush()
@@ -118,8 +132,8 @@ class FolderGuard:
             manifests = ManifestFolder.open(self.folder)
             vault.manifests.copy_to(manifests)
             manifests.close()
-        if not holder.journal.is_current():
-            records = holder.journal_records()
+        if not self.journal.is_current():
+            records = self._records()
             with contextlib.closing(Journal.open(self.folder / JOURNAL_NAME)) as journal:
                 journal.rewrite(records)
 

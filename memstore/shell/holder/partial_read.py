@@ -13,17 +13,16 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Draft
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.messages import shard_from_wire, spec_from_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.replica_store import PIN_S
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.fetch import Fetcher
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.stage import Stager
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ class Excerpt:
 class Excerpts:
     """All excerpts of one holder."""
 
-    def __init__(self, stager: Stager) -> None:
-        self.stager = stager
-        self.vault, self.holder = stager.vault, stager.holder
+    def __init__(self, context: HolderContext, fetcher: Fetcher) -> None:
+        self.context, self.vault, self.fetcher = context, context.vault, fetcher
         self.lock = threading.Lock()
         self.tight = threading.Lock()  # of the one read that waits until others have given room back
         self.known: dict[int, Excerpt] = {}  # by the controller's number of the read
@@ -58,21 +56,21 @@ class Excerpts:
         with contextlib.suppress(CapacityError):
             return self._stage(body)
         with self.tight:
-            deadline_s = self.stager.deadline_s()
+            deadline_s = self.fetcher.deadline_s()
             while True:
                 try:
                     return self._stage(body)
                 except CapacityError:
-                    if not self.stager.may_wait(body, deadline_s):
+                    if not self.fetcher.may_wait(body, deadline_s):
                         raise
 
     def _stage(self, body: dict[str, Any]) -> dict[str, list[int]]:
         shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
         wanted = _wanted(shard, body["chunks"], spec.chunks_count)
-        deadline_s = self.stager.deadline_s()
-        data, lack_all = self.stager.manifest(body, shard, spec.digest, deadline_s)
+        deadline_s = self.fetcher.deadline_s()
+        data, lack_all = self.fetcher.manifest(body, shard, spec.digest, deadline_s)
         if data is None:
-            return {source: list(wanted) for source in lack_all or {self.holder.info.host_id}}
+            return {source: list(wanted) for source in lack_all or {self.context.host_id}}
         chunks = decode_manifest(data).chunks
         name = f"read-{-int(body['round'])}"
         digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
@@ -80,7 +78,7 @@ class Excerpts:
         try:
             self._digest_held(draft)
             self.vault.ensure_free(len(draft.missing))
-            bad, problems = self.stager.fetch(self._elsewhere(body), draft, spec.digest, sizes, deadline_s)
+            bad, problems = self.fetcher.fetch(self._elsewhere(body), draft, spec.digest, sizes, deadline_s)
             if draft.missing and problems and not bad:
                 raise PeerUnreachable("; ".join(problems))
             if not draft.missing:
@@ -90,7 +88,7 @@ class Excerpts:
         except BaseException:
             self.vault.abort_draft(name, shard, only=draft)
             raise
-        lacking = bad or {self.holder.info.host_id: draft.missing}
+        lacking = bad or {self.context.host_id: draft.missing}
         self.vault.abort_draft(name, shard, only=draft)
         return lacking
 
@@ -102,7 +100,7 @@ class Excerpts:
 
     def _elsewhere(self, body: dict[str, Any]) -> dict[str, Any]:
         """Chunks planned from this host that turned out bad come from another holder, if there is one."""
-        others = [str(h) for h in body["holders"] if h != self.holder.info.host_id]
+        others = [str(h) for h in body["holders"] if h != self.context.host_id]
         if not others:
             return body
         runs = [["peer", others[0], first, count] if tier == "local" else [tier, source, first, count]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.slot_table import Owner
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,9 @@ class Call:
 class Calls:
     """All of one holder, by the holder's own numbers; any thread may use it."""
 
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
+    def __init__(self, relay: Callable[[int, str, dict[str, Any]], None]) -> None:
+        """`relay`: sends the controller a question by its number, verb and body."""
+        self._relay = relay
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
         self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
@@ -45,14 +44,14 @@ class Calls:
                 self._count += 1
                 number = self._count
             self._waiting[number] = call
-        self._holder.relay(number, call.verb, call.body)
+        self._relay(number, call.verb, call.body)
 
     def ask_again(self) -> None:
         """Another controller session has begun: whatever is not answered is asked again."""
         with self._lock:
             waiting = sorted(self._waiting.items())
         for number, call in waiting:
-            self._holder.relay(number, call.verb, call.body)
+            self._relay(number, call.verb, call.body)
 
     def take(self, number: int) -> Call | None:
         """Return the question that was answered; None if nobody waits for it."""

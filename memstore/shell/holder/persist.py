@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.durable.slice_format import slice_range
@@ -16,12 +16,10 @@ from memstore.core.schedule.durable_interval import paced
 from memstore.core.wire.messages import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.errors import IntegrityError, MemstoreError
 from memstore.shell.durable.tier import open_tier
+from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.pacing import give_way
 from memstore.shell.threads.own_threads import OwnThreads
 from recovery.inventory import DurableMarker, ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
 PERSIST_THREADS = 4  # slices at once: each may be in memory once more (durable_part.SLICE_LIMIT_BYTES)
@@ -31,8 +29,8 @@ LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restor
 class Persister:
     """Durable work of one holder."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder = holder
+    def __init__(self, context: HolderContext) -> None:
+        self.context = context
         self.writers = OwnThreads(PERSIST_THREADS, "memstore-persist", give_way)
         self.listers = OwnThreads(LIST_THREADS, "memstore-markers")
         self.lock = threading.Lock()
@@ -87,11 +85,11 @@ class Persister:
         except BaseException as exc:  # a panic in obstore's native code is no Exception, and must be reported too
             log.exception("durable write")
             report.update(ok=False, why=repr(exc))
-        self.holder.report("persisted", report)
+        self.context.report("persisted", report)
 
     def _say_key(self, body: dict[str, Any]) -> bool:
         """Report the name of the key that is in the file now."""
-        self.holder.report("persisted", {**_report(body, [-1, 0]), "key": open_tier(body["durable"]).key})
+        self.context.report("persisted", {**_report(body, [-1, 0]), "key": open_tier(body["durable"]).key})
         return False
 
     def _remove(self, body: dict[str, Any], step: StepId) -> bool:
@@ -108,14 +106,14 @@ class Persister:
         shard = shard_from_wire(shard_body)
         if stop.is_set():
             return False
-        found = self.holder.vault.shelf.find(shard, digest)
+        found = self.context.vault.shelf.find(shard, digest)
         if found is not None and stop.wait(self._pause_s(body, found, number)):  # before the pin: it may take long
             return False
         tier = open_tier(body["durable"])
         if tier.key != body["key"]:
             why = f"durable_key_file has key {tier.key} here, ordered was {body['key']}: put the same "
             report = {**_report(body, [shard.rank, number]), "key": tier.key}
-            self.holder.report("persisted", {**report, "ok": False, "why": f"{why}file on all hosts"})
+            self.context.report("persisted", {**report, "ok": False, "why": f"{why}file on all hosts"})
             return False
         shelved, manifest, chunks = self._copied(shard, digest, number)
         nbytes = tier.write_slice(shard, shelved.spec, number, manifest, chunks, should_stop=stop.is_set)
@@ -123,14 +121,14 @@ class Persister:
 
     def _copied(self, shard: ShardId, digest: str, number: int) -> tuple[Shelved, bytes, list[bytes]]:
         """Copy what a slice is made of: a pin held while storage hangs would keep slots that puts need."""
-        pinned = self.holder.vault.pin(shard, digest)
+        pinned = self.context.vault.pin(shard, digest)
         if pinned is None:
             raise IntegrityError(f"{shard} is not here any more")
         shelved, pin = pinned
         try:
-            return shelved, self.holder.vault.manifest(shelved), list(self._chunks(shelved, number))
+            return shelved, self.context.vault.manifest(shelved), list(self._chunks(shelved, number))
         finally:
-            self.holder.vault.unpin(shelved, pin)
+            self.context.vault.unpin(shelved, pin)
 
     def _pause_s(self, body: dict[str, Any], shelved: Shelved, number: int) -> float:
         """Return how long a slice has to wait for its turn under the job's cap for this host."""
@@ -142,11 +140,11 @@ class Persister:
 
     def _chunks(self, shelved: Shelved, number: int) -> Iterator[bytes]:
         for index in slice_range(shelved.spec, number):
-            view = self.holder.vault.chunk_view(shelved, index)
+            view = self.context.vault.chunk_view(shelved, index)
             chunk = bytes(view) if view is not None else None  # digested after it left the slot (R7)
             if chunk is not None and chunk_digest(chunk) != shelved.digests[index]:
-                self.holder.vault.verify(shelved)  # condemns it, so that repair replaces it
-                self.holder.sealed(shelved)
+                self.context.vault.verify(shelved)  # condemns it, so that repair replaces it
+                self.context.sealed(shelved)
                 chunk = None
             if chunk is None:
                 raise IntegrityError(f"chunk {index} of {shelved.shard} went bad before it was written")
@@ -189,7 +187,7 @@ class Persister:
         except Exception as exc:
             log.exception("durable markers")
             report.update(ok=False, why=repr(exc))
-        self.holder.report("markers", report)
+        self.context.report("markers", report)
 
 
 def _place(body: dict[str, Any]) -> str:

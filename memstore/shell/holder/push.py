@@ -11,17 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
+from memstore.core.wire.peer_messages import Ping
 from memstore.errors import MemstoreError, PeerRefused, TransportError
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.send_gate import Traffic
+from memstore.shell.holder.shared_shards import Twins
 from memstore.shell.net.pacing import give_way
 from memstore.shell.peer.client import Peer, RateLimit
 from memstore.shell.peer.outgoing_shard import Fresh, Stored
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
 RETRY_S = 0.05
@@ -35,29 +36,32 @@ Done = Callable[[str, bool], None]  # target, whether it has sealed the shard
 class Pusher:
     """Outgoing copies of one holder."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder = holder
+    def __init__(
+        self, context: HolderContext, traffic: Traffic, twins: Twins, on_replicated: Callable[[ShardId], None]
+    ) -> None:
+        """`on_replicated`: hears of a put that every target has sealed (R15)."""
+        self.context, self.traffic, self.twins, self.on_replicated = context, traffic, twins, on_replicated
         self.lock = threading.Lock()
         self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", give_way)
         self.repairs = ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", give_way)  # never behind what marks hold
         self.under_way: dict[tuple[ShardId, str], list[Done]] = {}  # -> who hears of its end
         self.silent_since_s: dict[str, float] = {}  # targets that the view has and that we cannot reach
-        self.repair_limit = RateLimit(holder.config.repair_bytes_per_s, holder.stopping)
+        self.repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
 
     def replicate(self, shard: ShardId, digest: str, fresh: Fresh | None = None) -> bool:
         """Push a shard that is stored, or being sealed, to this host's targets; then its ticket is replicated (R15).
 
         False if there are no targets, so that nothing is to be waited for.
         """
-        self.holder.traffic.release(shard.job, shard.rank, (shard.attempt, shard.step))
-        targets = self.holder.twins.targets(shard)
+        self.traffic.release(shard.job, shard.rank, (shard.attempt, shard.step))
+        targets = self.twins.targets(shard)
         left = set(targets)
 
         def done(target: str, is_ok: bool) -> None:
             if is_ok:
                 left.discard(target)
                 if not left:
-                    self.holder.ranks.replicated(shard)
+                    self.on_replicated(shard)
 
         for target in targets:
             self.submit(shard, digest, target, is_repair=False, done=done, fresh=fresh)
@@ -65,9 +69,9 @@ class Pusher:
 
     def connect(self, job: str) -> None:
         """Open the streams to a job's targets before the first push needs them."""
-        for target in list(self.holder.targets.get(job, ())):
+        for target in list(self.twins.ordinary_targets(job)):
             try:
-                self.holder.peer(target).connect()
+                self.context.peers.peer(target).connect()
             except TransportError as exc:
                 log.info("job %s: host %s cannot be reached yet: %s", job, target, exc)
 
@@ -115,7 +119,7 @@ class Pusher:
             with self.lock:
                 waiting = self.under_way.pop((shard, target), [])
         if why:
-            self.holder.report(
+            self.context.report(
                 "push_failed", {"shard": shard_to_wire(shard), "target": target, "why": why, "is_final": is_final}
             )
         for done in waiting:
@@ -124,9 +128,9 @@ class Pusher:
     def _push_fresh(self, fresh: Fresh, target: str) -> tuple[str, bool]:
         """Send while it is digested; what goes wrong is tried again once it is sealed. PeerRefused: the put failed."""
         try:
-            with self._reached(target) as peer, self.holder.traffic.sending(fresh) as gate:
+            with self._reached(target) as peer, self.traffic.sending(fresh) as gate:
                 peer.push(
-                    fresh, sender=self.holder.info.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled,
+                    fresh, sender=self.context.host_id, attempt=fresh.shard.attempt, throttle=_unthrottled,
                     gate=gate,
                 )  # fmt: skip
             return "", True
@@ -140,29 +144,29 @@ class Pusher:
         """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
         deadline_s = time.monotonic() + ROOM_WAIT_S
         why = ""
-        while not self.holder.stopping.is_set():
-            pinned = self.holder.vault.pin(shard, digest)
+        while not self.context.stopping.is_set():
+            pinned = self.context.vault.pin(shard, digest)
             if pinned is None:
                 return "", True
             shelved, pin = pinned
             is_final = False
             try:
                 throttle = self.repair_limit if is_repair else _unthrottled
-                attempt = max(shard.attempt, self.holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
-                shipment = Stored(self.holder.vault, shelved)
-                held = contextlib.nullcontext() if is_repair else self.holder.traffic.sending(shipment)
+                attempt = max(shard.attempt, self.context.fences.first(shard.job)) if is_repair else shard.attempt
+                shipment = Stored(self.context.vault, shelved)
+                held = contextlib.nullcontext() if is_repair else self.traffic.sending(shipment)
                 with self._reached(target) as peer, held as gate:
-                    peer.push(shipment, sender=self.holder.info.host_id, attempt=attempt, throttle=throttle, gate=gate)
+                    peer.push(shipment, sender=self.context.host_id, attempt=attempt, throttle=throttle, gate=gate)
                 return "", True
             except PeerRefused as exc:
                 why, is_final = str(exc), bool(getattr(exc, "is_final", False))
             except TransportError as exc:
                 why, is_final = f"cannot reach {target}: {exc}", self._is_given_up(target)
             finally:
-                self.holder.vault.unpin(shelved, pin)
+                self.context.vault.unpin(shelved, pin)
             if is_final or time.monotonic() > deadline_s:
                 return why, True
-            self.holder.stopping.wait(RETRY_S)
+            self.context.stopping.wait(RETRY_S)
         return "the holder is stopping", False
 
     @contextlib.contextmanager
@@ -172,13 +176,13 @@ class Pusher:
         The controller may still hear of a host that we cannot reach: then no put waits for it again and again (R18).
         """
         try:
-            peer = self.holder.peer(target)
+            peer = self.context.peers.peer(target)
         except TransportError:
             self.silent_since_s.pop(target, None)  # dead: the controller knows, and orders what is to be done
             raise
         try:
             if target in self.silent_since_s:
-                peer.call({"do": "ping"}, timeout_s=self.holder.config.suspect_after_s)
+                peer.call(Ping(), timeout_s=self.context.config.suspect_after_s)
             yield peer
         except PeerRefused:
             self.silent_since_s.pop(target, None)
@@ -191,7 +195,7 @@ class Pusher:
     def _is_given_up(self, target: str) -> bool:
         """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
         since_s = self.silent_since_s.get(target)
-        return since_s is not None and time.monotonic() - since_s > self.holder.config.repair_after_s
+        return since_s is not None and time.monotonic() - since_s > self.context.config.repair_after_s
 
     def close(self) -> None:
         """Stop taking work."""

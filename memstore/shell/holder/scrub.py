@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import ConfigError, DigestMismatch
+from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.pacing import give_way
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
 IDLE_S = 1.0
@@ -22,37 +20,37 @@ IDLE_S = 1.0
 class Scrubber:
     """Scrubbing of one holder. A bad slot is taken out, a bad manifest written anew; both are mended by repair."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder = holder
+    def __init__(self, context: HolderContext) -> None:
+        self.context = context
         self.found_count = 0
 
     def run(self) -> None:
         """Go round the arena for ever; the rate is `scrub_bytes_per_s`."""
         give_way()
-        rate = self.holder.config.scrub_bytes_per_s
-        stopping = self.holder.stopping
+        rate = self.context.config.scrub_bytes_per_s
+        stopping = self.context.stopping
         while not stopping.wait(IDLE_S):
             for check in self.checks() if rate > 0 else ():
                 check()
-                if stopping.wait(self.holder.config.chunk_bytes / rate):
+                if stopping.wait(self.context.config.chunk_bytes / rate):
                     return
 
     def checks(self) -> Iterator[Callable[[], object]]:
         """Yield what one round looks at: every sealed slot, then every manifest."""
-        for number in range(len(self.holder.vault.table.slots)):
-            if self.holder.vault.table.slots[number].state is SlotState.SEALED:
+        for number in range(len(self.context.vault.table.slots)):
+            if self.context.vault.table.slots[number].state is SlotState.SEALED:
                 yield partial(self._check, number)
         for shelved in self._shelved(None):
             yield partial(self._check_manifest, shelved)
 
     def _shelved(self, job: str | None) -> list[Shelved]:
-        vault = self.holder.vault
+        vault = self.context.vault
         with vault.lock:
             return [s for s in vault.shelf.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
 
     def _check_manifest(self, shelved: Shelved) -> bool:
         """Compare a copy's manifest with its digest; True if it is damaged, which was not known."""
-        vault = self.holder.vault
+        vault = self.context.vault
         try:
             vault.manifest(shelved)
         except FileNotFoundError:  # dropped meanwhile
@@ -64,24 +62,24 @@ class Scrubber:
                     return False
                 shelved.is_nameless = True
             self.found_count += 1
-            log.warning("host %s: %s", self.holder.info.host_id, exc)
-            self.holder.sealed(shelved)
+            log.warning("host %s: %s", self.context.host_id, exc)
+            self.context.sealed(shelved)
             return True
         return False
 
     def _check(self, number: int) -> int:
-        hurt = self.holder.vault.verify_slot(number)
+        hurt = self.context.vault.verify_slot(number)
         if hurt:
             self.found_count += 1
-            log.warning("host %s: slot %d is damaged, %d copies hurt", self.holder.info.host_id, number, len(hurt))
+            log.warning("host %s: slot %d is damaged, %d copies hurt", self.context.host_id, number, len(hurt))
         for shelved in hurt:
-            self.holder.sealed(shelved)
+            self.context.sealed(shelved)
         return len(hurt)
 
     def verify_all(self, job: str | None) -> dict[str, Any]:
         """Re-digest everything (of one job) now; return what was checked and found."""
         shards = self._shelved(job)
-        with self.holder.vault.lock:
+        with self.context.vault.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
         damaged = sum(1 for number in numbers if self._check(number))
         manifests = sum(1 for shelved in shards if self._check_manifest(shelved))

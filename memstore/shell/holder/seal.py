@@ -9,62 +9,35 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.wire.frame import Kind
-from memstore.errors import CapacityError, IntegrityError, TransportError
+from memstore.errors import CapacityError, IntegrityError
 from memstore.shell.arena.slot_sample import differing
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter, measured
-from memstore.shell.holder.shared_shards import shared_count
-from memstore.shell.net.channel import Channel
+from memstore.shell.holder.rank_connections import RankConnections, RankLink
+from memstore.shell.holder.shared_shards import Twins, shared_count
 from memstore.shell.net.pacing import give_way
 from memstore.shell.peer.outgoing_shard import Fresh
 from recovery.inventory import ShardId
 
-if TYPE_CHECKING:
-    from memstore.shell.holder.rank_server import RankServer
-
 log = logging.getLogger("memstore")
-SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link, never its leases
 SEAL_S = 60.0  # longest wait for the same shard to be sealed on behalf of an older link
-Handover = tuple[dict[str, Any], int]  # the rank's message and the fence of its job when it came
-
-
-@dataclass
-class RankLink:
-    """One process of a rank (or a tool) on this host."""
-
-    channel: Channel
-    owner: Owner
-    nonce: str = ""
-    job: str = ""
-    rank: int = -1
-    attempt: int = 0
-    parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
-    pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
-    handovers: queue.Queue[Handover | None] = field(default_factory=queue.Queue)
-    grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
-    is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
-
-    def send(self, body: dict[str, Any]) -> None:
-        """Send one event; a link that cannot take it is closed and will come back."""
-        try:
-            self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
-        except TransportError:
-            self.channel.close()
 
 
 class Sealer:
     """The hand-overs of all links of one holder."""
 
-    def __init__(self, server: RankServer) -> None:
-        self.server = server
-        self.holder, self.vault = server.holder, server.vault
+    def __init__(
+        self, context: HolderContext, connections: RankConnections, calls: Calls, pusher: Pusher, twins: Twins
+    ) -> None:
+        self.context, self.vault, self.connections = context, context.vault, connections
+        self.calls, self.pusher, self.twins = calls, pusher, twins
         self.changed = threading.Condition()
         self.pending: dict[tuple[str, int, Owner], int] = {}  # (job, attempt, process) -> hand-overs not finished
         self.sealing: set[ShardId] = set()
@@ -81,10 +54,10 @@ class Sealer:
                 return
             key = (link.job, int(body["attempt"]), link.owner)
             self.pending[key] = self.pending.get(key, 0) + 1
-            link.handovers.put((body, self.holder.fences.get(link.job, 0)))
+            link.handovers.put((body, self.context.fences.first(link.job)))
 
     def retire(self, link: RankLink) -> None:
-        """The link's store came back on another one: forget what it will send again. Needs the server's lock."""
+        """The link's store came back on another one: forget what it will send again. Needs the connections' lock."""
         with self.changed:
             link.is_retired = True
         while True:
@@ -131,13 +104,18 @@ class Sealer:
                 why = self._seal(link, shard, body, fence)
             except Exception as exc:
                 why, is_failed = f"{type(exc).__name__}: {exc}", not isinstance(exc, CapacityError)
-                log.warning("put of %s failed on host %s", shard, self.holder.info.host_id, exc_info=True)
+                log.warning("put of %s failed on host %s", shard, self.context.host_id, exc_info=True)
             try:
                 if why:
-                    self.server.tell_level(link, shard.attempt, shard.step, "failed", why)
-                    self.server.skip(shard, why, is_failed=is_failed)
+                    self.connections.tell_level(link, shard.attempt, shard.step, "failed", why)
+                    self._give_up(shard, why, is_failed=is_failed)
             finally:
                 self._done(link, body)
+
+    def _give_up(self, shard: ShardId, why: str, *, is_failed: bool) -> None:
+        """A put failed on this host, for want of room or (`is_failed`) not: all ranks give the step up alike (R12)."""
+        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": why}
+        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": is_failed}))
 
     def _seal(self, link: RankLink, shard: ShardId, body: dict[str, Any], fence: int) -> str:
         """Digest what was handed over, store it, report it, push it; return why it cannot be (R7, R13, R14)."""
@@ -158,7 +136,7 @@ class Sealer:
             if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
                 raise IntegrityError(f"{shard} was handed over without a layout")
             seen = dict(body.get("sample") or {})
-            with self.server.lock, self.vault.lock:
+            with self.connections.lock, self.vault.lock:
                 if link.is_retired:
                     return ""  # the new link brings it again
                 known = self.vault.shelf.find(shard)
@@ -177,19 +155,19 @@ class Sealer:
                     return why
                 known, has_targets = self._seal_fresh(shard, body, slots, sizes)
             else:
-                has_targets = self.holder.pusher.replicate(shard, known.spec.digest)
+                has_targets = self.pusher.replicate(shard, known.spec.digest)
         finally:
             with self.changed:
                 self.sealing.discard(shard)
                 self.changed.notify_all()
-        before = self.holder.twins.put_sealed(known, shared)
-        self.server.tell_level(link, shard.attempt, shard.step, "sealed", "")
+        before = self.twins.put_sealed(known, shared)
+        self.connections.tell_level(link, shard.attempt, shard.step, "sealed", "")
         put = measured(body) | ({} if before is None else {"unchanged_since": before})
-        self.holder.sealed(known, put)
-        self.holder.twins.compare(shard)
+        self.context.sealed(known, put)
+        self.twins.compare(shard)
         if not has_targets:
-            self.server.replicated(shard)
-        self.server.grant_current(link)
+            self.connections.replicated(shard)
+        self.connections.grant_current(link)
         return ""
 
     def _not_seen(self, shard: ShardId, slots: list[int], nbytes: int, seen: dict[str, Any]) -> str:
@@ -205,7 +183,7 @@ class Sealer:
             f"first is chunk {found[0]} in slot {slots[found[0]]}, so nothing of it is kept. Restart "
             "the rank: it has another file mapped than its holder, or writes on after its put"
         )
-        log.error("host %s, job %s: %s", self.holder.info.host_id, shard.job, why)
+        log.error("host %s, job %s: %s", self.context.host_id, shard.job, why)
         return why
 
     def _seal_fresh(
@@ -214,7 +192,7 @@ class Sealer:
         """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
         fresh = Fresh(self.vault, shard, slots, sizes)
         try:
-            has_targets = self.holder.pusher.replicate(shard, "", fresh)
+            has_targets = self.pusher.replicate(shard, "", fresh)
         except BaseException as exc:
             fresh.fail(repr(exc))
             self.vault.give_back(slots)

@@ -8,15 +8,14 @@ not declared twins are learned to be ones by their chunks, one put late.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.errors import MemstoreError
+from memstore.shell.arena.replica_store import Vault
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
 
 TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
 TOLD_CHUNKS_MAX = 64
@@ -44,9 +43,13 @@ class Newest:
 class Twins:
     """Of one holder."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder, self.vault = holder, holder.vault
+    def __init__(
+        self, vault: Vault, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
+    ) -> None:
+        """`tell`: sends an event to the process that put a shard here."""
+        self.vault, self.stopping, self.tell = vault, stopping, tell
         self.changed = threading.Condition()
+        self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
         self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
         # (job, rank elsewhere) -> attempt, local rank whose chunks were equal in the newest put
         self.learned: dict[tuple[str, int], tuple[int, int]] = {}
@@ -54,9 +57,10 @@ class Twins:
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
 
-    def declare(self, job: str, attempt: int, rows: list[list[Any]]) -> None:
-        """The controller's word on this host's copiers."""
+    def declare(self, job: str, attempt: int, targets: list[Any], rows: list[list[Any]]) -> None:
+        """Take the controller's word on where this host's copies go, and on the ranks that copy for others."""
         table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
+        self.ordinary[job] = [str(target) for target in targets]
         with self.changed:
             self.declared[job] = (attempt, table)
             self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
@@ -64,7 +68,11 @@ class Twins:
     def targets(self, shard: ShardId) -> list[str]:
         """Where copies of a local rank's shard go."""
         row = self._row(shard)
-        return list(row.targets if row is not None else self.holder.targets.get(shard.job, ()))
+        return list(row.targets if row is not None else self.ordinary_targets(shard.job))
+
+    def ordinary_targets(self, job: str) -> list[str]:
+        """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared copiers."""
+        return list(self.ordinary.get(job, ()))
 
     def _row(self, shard: ShardId) -> Row | None:
         attempt, table = self.declared.get(shard.job, (0, {}))
@@ -90,9 +98,8 @@ class Twins:
         own = self.own_of(shard)
         if own is None:
             return
-        stopping = self.holder.stopping
         with self.changed:
-            if not self.changed.wait_for(lambda: stopping.is_set() or self.is_over(shard, own), TWIN_WAIT_S):
+            if not self.changed.wait_for(lambda: self.stopping.is_set() or self.is_over(shard, own), TWIN_WAIT_S):
                 self.gave_up(shard, own)
                 self.changed.notify_all()
 
@@ -183,9 +190,7 @@ class Twins:
             "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
             "chunks": unequal[:TOLD_CHUNKS_MAX],
         }  # fmt: skip
-        for link in self.holder.ranks.of_job(shard.job):
-            if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:
-                link.send(event)
+        self.tell(shard, event)
 
 
 def shared_count(body: dict[str, Any], chunks_count: int) -> int | None:

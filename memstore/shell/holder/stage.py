@@ -8,39 +8,29 @@ it is tried again, from other holders too, and in the end fails the get, never t
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
-from memstore.core.durable.storage_ports import DurableTier
-from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire, spec_from_wire
-from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
-from memstore.shell.durable.tier import open_tier
-from memstore.shell.holder.chunk_notifier import TELL_S, Herald
+from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.fetch import Fetcher
 from memstore.shell.holder.partial_read import Excerpts
-from recovery.inventory import Copy, ShardId, ShardSpec
-
-if TYPE_CHECKING:
-    from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.rank_connections import RankConnections
+from recovery.inventory import ShardId, ShardSpec
 
 log = logging.getLogger("memstore")
 STAGE_THREADS = 8
-RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
 DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
-RETRY_S = 0.2
-RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
 BESIDE_S = 10.0  # without a chunk, until a read that waits for another one of the same shard takes its place
 LOOK_S = 0.5  # between two looks at how far that one has come
-SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
-DURABLE = "durable"  # names durable storage among sources, in reports
 
 
 @dataclass(eq=False, slots=True)
@@ -58,27 +48,24 @@ class Reading:
 class Stager:
     """Staging of one holder."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.holder = holder
-        self.vault = holder.vault
+    def __init__(
+        self, context: HolderContext, connections: RankConnections, fetcher: Fetcher, excerpts: Excerpts
+    ) -> None:
+        self.context, self.vault, self.connections = context, context.vault, connections
+        self.fetcher, self.excerpts = fetcher, excerpts
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
-        self.sources = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-source")
-        self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.lock = threading.Lock()
         self.reading: dict[tuple[ShardId, str], Reading] = {}
-        self.newest: dict[tuple[str, int], int] = {}  # (job, rank) -> round ordered last; what went before may give up
-        self.excerpts = Excerpts(self)
 
     def order(self, body: dict[str, Any]) -> None:
         """Stage in the background; the end is reported."""
-        if int(body["round"]) > 0:
-            self.newest[str(body["job"]), int(body["rank"])] = int(body["round"])
+        self.fetcher.begin(body)
         self.workers.submit(self._run, body)
 
     def close(self) -> None:
         """Stop taking work."""
-        for pool in (self.workers, self.sources, self.ranges, self.digesters):
+        for pool in (self.workers, self.digesters):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, body: dict[str, Any]) -> None:
@@ -99,7 +86,7 @@ class Stager:
         except Exception as exc:
             log.exception("staging %s", body["shard"])
             report["why"] = repr(exc)
-        self.holder.report("staged", report)
+        self.context.report("staged", report)
 
     def _stage_once(self, body: dict[str, Any], shard: ShardId) -> dict[str, list[int]]:
         """Of several reads of one shard, as of ranks that share its state, one fetches and the others find it here."""
@@ -137,13 +124,13 @@ class Stager:
 
     def _stage(self, body: dict[str, Any], shard: ShardId, reading: Reading | None = None) -> dict[str, list[int]]:
         """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
-        spec, me = spec_from_wire(body["spec"]), self.holder.info.host_id
+        spec, me = spec_from_wire(body["spec"]), self.context.host_id
         key = (str(body["job"]), int(body["round"]), int(body["rank"]))
         bad = self._staged_here(body, key, shard, spec)
         if bad is None:
             return {}
-        deadline_s = self.deadline_s()
-        data, lack_all = self.manifest(body, shard, spec.digest, deadline_s)
+        deadline_s = self.fetcher.deadline_s()
+        data, lack_all = self.fetcher.manifest(body, shard, spec.digest, deadline_s)
         if data is None:
             return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {me}}}
         sizes = [c.nbytes for c in decode_manifest(data).chunks]
@@ -154,8 +141,8 @@ class Stager:
             reading.draft = draft
         try:
             self.vault.ensure_free(len(draft.missing))
-            herald = self.holder.ranks.herald(body.get("stream"), data, draft)
-            lost, problems = self.fetch(body, draft, spec.digest, sizes, deadline_s, herald)
+            herald = self.connections.herald(body.get("stream"), data, draft)
+            lost, problems = self.fetcher.fetch(body, draft, spec.digest, sizes, deadline_s, herald)
             for source, chunks in lost.items():
                 bad.setdefault(source, []).extend(chunks)
             if draft.missing and problems and not bad:
@@ -165,7 +152,7 @@ class Stager:
             shelved = self.vault.finish(name, data)
         finally:
             self.vault.abort_draft(name, shard)
-        self.holder.sealed(shelved)
+        self.context.sealed(shelved)
         pinned = self.vault.pin(shard, spec.digest)
         if pinned is None:
             raise IntegrityError(f"{shard_to_wire(shard)} was dropped while it was staged")
@@ -189,21 +176,21 @@ class Stager:
                 is_kept = True
                 self.vault.keep_staged(key, shelved, pin)
                 return None
-            self.holder.sealed(shelved)
+            self.context.sealed(shelved)
         finally:
             if not is_kept:
                 self.vault.unpin(shelved, pin)
         planned = {i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)}
         lost = sorted(planned & set(lacking))
-        return {self.holder.info.host_id: lost} if lost else {}  # evidence for the next plan
+        return {self.context.host_id: lost} if lost else {}  # evidence for the next plan
 
     def _has_manifest(self, body: dict[str, Any], shelved: Shelved) -> bool:
         """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
         try:
             self.vault.manifest(shelved)
         except DigestMismatch as exc:
-            log.warning("host %s: %s", self.holder.info.host_id, exc)
-            data, _ = self._brought_manifest(body, shelved.shard, shelved.spec.digest, self.deadline_s())
+            log.warning("host %s: %s", self.context.host_id, exc)
+            data, _ = self.fetcher.brought_manifest(body, shelved.shard, shelved.spec.digest, self.fetcher.deadline_s())
             if data is None:
                 return False
             self.vault.mend_manifest(shelved, data)
@@ -212,151 +199,12 @@ class Stager:
     def check(self, body: dict[str, Any]) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
         found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
-        why = f"what was staged for rank {body['rank']} on host {self.holder.info.host_id} is gone: call get() again"
+        why = f"what was staged for rank {body['rank']} on host {self.context.host_id} is gone: call get() again"
         try:
             if found is not None:
-                self.holder.ranks.check(body, found[0])
+                self.connections.check(body, found[0])
                 return
         except DigestMismatch as exc:
             why = str(exc)
         reply = {key: body[key] for key in ("job", "round", "rank")}
-        self.holder.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
-
-    def may_wait(self, body: dict[str, Any], deadline_s: float) -> bool:
-        """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
-        number = int(body["round"])
-        is_newest = number < 0 or self.newest.get((str(body["job"]), int(body["rank"]))) == number
-        return is_newest and time.monotonic() < deadline_s and not self.holder.stopping.wait(RETRY_S)
-
-    def deadline_s(self) -> float:
-        """When a fetch that begins now fails, on the monotonic clock."""
-        return time.monotonic() + max(RETRY_LIMIT_S, 2 * self.holder.config.repair_after_s)
-
-    def manifest(
-        self, body: dict[str, Any], shard: ShardId, digest: str, deadline_s: float
-    ) -> tuple[bytes | None, set[str]]:
-        """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
-
-        Raises:
-            TransportError: some source cannot be reached, and none of the others has it.
-        """
-        shelved = self.vault.shelf.find(shard, digest)
-        if shelved is not None:
-            with contextlib.suppress(DigestMismatch):
-                return self.vault.manifest(shelved), set()
-        return self._brought_manifest(body, shard, digest, deadline_s)
-
-    def _brought_manifest(
-        self, body: dict[str, Any], shard: ShardId, digest: str, deadline_s: float
-    ) -> tuple[bytes | None, set[str]]:
-        """Do what `manifest` does, from elsewhere."""
-        sources = [str(h) for h in body["holders"] if h != self.holder.info.host_id]
-        sources += [DURABLE] if body.get("durable") else []
-        lacking: set[str] = set()
-        while True:
-            problems = []
-            for source in sources:
-                try:
-                    if source == DURABLE:
-                        return open_tier(body["durable"]).read_manifest(shard, spec_from_wire(body["spec"])), lacking
-                    return self.holder.peer(source).fetch_manifest(shard, digest), lacking
-                except IntegrityError:
-                    lacking.add(source)
-                except TransportError as exc:
-                    problems.append(f"{source}: {exc}")
-            if not problems:
-                return None, lacking
-            sources = [s for s in sources if s not in lacking]
-            if not self.may_wait(body, deadline_s):
-                raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
-
-    def fetch(
-        self, body: dict[str, Any], draft: Draft, digest: str, sizes: list[int], deadline_s: float,
-        herald: Herald | None = None,
-    ) -> tuple[dict[str, list[int]], list[str]]:  # fmt: skip
-        """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
-
-        A herald's reader needs plain objects before it can use the rest, and they lie at the end: that comes first.
-        """
-        wanted: dict[str, list[int]] = {}
-        missing = set(draft.missing)
-        for tier, source, first, count in body["runs"]:
-            if tier != "local":
-                lacking = [i for i in range(first, first + count) if i in missing]
-                wanted.setdefault(source or DURABLE, []).extend(lacking)
-        futures = {
-            source: self.sources.submit(
-                self._fetch_planned, body, source, draft, digest, chunks[::-1] if herald else chunks, sizes, deadline_s
-            )
-            for source, chunks in wanted.items()
-            if chunks
-        }
-        tell = herald.tell if herald else lambda: None
-        tell()
-        pending = set(futures.values())
-        while pending:  # none may still write to the draft when it is given up
-            pending = wait(pending, TELL_S if herald else None).not_done
-            tell()
-        found = {source: future.result() for source, future in futures.items()}
-        lost = {source: chunks for source, (chunks, _) in found.items() if chunks}
-        return lost, [problem for _, problem in found.values() if problem]
-
-    def _fetch_planned(
-        self, body: dict[str, Any], source: str, draft: Draft, digest: str, chunks: list[int], sizes: list[int],
-        deadline_s: float,
-    ) -> tuple[list[int], str]:  # fmt: skip
-        """Fetch chunks from their planned source, then from whoever else holds the shard (R25).
-
-        Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
-        """
-        others = [str(h) for h in body["holders"] if h not in (source, self.holder.info.host_id)]
-        turns = [source] * SOURCE_TRIES + (others if source != DURABLE else [])
-        lost: set[int] = set()
-        problem = ""
-        for turn in itertools.count():
-            host = turns[turn % len(turns)]
-            todo = [i for i in chunks if draft.slots[i] is None and i not in lost]
-            try:
-                lacking = self._fetch_from(body, host, draft, digest, todo, sizes)
-                problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
-            except IntegrityError:
-                lacking = todo
-            except TransportError as exc:
-                lacking, problem = [], f"{host}: {exc}"
-                log.warning("staging from %s: %s", host, exc)
-            if host == source:  # another holder is asked on the chance: what it lacks is no news
-                lost.update(lacking)
-            if all(draft.slots[i] is not None or i in lost for i in chunks):
-                return sorted(lost), ""
-            if not self.may_wait(body, deadline_s if turn + 1 >= len(turns) else float("inf")):
-                break
-        return sorted(lost), problem
-
-    def _fetch_from(
-        self, body: dict[str, Any], host: str, draft: Draft, digest: str, chunks: list[int], sizes: list[int]
-    ) -> list[int]:
-        if host != DURABLE:
-            return self.holder.peer(host).fetch_into(self.vault, draft, digest, chunks)
-        tier, spec = open_tier(body["durable"]), spec_from_wire(body["spec"])
-        futures = [self.ranges.submit(self._fetch_range, tier, draft, spec, index, sizes[index]) for index in chunks]
-        wait(futures)  # none may still write to the draft when it is given up
-        return [index for future in futures for index in future.result()]
-
-    def _fetch_range(self, tier: DurableTier, draft: Draft, spec: ShardSpec, index: int, nbytes: int) -> list[int]:
-        """Fetch one chunk from durable storage; return [index] if it is not there as it was put, else []."""
-        number = self.vault.take_slots_growing(1)[0]
-        view = self.vault.arena.view(number, nbytes)
-        try:
-            tier.read_chunk_into(draft.shard, spec, index, view)
-        except IntegrityError:
-            self.vault.give_back([number])
-            return [index]
-        except BaseException:
-            self.vault.give_back([number])
-            raise
-        return self.vault.keep_chunks(draft, [(index, number, nbytes, chunk_digest(view))])
-
-
-def sealed_copy(shelved: Shelved, host_id: str) -> Copy:
-    """Return the inventory entry of a replica."""
-    return Copy(shelved.shard, shelved.spec, host_id, shelved.missing)
+        self.context.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})

@@ -17,8 +17,24 @@ from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Draft
 from memstore.core.format.manifest import shard_digest
-from memstore.core.wire.frame import Kind, error_from_body
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.codec import Request, decode_reply
+from memstore.core.wire.error_message import decode_error
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import (
+    Abort,
+    ChunkBatch,
+    ChunksMissing,
+    FetchChunks,
+    FetchManifest,
+    HasCopy,
+    Offer,
+    OfferedChunk,
+    Refused,
+    Seal,
+    Verify,
+    decode_wanted,
+)
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, SendGate
@@ -33,6 +49,7 @@ from recovery.inventory import ShardId
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 
@@ -111,9 +128,9 @@ class Peer:
             for _ in range(self._streams):
                 stack.enter_context(self.channel())
 
-    def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """One request, one reply."""
-        return self._converse(lambda channel: channel.request(body, timeout_s=timeout_s).body)
+    def call(self, request: Request[_R], timeout_s: float = CALL_TIMEOUT_S) -> _R:
+        """Send one request and return its reply."""
+        return self._converse(lambda channel: decode_reply(request, channel.request(request, timeout_s=timeout_s).data))
 
     def _converse(self, work: Callable[[Channel], _T]) -> _T:
         """Run `work`, which may be repeated, on a connection; one that went stale while idle is replaced once."""
@@ -174,29 +191,28 @@ class Peer:
             throttle: Waits before each run of so many bytes.
             gate: Lets a run's bytes out in parts.
         """
-        shard = shard_to_wire(shipment.shard)
-        offer = self.call(
-            {
-                "do": "offer", "shard": shard, "digest": shipment.digest, "attempt": attempt, "sender": sender,
-                "count": len(shipment.sizes),
-            }
+        shard = WireShard.of(shipment.shard)
+        offer = Offer(
+            shard=shard, digest=shipment.digest or None, attempt=attempt, sender=sender,
+            chunks_count=len(shipment.sizes),
         )  # fmt: skip
-        if not offer["ok"]:
-            raise PeerRefused(str(offer["why"]), is_final=bool(offer["is_final"]))
-        if offer["have"]:
+        reply = self.call(offer)
+        if isinstance(reply, Refused):
+            raise PeerRefused(reply.why, is_final=reply.is_final)
+        if isinstance(reply, HasCopy):
             return 0
         try:
             return self._send_and_seal(shipment, sender, throttle, gate)
         except MemstoreError:
             with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
-                self.call({"do": "abort", "shard": shard, "sender": sender})
+                self.call(Abort(shard=shard, sender=sender))
             raise
 
     def _send_and_seal(
         self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None
     ) -> int:
-        shard, before = shard_to_wire(shipment.shard), self.sent_bytes
-        wanted = list(range(len(shipment.sizes)))
+        shard, before = WireShard.of(shipment.shard), self.sent_bytes
+        wanted: Sequence[int] = range(len(shipment.sizes))
         for _ in range(SEAL_ROUNDS_MAX):
             send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
             if gate is None:
@@ -204,13 +220,12 @@ class Peer:
             else:  # one stream sends at a time, and what it waits for is no reason for others to wait
                 for batch in batches(wanted, 1):
                     send(batch)
-            body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
-            sealed = self.call(body)
-            if sealed["ok"]:
+            reply = self.call(Seal(shard=shard, sender=sender, manifest=shipment.manifest()))
+            if isinstance(reply, Refused):
+                raise PeerRefused(reply.why, is_final=reply.is_final)
+            if not isinstance(reply, ChunksMissing):
                 return self.sent_bytes - before
-            wanted = [int(i) for i in sealed["missing"]]
-            if not wanted:
-                raise PeerRefused(str(sealed["why"]), is_final=True)
+            wanted = self._offered(reply.chunks, range(len(shipment.sizes)))
         raise PeerRefused(
             f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
         )
@@ -218,19 +233,21 @@ class Peer:
     def _send_batch(
         self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]
     ) -> None:
-        digests = shipment.digests(batch)
+        chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
+        request = ChunkBatch(
+            shard=WireShard.of(shipment.shard), sender=sender, chunks=tuple(OfferedChunk(*chunk) for chunk in chunks)
+        )
 
         def send(channel: Channel) -> None:
             request_id = next_request_id()
-            body = {
-                "do": "chunks", "shard": shard_to_wire(shipment.shard), "sender": sender, "want": batch,
-                "digests": digests, "sizes": [shipment.sizes[i] for i in batch],
-            }  # fmt: skip
-            channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
+            channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
             answer = channel.recv(timeout_s=CALL_TIMEOUT_S)
-            if answer.kind is not Kind.EVENT:  # an ERROR, or the reply that there is no such draft
-                raise PeerRefused(str(answer.body.get("why") or error_from_body(answer.body)), is_final=False)
-            lack = [int(i) for i in answer.body["lack"]]
+            if answer.kind is Kind.ERROR:
+                raise PeerRefused(str(decode_error(answer.data).rebuilt()), is_final=False)
+            if answer.kind is not Kind.EVENT:
+                reply = decode_reply(request, answer.data)
+                raise PeerRefused(f"host {self.host_id} wants no chunk: {type(reply).__name__}", is_final=False)
+            lack = self._offered(decode_wanted(answer.data).chunks, batch)
             for part in runs([shipment.sizes[i] for i in lack]):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
@@ -247,16 +264,20 @@ class Peer:
 
         self._converse(send)
 
+    def _offered(self, chunks: tuple[int, ...], offered: Sequence[int]) -> Sequence[int]:
+        """Return the chunks that the peer asks for, if all were offered to it; else ProtocolError."""
+        if not set(offered).issuperset(chunks):
+            raise ProtocolError(f"host {self.host_id} asks for chunks {chunks[:64]}, which were not offered to it")
+        return chunks
+
     # -- fetch --------------------------------------------------------------------------------
 
     def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
         """Return the manifest, checked against the shard's digest (R14)."""
-        data = self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"]
-        if type(data) is not bytes:
-            raise ProtocolError(f"host {self.host_id} sent a {type(data).__name__} for a manifest")
+        data = self.call(FetchManifest(shard=WireShard.of(shard), digest=digest)).manifest
         if shard_digest(data) != digest:
             raise DigestMismatch(
-                f"the manifest of {shard_to_wire(shard)} from host {self.host_id} has digest {shard_digest(data)}, "
+                f"the manifest of {shard} from host {self.host_id} has digest {shard_digest(data)}, "
                 f"expected {digest}",
                 shard=str(shard), holder=self.host_id,
             )  # fmt: skip
@@ -278,8 +299,8 @@ class Peer:
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         if not bad:
             return []
-        answer = self.call({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
-        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+        answer = self.call(Verify(shard=WireShard.of(draft.shard), digest=digest))
+        return sorted(set(answer.missing).intersection(bad))
 
     def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""
@@ -287,8 +308,8 @@ class Peer:
         def fetch(channel: Channel) -> list[int]:
             bad: list[int] = []
             want = [i for i in batch if draft.slots[i] is None]
-            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": want}
-            channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
+            request = FetchChunks(shard=WireShard.of(draft.shard), digest=digest, chunks=tuple(want))
+            channel.send(Kind.CALL, next_request_id(), request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
                     channel, vault, draft, want, take=vault.take_slots_growing, damage=self._damage,

@@ -30,7 +30,7 @@ def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holde
             identity = HostIdentity(host, read_boot_id(), True, {})
             holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
         for holder in holders:
-            holder.set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders], None)
+            holder.orders.set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders], None)
         yield holders[0], holders[1]
     finally:
         for holder in holders:

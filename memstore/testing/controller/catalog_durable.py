@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from memstore.core.durable.slice_format import slices_count
-from memstore.core.wire.messages import Body, shard_from_wire, spec_from_wire, spec_to_wire
-from recovery.inventory import ShardId, ShardSpec
-
-if TYPE_CHECKING:
-    from memstore.testing.controller.catalog_holder import FakeHolder
+from memstore.core.wire.messages import Body, HostInfo, shard_from_wire, spec_from_wire, spec_to_wire
+from recovery.inventory import Copy, ShardId, ShardSpec
 
 
 @dataclass
@@ -31,7 +28,20 @@ class Durable:
         return all((shard, spec, number) in self.slices for number in range(slices_count(spec)))
 
 
-def persist(holder: FakeHolder, body: Body) -> None:
+class StorageUser(Protocol):
+    """A holder, as durable storage sees it."""
+
+    info: HostInfo
+    durable: Durable
+    durable_problem: str  # why this host alone cannot use it
+    durable_key: str  # name of the key in its file
+    copies: dict[ShardId, Copy]
+
+    def report(self, kind: str, body: Body) -> None:
+        """Send a report to the controller."""
+
+
+def persist(holder: StorageUser, body: Body) -> None:
     """Do what the controller orders: say the key, write slices or the marker, or remove a step."""
     job, (attempt, step), what = body["job"], body["step"], body["what"]
     why = holder.durable.problem or holder.durable_problem
@@ -68,7 +78,7 @@ def persist(holder: FakeHolder, body: Body) -> None:
             holder.report("persisted", reply)
 
 
-def list_markers(holder: FakeHolder, body: Body) -> None:
+def list_markers(holder: StorageUser, body: Body) -> None:
     """Report the markers of a job."""
     rows = [
         [

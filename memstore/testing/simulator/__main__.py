@@ -11,11 +11,11 @@ import logging
 import sys
 from pathlib import Path
 
-from memstore.testing.simulator.checks import corpus
-from memstore.testing.simulator.checks.campaign import COMMAND, Cut, Outcome, failure_text, play, run
-from memstore.testing.simulator.checks.record import commit_of_checkout, play_on
-from memstore.testing.simulator.checks.scenario import draw
-from memstore.testing.simulator.planted.planted import table
+from memstore.testing.simulator.planted.catalogue import table
+from memstore.testing.simulator.run import corpus
+from memstore.testing.simulator.run.campaign import COMMAND, Cut, Outcome, failure_text, play, run
+from memstore.testing.simulator.run.record import commit_of_checkout, play_on
+from memstore.testing.simulator.world.scenario import draw
 
 FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the summary
 

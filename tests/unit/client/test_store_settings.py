@@ -99,7 +99,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     """Three, on a machine that has the cores for more."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
-        near.targets["train"] = ["b"]
+        near.twins.declare("train", 1, ["b"], [])
         near.pusher.connect("train")
         assert far.listener.connections == 3
 
@@ -123,7 +123,7 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
         wait_for(lambda: ended == [True], "the push")
-        with near.peer("b").channel() as channel:
+        with near.peers.peer("b").channel() as channel:
             assert kernel_settings(channel) == (10 << 2, 3 << 20)
 
 
@@ -131,7 +131,7 @@ def test_no_pace_is_so_slow_that_a_chunk_misses_its_deadline() -> None:
     """A byte a second is not obeyed: the least follows from the store's own `chunk_bytes`."""
     with (
         two_holders(CHUNK_BYTES, replicate_bytes_per_s=1) as (near, _),
-        near.peer("b").channel() as channel,
+        near.peers.peer("b").channel() as channel,
         near.lane.sending(channel),
     ):
         assert kernel_settings(channel) == (1 << 2, int(CHUNK_BYTES / CHUNK_S))

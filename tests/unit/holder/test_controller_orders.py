@@ -20,7 +20,7 @@ from memstore.core.wire.frame import Kind
 from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.controller.holder_session import Session
-from memstore.shell.holder import holder as holder_module
+from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
@@ -87,8 +87,8 @@ def heard(channel: Channel, timeout_s: float = WAIT_S) -> dict[str, Any]:
 def obeys(holder: Holder, channel: Channel) -> None:
     """Raise unless an order on this session is carried out."""
     target = secrets.token_hex(4)
-    order(channel, "targets", job="job", targets=[target])
-    wait_for(lambda: holder.targets.get("job") == [target], "the order")
+    order(channel, "targets", job="job", attempt=1, targets=[target], copiers=[])
+    wait_for(lambda: holder.twins.ordinary.get("job") == [target], "the order")
 
 
 def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
@@ -97,10 +97,10 @@ def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
     assert heard(newer)["k"] == "up"
     older = dial(5)
     with contextlib.suppress(Exception):  # the holder may have hung up already
-        order(older, "targets", job="job", targets=["old"])
+        order(older, "targets", job="job", attempt=1, targets=["old"], copiers=[])
     assert heard(older) == {"k": "stale", "term": 6}
     obeys(holder, newer)
-    assert holder.term == 6
+    assert holder.sessions.term == 6
 
 
 def test_of_two_controllers_at_once_the_higher_term_stays(
@@ -115,7 +115,7 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
             if firsts and firsts.pop():
                 pause()
 
-    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    monkeypatch.setattr(controller_session, "ControllerSession", Slow)
     older = dial(5)
     assert pause.at.wait(WAIT_S)
     newer = dial(6)
@@ -177,19 +177,19 @@ def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
             super().close()
             closed.release()
 
-    monkeypatch.setattr(holder_module, "ControllerSession", Slow)
+    monkeypatch.setattr(controller_session, "ControllerSession", Slow)
     older = dial(5)
     assert heard(older)["k"] == "up"
-    order(older, "targets", job="job", targets=["old"])
+    order(older, "targets", job="job", attempt=1, targets=["old"], copiers=[])
     assert pause.at.wait(WAIT_S)
-    monkeypatch.setattr(holder_module, "ControllerSession", ControllerSession)
+    monkeypatch.setattr(controller_session, "ControllerSession", ControllerSession)
     newer = dial(term)
     assert heard(newer)["k"] == "up"
     obeys(holder, newer)
     pause.go.set()
     assert closed.acquire(timeout=WAIT_S)  # by the newer session
     assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
-    assert holder.targets["job"] != ["old"]
+    assert holder.twins.ordinary["job"] != ["old"]
     obeys(holder, newer)
 
 
@@ -261,7 +261,7 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
         assert heard(newer)["k"] == "up"
         assert heard(newer) == {"k": "ack", "seq": 1}
     obeys(holder, newer)
-    wait_for(lambda: not holder._session_lock.locked(), "the older session to be done")
+    wait_for(lambda: not holder.sessions._lock.locked(), "the older session to be done")
     assert holder.journal.records() == [b"new"]
 
 

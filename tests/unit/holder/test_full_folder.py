@@ -93,8 +93,8 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
     heard(controller, "up")
     order(controller, "journal", seq=1, reset=False, records=[LARGE])
     order(controller, "journal", seq=2, reset=False, records=[b"small"])
-    order(controller, "targets", job="job", targets=["b"])
-    wait_for(lambda: holder.targets.get("job") == ["b"], "an order after the facts")
+    order(controller, "targets", job="job", attempt=1, targets=["b"], copiers=[])
+    wait_for(lambda: holder.twins.ordinary.get("job") == ["b"], "an order after the facts")
     wait_for(lambda: "journal" in heard(controller, "beat")["stats"]["short_of_room"], "a beat that says so")
     assert holder.journal.records() == [], "a later fact must not be there without the one before it"
     full.end()
@@ -110,11 +110,11 @@ def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Ho
     older = dial(holder, 5)
     heard(older, "up")
     order(older, "journal", seq=9, reset=False, records=[LARGE])
-    wait_for(lambda: holder.facts.problem, "the fact to wait")
+    wait_for(lambda: holder.sessions.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
     assert heard(newer, "up")["journal"] == []
     order(newer, "journal", seq=1, reset=True, records=[b"one", LARGE])
-    wait_for(lambda: holder.facts.problem, "the newer facts to wait")
+    wait_for(lambda: holder.sessions.facts.problem, "the newer facts to wait")
     full.end()
     assert heard(newer, "ack")["seq"] == 1
     with pytest.raises((PeerTimeout, AssertionError, TimeoutError)):
@@ -146,7 +146,7 @@ def test_a_manifest_without_room_is_told_until_there_is_some(small_tmpfs: Path) 
 def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, small_tmpfs: Path) -> None:
     """With no page left the holder says what it needs and serves on from memory; with room its successor has all."""
     ended: list[str] = []
-    holder.on_fatal = ended.append
+    holder.context.on_fatal = ended.append
     shard = ShardId("job", 1, 5, 0)
     holder.vault.ensure_free(2)
     slots = holder.vault.take_slots(2)
@@ -162,7 +162,7 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
     filler.end()
     wait_for(lambda: bool(ended), "the end of the holder")
     assert "written again, for another holder to adopt" in ended[0]
-    holder.lock_file.release()
+    holder.guard.lock_file.release()
     identity = HostIdentity("a", read_boot_id(), True, {})
     again = Holder(identity, holder.config, secret=SECRET, arena_limit_bytes=1 << 20)
     try:

@@ -29,6 +29,7 @@ from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.codec import verified_stream
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.holder import stage
+from memstore.shell.holder.fetch import Fetcher
 from memstore.shell.holder.stage import Reading, Stager
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.admin_link import Tool
@@ -202,13 +203,13 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     assert stop.at.wait(WAIT_S)
     owner = next(iter(site.vault.table.leases))
     store.close()
-    ranks = site.holders["a"].ranks
+    connections = site.holders["a"].connections
     again = memstore.client.connect.RankLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
     try:
-        with ranks.lock:
-            link = ranks.links[again.nonce]
+        with connections.lock:
+            link = connections.links[again.nonce]
         link.attempt = 1
-        ranks.grant(link)
+        connections.grant(link)
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
@@ -238,7 +239,7 @@ def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     assert stop.at.wait(WAIT_S)
     break_link(store)
     store.steps()  # the holder has read what was sent again before this call
-    link = site.holders["a"].ranks.links[store._link.nonce]
+    link = site.holders["a"].connections.links[store._link.nonce]
     wait_for(link.handovers.empty, "the second hand-over to be taken up")
     stop.go.set()
     assert ticket.wait("committed", WAIT_S).level == "committed"
@@ -259,7 +260,7 @@ def test_a_fence_finishes_every_put_that_was_handed_over(
     store.steps()  # the holder has read both hand-overs
     with ThreadPoolExecutor(1) as pool:
         rewind = pool.submit(store.rewind, 1)
-        wait_for(lambda: site.holders["a"].fences.get("job") == 2, "the fence")
+        wait_for(lambda: site.holders["a"].fences.first("job") == 2, "the fence")
         stop.go.set()
         rewind.result(WAIT_S)
     with site.vault.lock:
@@ -397,7 +398,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
 
     monkeypatch.setattr(verified_stream, "copy_chunk", copy)
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
-    monkeypatch.setattr(Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    monkeypatch.setattr(Fetcher, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     target = {"w": torch.zeros_like(put["w"])} if has_into else None
     reader = memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config())
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:

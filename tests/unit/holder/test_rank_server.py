@@ -80,10 +80,15 @@ class Site:
         """Start a holder that reaps only when told, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
-        holder.relay = lambda call_id, verb, body: self.relayed.append((call_id, verb))  # type: ignore[method-assign]
-        holder.rank_gone = self.gone.append  # type: ignore[method-assign]
+        holder.context.report = self._note
         self.holder = holder
         return holder
+
+    def _note(self, kind: str, body: dict[str, Any]) -> None:
+        if kind == "call":
+            self.relayed.append((body["id"], body["verb"]))
+        elif kind == "rank_gone":
+            self.gone.append(body["nonce"])
 
     def leased(self) -> int:
         """Slots leased to anybody."""
@@ -155,9 +160,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
 
     def report(kind: str, body: dict[str, Any]) -> None:
         if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.ranks.owners)
+            known.append(body["nonce"] in site.holder.connections.owners)
 
-    monkeypatch.setattr(site.holder, "report", report)
+    monkeypatch.setattr(site.holder.context, "report", report)
     hello(life=1)
     wait_for(lambda: known, "the report")
     assert known == [True]
@@ -181,9 +186,9 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     ask(site, leaving)
     kept = ask(site, staying)
     send(leaving, {"k": "bye"})
-    wait_for(lambda: "n" not in site.holder.ranks.links, "the goodbye")
+    wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
     site.relayed.clear()
-    site.holder.ranks.calls.ask_again()
+    site.holder.calls.ask_again()
     assert site.relayed == [(kept, "steps")]
 
 
@@ -223,7 +228,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
 
     def pin_after_the_link(*named: Any, **how: Any) -> Any:
         channel.close()
-        wait_for(lambda: not site.holder.ranks.links, "the link to end")
+        wait_for(lambda: not site.holder.connections.links, "the link to end")
         wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
         return pin(*named, **how)
 
@@ -276,15 +281,15 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             assert rank.stdout.readline() == b"ready\n"
             wait_for(lambda: bool(site.relayed), "the rank's call")
             rank.send_signal(signal.SIGSTOP)  # alive, and silent
-            ranks = site.holder.ranks
-            ranks.links["n"].channel.abort()
-            wait_for(lambda: "n" not in ranks.links, "the link's end")
+            ranks, connections, calls = site.holder.ranks, site.holder.connections, site.holder.calls
+            connections.links["n"].channel.abort()
+            wait_for(lambda: "n" not in connections.links, "the link's end")
             ranks.reap()
-            assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (2, [], 1)
+            assert (site.leased(), site.gone, len(calls._waiting)) == (2, [], 1)
         finally:
             rank.kill()
     ranks.reap()
-    assert (site.leased(), site.gone, len(ranks.calls._waiting)) == (0, ["n"], 0)
+    assert (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0)
 
 
 def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> None:
@@ -314,7 +319,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
         assert taken is not None
         for moment in range(2):
             channel = link.channel
-            site.holder.ranks.links["n"].channel.abort()
+            site.holder.connections.links["n"].channel.abort()
             site.holder.ranks.reap()
             wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
@@ -336,9 +341,9 @@ def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) ->
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"full\n"
-        first = wait_for(lambda: site.holder.ranks.links.get("n"), "the link to be known")
+        first = wait_for(lambda: site.holder.connections.links.get("n"), "the link to be known")
         first.channel.abort()
-        wait_for(lambda: site.holder.ranks.links.get("n", first) is not first, "the link to come back")
+        wait_for(lambda: site.holder.connections.links.get("n", first) is not first, "the link to come back")
         process.stdin.close()
 
 
@@ -346,18 +351,18 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.ranks.lock:  # the welcome is read before the link is known
-            link.attempt = site.holder.ranks.links["n"].attempt = 2
+        with site.holder.connections.lock:  # the welcome is read before the link is known
+            link.attempt = site.holder.connections.links["n"].attempt = 2
         order = {"k": "drop", "shards": [], "removed": ["job", 2]}
         site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
-        assert (link.fenced_by, site.holder.fences) == (0, {})
+        assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
         site.holder.orders.obey(order)
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
         link.fenced_by, link.is_removed = 0, False
-        site.holder.ranks.links["n"].channel.abort()
+        site.holder.connections.links["n"].channel.abort()
         wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
     finally:
         link.close()
@@ -381,7 +386,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         vault = site.begin(64).vault
         wait_for(lambda: link.channel is not channel, "the next holder")
         vault.claim("job", Share(1, {0: 8}, 8))
-        site.holder.ranks.grant_job("job")
+        site.holder.connections.grant_job("job")
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4

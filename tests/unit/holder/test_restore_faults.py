@@ -14,9 +14,10 @@ from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, Vault
-from memstore.shell.holder import fork, stage
+from memstore.shell.holder import fetch, fork
+from memstore.shell.holder.fetch import Fetcher
 from memstore.shell.holder.holder import Holder
-from memstore.shell.holder.seal import RankLink
+from memstore.shell.holder.rank_connections import RankLink
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.outgoing_shard import Stored
 from memstore.testing.clusters.two_holders import two_holders
@@ -30,7 +31,7 @@ Reports = list[tuple[str, dict[str, Any]]]
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller."""
-    monkeypatch.setattr(stage, "RETRY_S", 0.01)
+    monkeypatch.setattr(fetch, "RETRY_S", 0.01)
     with two_holders(CHUNK_BYTES) as found:
         yield found
 
@@ -62,7 +63,7 @@ def age(vault: Vault) -> None:
 def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     """Collect what a holder tells the controller."""
     found: Reports = []
-    monkeypatch.setattr(holder, "report", lambda kind, body: found.append((kind, body)))
+    monkeypatch.setattr(holder.context, "report", lambda kind, body: found.append((kind, body)))
     return found
 
 
@@ -114,7 +115,7 @@ def test_bad_luck_is_reported_without_evidence(
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
     shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
-    monkeypatch.setattr(stage.Stager, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    monkeypatch.setattr(Fetcher, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
     assert (report["ok"], report["bad"]) == (False, {})
@@ -137,7 +138,7 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], mo
     a, _ = pair
     shelved = seal(a.vault, SHARD)
     checked: list[Shelved] = []
-    monkeypatch.setattr(a.ranks, "check", lambda body, what: checked.append(what))
+    monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
     for number in (1, -1):
         assert a.stager._stage(order(shelved, number), SHARD) == {}
     a.stager.check({"job": "train", "round": 1, "rank": 0})
@@ -170,7 +171,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
     a, _ = pair
     seal(a.vault, SHARD)
     reports, seen = reports_of(a, monkeypatch), []
-    drop, report = a.vault.drop, a.report
+    drop, report = a.vault.drop, a.context.report
 
     def dropped(shard: ShardId) -> None:
         if not can_free:
@@ -182,7 +183,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
         report(kind, body)
 
     monkeypatch.setattr(a.vault, "drop", dropped)
-    monkeypatch.setattr(a, "report", noted)
+    monkeypatch.setattr(a.context, "report", noted)
     a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
     a.orders.workers.shutdown(wait=True)
     assert reports == [("freed", {"shards": [shard_to_wire(SHARD)], "number": [3, 7]})]
@@ -195,14 +196,14 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     """Whoever sealed or looked at a copy before it was dropped would have it counted after it is gone (R7, R19)."""
     a, _ = pair
     reports, shelved = reports_of(a, monkeypatch), seal(a.vault, SHARD)
-    a.sealed(shelved)
+    a.context.sealed(shelved)
     assert [kind for kind, _ in reports] == ["sealed"]
     read = a.vault.pin(SHARD)
     a.vault.drop(SHARD)
-    a.sealed(shelved)  # still there for its reader, and for nobody else
+    a.context.sealed(shelved)  # still there for its reader, and for nobody else
     assert read is not None
     a.vault.unpin(*read)
-    a.sealed(shelved)
+    a.context.sealed(shelved)
     assert [kind for kind, _ in reports] == ["sealed"]
 
 
@@ -230,7 +231,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     a, _ = pair
     shelved = seal(a.vault, SHARD)
     damage_manifest(a, shelved)
-    monkeypatch.setattr(a.stager, "may_wait", lambda body, deadline_s: False)
+    monkeypatch.setattr(a.fetcher, "may_wait", lambda body, deadline_s: False)
     with pytest.raises(PeerUnreachable):
         a.stager._stage({**order(shelved), "holders": ["a", "gone"]}, SHARD)
     assert not shelved.pins
@@ -253,7 +254,7 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     assert a.stager._stage(order(shelved), SHARD) == {}
     damage_manifest(a, shelved)
     link = RankLink(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
-    monkeypatch.setattr(a.ranks, "of_job", lambda job: [link])
+    monkeypatch.setattr(a.connections, "of_job", lambda job: [link])
     reports = reports_of(a, monkeypatch)
     a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})
     assert [(kind, body["ok"]) for kind, body in reports] == [("checked", False)]
@@ -317,7 +318,7 @@ def test_a_have_is_verified_and_reported(
     if is_rotten:
         rot(b.vault, theirs, 1)
     reports = reports_of(b, monkeypatch)
-    sent_bytes = a.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
+    sent_bytes = a.peers.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
     assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     assert reports[-1][0] == "sealed"
     assert not reports[-1][1]["copies"][0][-1]

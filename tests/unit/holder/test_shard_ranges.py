@@ -17,7 +17,7 @@ from memstore.core.arena.replica_index import Shelved
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.holder import partial_read, stage
+from memstore.shell.holder import fetch, partial_read
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import RankLink
@@ -34,8 +34,8 @@ FILLS = bytes(range(1, 9))
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
-    monkeypatch.setattr(stage, "RETRY_S", 0.01)
-    monkeypatch.setattr(stage, "RETRY_LIMIT_S", 0.5)
+    monkeypatch.setattr(fetch, "RETRY_S", 0.01)
+    monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 0.5)
     with two_holders(CHUNK_BYTES, repair_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
         yield found
 
@@ -110,15 +110,15 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
     """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
     a, b = pair
     shelved, before = seal(a.vault), used_slots(b)
-    assert b.stager.excerpts.stage(order(shelved, [[1, 2], [6, 1]])) == {}
+    assert b.excerpts.stage(order(shelved, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    excerpt = b.stager.excerpts.take(-1)
+    excerpt = b.excerpts.take(-1)
     assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
     assert b.vault.shelf.copies("b") == []
-    b.stager.excerpts.release(-1)
+    b.excerpts.release(-1)
     assert used_slots(b) == before
     with pytest.raises(IntegrityError, match="read again"):
-        b.stager.excerpts.take(-1)
+        b.excerpts.take(-1)
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
@@ -126,9 +126,9 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
     a, b = pair
     shelved = seal(a.vault)
     mine = seal(b.vault, FILLS[:3], ShardId("train", 1, 1, 0))
-    assert b.stager.excerpts.stage(order(shelved, [[0, 4]])) == {}
+    assert b.excerpts.stage(order(shelved, [[0, 4]])) == {}
     assert fetched == [3]
-    b.stager.excerpts.release(-1)
+    b.excerpts.release(-1)
     assert b.vault.verify(mine) == []
 
 
@@ -138,11 +138,11 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
     shelved, mine = seal(a.vault), seal(b.vault)
     rot(b.vault, mine, 2)
     body = order(shelved, [[1, 3]], runs=[["local", None, 0, 8]], holders=["a", "b"])
-    assert b.stager.excerpts.stage(body) == {}
+    assert b.excerpts.stage(body) == {}
     assert fetched == [2]
-    excerpt = b.stager.excerpts.take(-1)
+    excerpt = b.excerpts.take(-1)
     assert bytes(b.vault.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
-    b.stager.excerpts.release(-1)
+    b.excerpts.release(-1)
     assert sorted(mine.missing) == [2]
 
 
@@ -154,7 +154,7 @@ def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], whe
     holder = "a" if where == "remote" else "b"
     rot((a if where == "remote" else b).vault, shelved, 5)
     runs = [["peer", "a", 0, 8]] if where == "remote" else [["local", None, 0, 8]]
-    found = b.stager.excerpts.stage(order(shelved, [[4, 2]], runs=runs, holders=[holder]))
+    found = b.excerpts.stage(order(shelved, [[4, 2]], runs=runs, holders=[holder]))
     assert found == {holder: [5]}
     assert b.vault.shelf.drafts == {}
     assert used_slots(b) == (7 if where == "local" else 0)
@@ -166,26 +166,26 @@ def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Hol
     shelved = seal(a.vault)
     for runs in ([[0, 9]], [[8, 1]], [[-1, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
-            b.stager.excerpts.stage(order(shelved, runs))
+            b.excerpts.stage(order(shelved, runs))
 
 
 def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
     """Without a holder or durable storage the read fails."""
     a, b = pair
     shelved = seal(a.vault)
-    assert b.stager.excerpts.stage(order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
+    assert b.excerpts.stage(order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
 
 
 def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
     shelved, before = seal(a.vault), used_slots(b)
-    b.stager.excerpts.stage(order(shelved, [[0, 2]], -1))
+    b.excerpts.stage(order(shelved, [[0, 2]], -1))
     monkeypatch.setattr(partial_read, "PIN_S", -1.0)
-    b.stager.excerpts.stage(order(shelved, [[4, 2]], -2))
-    b.stager.excerpts.expire()
-    assert list(b.stager.excerpts.known) == [-1]
-    b.stager.excerpts.release(-1)
+    b.excerpts.stage(order(shelved, [[4, 2]], -2))
+    b.excerpts.expire()
+    assert list(b.excerpts.known) == [-1]
+    b.excerpts.release(-1)
     assert used_slots(b) == before
 
 
@@ -199,15 +199,15 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     b.vault.ensure_free(16)
     b.vault.room.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
     whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
-    assert b.stager.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
+    assert b.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
     with pytest.raises(CapacityError):
-        b.stager.excerpts.stage(order(others, [[0, 8]], -2))
-    monkeypatch.setattr(stage, "RETRY_LIMIT_S", 60.0)
-    first = threading.Timer(0.2, b.stager.excerpts.release, [-1])
+        b.excerpts.stage(order(others, [[0, 8]], -2))
+    monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
+    first = threading.Timer(0.2, b.excerpts.release, [-1])
     first.start()
-    assert b.stager.excerpts.stage(order(others, [[0, 8]], -3)) == {}
+    assert b.excerpts.stage(order(others, [[0, 8]], -3)) == {}
     first.join()
-    b.stager.excerpts.release(-3)
+    b.excerpts.release(-3)
     assert used_slots(b) == len(whole)
 
 
@@ -219,14 +219,14 @@ class Reader:
 
     def __init__(self, holder: Holder, shelved: Shelved, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
-        monkeypatch.setattr(holder, "relay", functools.partial(self.relay, shelved))
-        monkeypatch.setattr(holder, "report", lambda kind, body: None)
+        monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
+        monkeypatch.setattr(holder.context, "report", lambda kind, body: None)
         self.link = RankLink(holder.folder, nonce="reader", job="train", is_tool=True)
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
     def relay(self, shelved: Shelved, call_id: int, verb: str, body: dict[str, Any]) -> None:
         self.count += 1
-        bad = self.holder.stager.excerpts.stage(order(shelved, body["chunks"], -self.count))
+        bad = self.holder.excerpts.stage(order(shelved, body["chunks"], -self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)
@@ -270,7 +270,7 @@ def test_bytes_that_change_under_the_copy_are_found(reader: Reader) -> None:
     """What was copied is digested again afterwards, where it lay (R7)."""
     found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES))
     found.verify()
-    excerpt = reader.holder.stager.excerpts.take(-1)
+    excerpt = reader.holder.excerpts.take(-1)
     reader.holder.vault.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
     with pytest.raises(DigestMismatch, match=r"chunk 0 .* read again"):
         found.verify()
@@ -287,7 +287,7 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     reader.link.closed.set()  # no goodbye
     reader.link.channel.close()
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.stager.excerpts.known
+    assert not reader.holder.excerpts.known
 
 
 def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
@@ -302,14 +302,14 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
         reader.ranges.open(reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES))
 
     late: list[Any] = []
-    monkeypatch.setattr(reader.holder, "relay", lambda *call: late.append(call))
+    monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     reader.ranges.timeout_s = 0.01
     asked = reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES)
     with pytest.raises(PeerTimeout, match=r"0\.01 s"):
         reader.ranges.open(asked)
     wait_for(lambda: late, "the call")
     reader.relay(shelved, *late[0])
-    wait_for(lambda: not reader.holder.stager.excerpts.known, "the late excerpt to go")
+    wait_for(lambda: not reader.holder.excerpts.known, "the late excerpt to go")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -322,14 +322,14 @@ def test_a_read_that_nobody_opens_is_given_back(
     before = used_slots(reader.holder)
     late: list[Any] = []
     if not is_there:
-        monkeypatch.setattr(reader.holder, "relay", lambda *call: late.append(call))
+        monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     asked = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
     wait_for(lambda: asked.future.done() or bool(late), "the call")
     reader.ranges.drop(asked)
     for call in late:
         reader.relay(shelved, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.stager.excerpts.known
+    assert not reader.holder.excerpts.known
 
 
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,4 +352,4 @@ def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None
         asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
         with pytest.raises(IntegrityError, match="read again"):
             reader.ranges.open(asked)
-    wait_for(lambda: not reader.holder.stager.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.excerpts.known, "the excerpts to go")

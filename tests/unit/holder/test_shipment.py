@@ -26,7 +26,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
             holder.vault.ensure_free(2 * CHUNKS)
-        found[0].targets["train"] = ["b"]
+        found[0].twins.declare("train", 1, ["b"], [])
         yield found
 
 

@@ -1,1 +1,1 @@
-"""Scenarios, the rules that are checked, and the record of seeds played."""
+"""The rules that a simulation is held against, one file for each property."""

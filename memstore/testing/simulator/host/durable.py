@@ -1,71 +1,32 @@
-"""Durable storage in the simulator, and the holder's part in writing it: parts from verified bytes, the marker last."""
+"""A simulated holder's writes to durable storage: parts from verified bytes, the marker last."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.durable.slice_format import slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire.messages import shard_from_wire, spec_from_wire, spec_to_wire
 from memstore.errors import DigestMismatch
-from memstore.testing.simulator.checks.checker import Violation
-from recovery.inventory import ShardId, ShardSpec
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.world.world import Wait
+from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.virtual_time import Thread
+from recovery.inventory import ShardId
 
 Body = dict[str, Any]
-
-
-@dataclass
-class Durable:
-    """What all hosts see: slices of parts with their bytes, and markers."""
-
-    # (shard, digest, key's name, slice) -> number of slices, manifest, chunks
-    slices: dict[tuple[ShardId, str, str, int], tuple[int, bytes, list[bytes]]] = field(default_factory=dict)
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], str, Body]] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)  # host -> name of the key in its file
-    problem: str = ""  # every operation fails with it
-    delay_s: float = 0.05
-    tears: int = 0  # so many of the next slices are cut short, silently
-
-    def remove_step(self, job: str, attempt: int, step: int) -> None:
-        """The marker goes, then the slices."""
-        self.markers.pop((job, attempt, step), None)
-        for key in [k for k in self.slices if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)]:
-            del self.slices[key]
-
-    def part(self, shard: ShardId, digest: str, key: str) -> tuple[bytes, list[bytes]] | None:
-        """Return a shard's manifest and chunks under a key, None if a slice is missing."""
-        count, manifest, _ = self.slices.get((shard, digest, key, 0), (1, b"", []))
-        found = [self.slices.get((shard, digest, key, number)) for number in range(count)]
-        chunks = [chunk for each in found if each is not None for chunk in each[2]]
-        return (manifest, chunks) if None not in found else None
-
-    def key_of(self, body: Body, host: str) -> str:
-        """Return the name of the key that a host has for the job of an order."""
-        return self.keys.get(host, "0" * 16) if body["durable"]["key_file"] else ""
-
-    def part_for(self, body: Body, shard: ShardId, digest: str) -> tuple[bytes, list[bytes]] | None:
-        """Return a shard's manifest and chunks for an order to stage it; a person gave every host the key."""
-        place = body.get("durable") or {}
-        return self.part(shard, digest, str(place["key"])) if "key" in place else None
 
 
 class Persister:
     """One holder's writes."""
 
-    def __init__(self, holder: SimHolder) -> None:
+    def __init__(self, holder: HostContext) -> None:
         self.holder = holder
 
     def order(self, body: Body) -> None:
         """Write parts or a marker, or remove a step."""
         self.holder.spawn(self._run(body))
 
-    def _run(self, body: Body) -> Generator[Wait, None, None]:
+    def _run(self, body: Body) -> Thread:
         holder, durable = self.holder, self.holder.world.durable
         job, (attempt, step), what = str(body["job"]), body["step"], str(body["what"])
         key = durable.key_of(body, holder.host_id)

@@ -8,35 +8,42 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.journal.records import entry_from_record, whole_order
-from memstore.core.wire.messages import FactAck, HostUp, RankCall, RankGone, Report, copy_to_wire, shard_from_wire
+from memstore.core.wire.messages import (
+    Event,
+    FactAck,
+    HostInfo,
+    HostUp,
+    RankCall,
+    RankGone,
+    Report,
+    copy_to_wire,
+    shard_from_wire,
+)
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.host import mapped_arena
+from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.durable import Persister
+from memstore.testing.simulator.host.fork import fork
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.host.transfer import Fresh, Pusher
 from memstore.testing.simulator.host.twins import SimTwins
-from memstore.testing.simulator.rank.history import fork
-from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.world import files
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
+from memstore.testing.simulator.world.processes import Rank, Session
+from memstore.testing.simulator.world.virtual_time import Thread
 from recovery.inventory import Copy, ShardId
-
-if TYPE_CHECKING:
-    from memstore.core.wire.messages import Event, HostInfo
-    from memstore.testing.simulator.world.control import Session
-    from memstore.testing.simulator.world.world import Simulation, Wait
 
 Body = dict[str, Any]
 REAP_S, DIGEST_S = 0.5, 0.004
@@ -48,16 +55,16 @@ LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
 class SimHolder:
     """One life of a holder; the memory outlives it."""
 
-    def __init__(self, world: Simulation, info: HostInfo, memory: Memory) -> None:
-        self.world, self.info, self.memory, self.host_id = world, info, memory, info.host_id
+    def __init__(self, world: HostWorld, checker: Checker, info: HostInfo, memory: Memory) -> None:
+        self.world, self.checker = world, checker
+        self.info, self.memory, self.host_id = info, memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
         self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
         self.fences: dict[str, int] = {}
-        self.targets: dict[str, list[str]] = {}
         self.view: set[str] = set()
-        self.ranks: dict[str, SimRank] = {}
-        self.calls: dict[int, tuple[SimRank, int, str, Body]] = {}
+        self.ranks: dict[str, Rank] = {}
+        self.calls: dict[int, tuple[Rank, int, str, Body]] = {}
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         self.sealing: set[ShardId] = set()  # being digested
         self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
@@ -72,16 +79,18 @@ class SimHolder:
             self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
             on_sealed=self._copy_sealed,
         )  # fmt: skip
-        self.twins, self.scrubber = SimTwins(self), Scrubber(self)  # type: ignore[arg-type]
-        self.pusher, self.stager, self.persister = Pusher(self), Stager(self), Persister(self)
-        world.checker.adopted(self)
+        self.twins = SimTwins(self, world, checker.shared_shards)
+        self.scrubber = Scrubber(self)  # type: ignore[arg-type]
+        self.pusher, self.persister = Pusher(self), Persister(self)
+        self.stager = Stager(self, self.pusher)
+        checker.stored_bytes.adopted(self)
 
     @property
     def is_serving(self) -> bool:
         """True if its process lives and runs."""
         return self.is_up and not self.is_frozen
 
-    def spawn(self, work: Generator[Wait, None, None]) -> None:
+    def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
         self.world.spawn(work, self)
 
@@ -141,15 +150,15 @@ class SimHolder:
 
     # -- ranks --------------------------------------------------------------------------------
 
-    def welcome(self, rank: SimRank) -> list[int]:
+    def welcome(self, rank: Rank) -> list[int]:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
-        stale = files.confirm(self, rank)
+        stale = mapped_arena.confirm(self, rank)
         self.vault.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
         rank.is_fenced |= 0 < rank.attempt < self.fences.get(rank.job, 0)
         return stale
 
-    def call(self, rank: SimRank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
         """Relay a question; asked again on a new link it is the same question."""
         known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
         number = known or next(self.call_ids)
@@ -165,23 +174,21 @@ class SimHolder:
             body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
-    def take_over(self, rank: SimRank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
         fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
         self.unfinished[shard] += 1
         self.twins.began(shard)
         self.spawn(self._seal(rank, shard, slots, body, fence))
 
-    def _seal(
-        self, rank: SimRank, shard: ShardId, slots: list[int], body: Body, fence: int
-    ) -> Generator[Wait, None, None]:
+    def _seal(self, rank: Rank, shard: ShardId, slots: list[int], body: Body, fence: int) -> Thread:
         while shard in self.sealing:
             yield 0.01
         self.sealing.add(shard)
         try:
             known = self.vault.shelf.find(shard)
             is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
-            is_void = shard.attempt < fence or not (is_mine and files.are_seen(self, slots, body))
+            is_void = shard.attempt < fence or not (is_mine and mapped_arena.are_seen(self, slots, body))
             if is_mine and (known is not None or is_void):
                 self.vault.give_back(slots)
             if known is None and is_void:
@@ -200,7 +207,7 @@ class SimHolder:
                         nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
                         follower=fresh,
                     )  # fmt: skip
-                    self.world.checker.sealed_here(self, shard, known.digests)
+                    self.checker.puts.sealed_here(self, shard, known.digests)
                 except MemstoreError as exc:
                     fresh.why = str(exc)
                     self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
@@ -219,7 +226,7 @@ class SimHolder:
             rank.rise(shard.step, "replicated")
         self.grant(rank)
 
-    def _put_failed(self, rank: SimRank, shard: ShardId, *, is_failed: bool) -> None:
+    def _put_failed(self, rank: Rank, shard: ShardId, *, is_failed: bool) -> None:
         """The step is given up on all ranks alike (R12)."""
         if rank.attempt == shard.attempt:
             rank.rise(shard.step, "failed")
@@ -230,7 +237,7 @@ class SimHolder:
         self.tell(RankCall(self.host_id, number, "skip", body))
         self.grant(rank)
 
-    def grant(self, rank: SimRank) -> None:
+    def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
         if is_here and rank.attempt >= self.fences.get(rank.job, 0):
@@ -274,7 +281,7 @@ class SimHolder:
     def _on_journal(self, body: Body) -> None:
         if (whole := whole_order(self.pages, body)) is not None:
             self.memory.write_facts(whole)
-            self.world.checker.journalled(self)
+            self.checker.commits.journalled(self)
             self.tell(FactAck(self.host_id, int(whole["seq"])))
 
     def _on_clock(self, body: Body) -> None:
@@ -291,7 +298,7 @@ class SimHolder:
         self.fences[job] = max(self.fences.get(job, 0), attempt)
         self.spawn(self._fence(job, attempt, set(body["members"])))
 
-    def _fence(self, job: str, attempt: int, members: set[str]) -> Generator[Wait, None, None]:
+    def _fence(self, job: str, attempt: int, members: set[str]) -> Thread:
         self.vault.shelf.abort_older(job, attempt)
         self.vault.flush()
         until_s = self.world.now + DRAIN_S
@@ -300,12 +307,11 @@ class SimHolder:
             if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
                 rank.is_fenced = True
         copies = [copy_to_wire(c) for c in self.copies(job)]
-        self.world.checker.fence_answered(self, job, attempt)
+        self.checker.fences.answered(self, job, attempt)
         self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _on_targets(self, body: Body) -> None:
-        self.targets[str(body["job"])] = [str(t) for t in body["targets"]]
-        self.twins.declare(str(body["job"]), int(body["attempt"]), body["copiers"])
+        self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
 
     def _on_grow(self, body: Body) -> None:
         """Time is all that it saves."""
@@ -339,7 +345,7 @@ class SimHolder:
             return
         for rank in self.ranks.values():
             if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
-                why = rank.check(self.stager, body)
+                why = rank.check(lambda: self.stager.manifest_of(body))
                 reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
                 self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
 
@@ -347,14 +353,14 @@ class SimHolder:
         step, level = int(body["step"]), str(body["level"])
         for rank in self._ranks_of(body):
             if level in ("committed", "durable"):
-                self.world.checker.told_committed(rank, step, is_degraded=bool(body["degraded"]))
+                self.checker.commits.told_committed(rank, step, is_degraded=bool(body["degraded"]))
             rank.rise(step, level)
             rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
             if level == "committed":
                 for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
                     rank.tickets[old] = "superseded"
 
-    def _ranks_of(self, body: Body) -> list[SimRank]:
+    def _ranks_of(self, body: Body) -> list[Rank]:
         mine = (body["job"], body["attempt"])
         return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
 
@@ -375,7 +381,7 @@ class SimHolder:
     def _on_drop(self, body: Body) -> None:
         self.spawn(self._drop(body))
 
-    def _drop(self, body: Body) -> Generator[Wait, None, None]:
+    def _drop(self, body: Body) -> Thread:
         if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
             yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
         shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.arena.replica_index import Draft, Shelved
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.core.wire.messages import shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import shard_from_wire, spec_from_wire
+from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Verify
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
-from memstore.testing.simulator.host.transfer import RETRY_S, Request
+from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.host.transfer import RETRY_S, Pusher, Request
+from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.rank.rank import SimRank
-    from memstore.testing.simulator.world.world import Wait
 
 Body = dict[str, Any]
 STAGE_LIMIT_S = 10.0
@@ -30,8 +30,8 @@ BESIDE_S = 120.0
 class Stager:
     """Brings shards of a restore to one holder and verifies them (R23, R25)."""
 
-    def __init__(self, holder: SimHolder) -> None:
-        self.holder = holder
+    def __init__(self, holder: HostContext, pusher: Pusher) -> None:
+        self.holder, self.pusher = holder, pusher
         self.reading: set[tuple[ShardId, str]] = set()  # some read fetches it
         self.staged_s: dict[tuple[str, int, int], float] = {}  # since when its bytes have been verified
 
@@ -39,7 +39,7 @@ class Stager:
         """Say whether this round's shard of this rank is here."""
         return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.vault.shelf.staged
 
-    def run(self, body: Body) -> Generator[Wait, None, None]:
+    def run(self, body: Body) -> Thread:
         """Stage one shard and report."""
         holder = self.holder
         spec = spec_from_wire(body["spec"])
@@ -68,9 +68,9 @@ class Stager:
         finally:
             self.reading.discard(key)
 
-    def read(self, rank: SimRank, body: Body) -> tuple[Body, tuple[str, str] | None]:
+    def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
-        vault, checker = self.holder.vault, self.holder.world.checker
+        vault, checker = self.holder.vault, self.holder.checker
         pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
@@ -80,12 +80,12 @@ class Stager:
         except DigestMismatch as exc:
             vault.unpin(*pinned)
             return body, ("DigestMismatch", str(exc))
-        body["read"] = checker.read(rank, body)
+        body["read"] = rank.read(body["slots"])
         if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
             error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
             if "round" in body:  # else no barrier has said that it is good (R27)
                 staged_s = self.staged_s.get((rank.job, int(body["round"]), rank.rank), self.holder.world.now)
-                checker.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
+                checker.restores.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
         vault.unpin(*pinned)
         return body, error
 
@@ -174,10 +174,11 @@ class Stager:
             is_unreachable = False
             for source in list(sources):
                 try:
-                    peer = yield from holder.pusher.reach(source)
-                    answer = Request(holder, peer).ask({"do": "manifest", "shard": body["shard"], "digest": digest})
-                    if shard_digest(bytes(answer["manifest"])) == digest:
-                        return bytes(answer["manifest"])
+                    peer = yield from self.pusher.reach(source)
+                    request = FetchManifest(shard=WireShard.of(shard), digest=digest)
+                    manifest = Request(holder, peer).ask(request).manifest
+                    if shard_digest(manifest) == digest:
+                        return manifest
                 except IntegrityError:
                     sources.remove(source)
                 except TransportError:
@@ -236,9 +237,9 @@ class Stager:
             _, chunks = holder.world.durable.part_for(body, draft.shard, digest) or (b"", [])
             found = {i: chunks[i] if i < len(chunks) and not holder.world.durable.problem else b"" for i in todo}
         else:
-            peer = yield from holder.pusher.reach(host)
+            peer = yield from self.pusher.reach(host)
             request = Request(holder, peer)
-            request.ask({"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo})
+            request.ask(FetchChunks(shard=WireShard.of(draft.shard), digest=digest, chunks=tuple(todo)))
             found = dict(zip(todo, request.chunks(), strict=False))
         bad = []
         for index in todo:
@@ -252,6 +253,6 @@ class Stager:
             bad += vault.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))])
         if not bad or host == "durable":
             return bad
-        peer = yield from holder.pusher.reach(host)
-        answer = Request(holder, peer).ask({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
-        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+        peer = yield from self.pusher.reach(host)
+        answer = Request(holder, peer).ask(Verify(shard=WireShard.of(draft.shard), digest=digest))
+        return sorted(set(answer.missing).intersection(bad))

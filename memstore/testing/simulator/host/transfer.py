@@ -8,22 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Shelved
-from memstore.core.wire.frame import Kind, error_from_body
+from memstore.core.wire import codec
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.peer_messages import (
+    Abort,
+    ChunkBatch,
+    ChunkRun,
+    ChunksMissing,
+    ChunksWanted,
+    HasCopy,
+    NoDraft,
+    Offer,
+    OfferedChunk,
+    Refused,
+    Seal,
+    decode_request,
+)
 from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable, TransportError
 from memstore.shell.arena.replica_store import PIN_S
 from memstore.shell.net.channel import Frame
+from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.world.memory import Crashed
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import ShardId
 
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.world.world import Wait
-
-Body = dict[str, Any]
+R = TypeVar("R")
 BATCH_CHUNKS = 2
 RETRY_S, ROOM_WAIT_S = 0.1, 10.0
 SEAL_ROUNDS_MAX = 3
@@ -34,48 +49,56 @@ class Request:
 
     authenticated = True
 
-    def __init__(self, sender: SimHolder, target: SimHolder, source: Fresh | Shelved | None = None) -> None:
+    def __init__(self, sender: HostContext, target: HostContext, source: Fresh | Shelved | None = None) -> None:
         self.sender, self.target, self.source = sender, target, source
         self.peer = f"simulated:{sender.host_id}"
-        self.sent: list[tuple[Kind, Body, bytes]] = []
+        self.sent: list[tuple[Kind, codec.Message, bytes]] = []
         self.lack: list[int] = []
         self.is_cut = source is not None and sender.world.network.take("resets")
         self._bulk = b""
 
-    def ask(self, body: Body) -> Body:
+    def ask(self, request: codec.Request[R]) -> R:
         """Let the server answer; its errors are raised here, and its death is a lost connection."""
         try:
-            self.target.peer_server._answer(self, Frame(Kind.CALL, 1, body, 0))  # type: ignore[arg-type]
+            decoded = decode_request(codec.encode(request))
+            self.target.peer_server._answer(self, 1, decoded)  # type: ignore[arg-type]
         except Crashed as crash:
             if crash.memory is not self.target.memory:
                 raise
             self.sender.world.note(f"holder {self.target.host_id} died at a write")
             self.sender.world.kill_holder(self.target.host_id)
             raise PeerUnreachable(f"host {self.target.host_id} died", host=self.target.host_id) from crash
-        kind, answer, _ = self.sent[-1]
-        if kind is Kind.ERROR:
-            raise error_from_body(answer)
-        return answer
+        _, answer, _ = self.sent[-1]
+        if isinstance(answer, ErrorMessage):
+            raise answer.rebuilt()
+        return codec.decode_reply(request, codec.encode(answer))
 
     def chunks(self) -> list[bytes]:
         """The chunks the server sent, in the order asked for; b"" for one it lacks."""
         found = []
-        for kind, body, data in self.sent:
-            for size in body["sizes"] if kind is Kind.CHUNK else ():
+        for _, message, data in self.sent:
+            for size in message.sizes if isinstance(message, ChunkRun) else ():
                 found.append(data[:size])
                 data = data[size:]
         return found
 
     def send(
-        self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float, gate: object = None
+        self,
+        kind: Kind,
+        request_id: int,
+        message: codec.Message,
+        bulk: Any = (),
+        *,
+        deadline_s: float,
+        gate: object = None,
     ) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)
         if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
             data = bytes([data[0] ^ 0x40]) + data[1:]
-        self.sent.append((kind, body, data))
-        if kind is Kind.EVENT and "lack" in body:
-            self.lack = list(body["lack"])
+        self.sent.append((kind, message, data))
+        if isinstance(message, ChunksWanted):
+            self.lack = list(message.chunks)
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
@@ -88,7 +111,7 @@ class Request:
         self._bulk = bytes(view) if view is not None else bytes(self.sender.memory.chunk_bytes)
         if self.sender.world.network.take("flips"):
             self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
-        return Frame(Kind.CHUNK, 1, {"sizes": [len(self._bulk)]}, len(self._bulk))
+        return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
 
     def recv_bulk_into(
         self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
@@ -107,7 +130,7 @@ class Request:
 class Fresh:
     """A shard being digested; its pushes start before it is sealed (D25)."""
 
-    holder: SimHolder
+    holder: HostContext
     shard: ShardId
     slots: list[int]
     digests: list[bytes] = field(default_factory=list)
@@ -135,21 +158,21 @@ class Fresh:
             self.holder.vault.unpin(self.shelved, self.pins.pop())
 
 
-def _view(holder: SimHolder, source: Fresh | Shelved | None, index: int) -> memoryview | None:
+def _view(holder: HostContext, source: Fresh | Shelved | None, index: int) -> memoryview | None:
     if isinstance(source, Fresh):
         if source.shelved is None:
             return holder.vault.arena.view(source.slots[index], holder.memory.chunk_bytes)
         source = source.shelved
     if source is None:
         return None
-    holder.world.checker.reads(holder, source, index)
+    holder.checker.stored_bytes.read(holder, source, index)
     return holder.vault.chunk_view(source, index)
 
 
 class Pusher:
     """Outgoing copies of one holder (R13, R29)."""
 
-    def __init__(self, holder: SimHolder) -> None:
+    def __init__(self, holder: HostContext) -> None:
         self.holder = holder
         self.under_way: set[tuple[ShardId, str]] = set()
 
@@ -174,7 +197,7 @@ class Pusher:
 
     def _run(
         self, shard: ShardId, target: str, digest: str, fresh: Fresh | None, is_repair: bool, left: set[str] | None
-    ) -> Generator[Wait, None, None]:
+    ) -> Thread:
         holder = self.holder
         until_s = holder.world.now + ROOM_WAIT_S
         why = ""
@@ -226,35 +249,35 @@ class Pusher:
             if pinned is None:
                 return False
         source: Fresh | Shelved = fresh if fresh is not None else pinned[0]  # type: ignore[index]
-        wire, sender = shard_to_wire(shard), holder.host_id
+        wire, sender = WireShard.of(shard), holder.host_id
         attempt = max(shard.attempt, holder.fences.get(shard.job, 0)) if is_repair else shard.attempt
-        peer: SimHolder | None = None
+        peer: HostContext | None = None
         try:
             peer = yield from self.reach(target)
             if fresh is not None and (yield from peer.twins.await_own_of(shard, holder)):
                 peer = yield from self.reach(target, peer)
-            offer = {"do": "offer", "shard": wire, "digest": digest, "attempt": attempt, "sender": sender}
             count = len(fresh.slots) if fresh is not None else len(pinned[0].slots)  # type: ignore[index]
-            reply = Request(holder, peer).ask({**offer, "count": count})
-            if not reply["ok"]:
-                raise PeerRefused(str(reply["why"]), is_final=bool(reply["is_final"]))
-            if reply["have"]:
+            offer = Offer(shard=wire, digest=digest or None, attempt=attempt, sender=sender, chunks_count=count)
+            reply = Request(holder, peer).ask(offer)
+            if isinstance(reply, Refused):
+                raise PeerRefused(reply.why, is_final=reply.is_final)
+            if isinstance(reply, HasCopy):
                 return True
             return (yield from self._send_and_seal(peer, source, shard, count))
         except MemstoreError as exc:
             # As over real sockets: an abort if it gets through; a lost connection ends the draft at the peer (R13).
             if peer is not None and peer.is_serving and world.network.talks(holder.host_id, target):
-                Request(holder, peer).ask({"do": "abort", "shard": wire, "sender": sender})
+                Request(holder, peer).ask(Abort(shard=wire, sender=sender))
             raise exc
         finally:
             if pinned is not None:
                 holder.vault.unpin(*pinned)
 
     def _send_and_seal(
-        self, peer: SimHolder, source: Fresh | Shelved, shard: ShardId, count: int
+        self, peer: HostContext, source: Fresh | Shelved, shard: ShardId, count: int
     ) -> Generator[Wait, None, bool]:
         """Every chunk that the peer lacks, then the manifest; again what arrived damaged."""
-        holder, wire = self.holder, shard_to_wire(shard)
+        holder = self.holder
         wanted = list(range(count))
         for _ in range(SEAL_ROUNDS_MAX):
             for batch in [wanted[i : i + BATCH_CHUNKS] for i in range(0, len(wanted), BATCH_CHUNKS)]:
@@ -264,16 +287,16 @@ class Pusher:
             if shelved is None:
                 raise PeerRefused("the put failed on its own host", is_final=True)
             peer = yield from self.reach(peer.host_id, peer)
-            seal = {"do": "seal", "shard": wire, "sender": holder.host_id, "manifest": holder.vault.manifest(shelved)}
-            reply = Request(holder, peer).ask(seal)
-            if reply["ok"]:
+            manifest = holder.vault.manifest(shelved)
+            reply = Request(holder, peer).ask(Seal(shard=WireShard.of(shard), sender=holder.host_id, manifest=manifest))
+            if isinstance(reply, Refused):
+                raise PeerRefused(reply.why, is_final=reply.is_final)
+            if not isinstance(reply, ChunksMissing):
                 return True
-            wanted = [int(i) for i in reply["missing"]]
-            if not wanted:
-                raise PeerRefused(str(reply["why"]), is_final=True)
+            wanted = list(reply.chunks)
         raise PeerRefused("chunks arrived damaged too often", is_final=True)
 
-    def reach(self, target: str, same: SimHolder | None = None) -> Generator[Wait, None, SimHolder]:
+    def reach(self, target: str, same: HostContext | None = None) -> Generator[Wait, None, HostContext]:
         """Wait for one message's delay; the target as it is then, PeerUnreachable if it cannot be reached."""
         world = self.holder.world
         yield world.network.delay(self.holder.host_id, target)
@@ -283,7 +306,7 @@ class Pusher:
             raise PeerUnreachable(f"host {target} does not answer", host=target)
         return peer
 
-    def _send(self, peer: SimHolder, source: Any, shard: ShardId, batch: list[int]) -> Generator[Wait, None, None]:
+    def _send(self, peer: HostContext, source: Any, shard: ShardId, batch: list[int]) -> Thread:
         """One batch, as soon as its digests are known."""
         if isinstance(source, Fresh):
             yield lambda: len(source.digests) > max(batch) or bool(source.why)
@@ -292,10 +315,9 @@ class Pusher:
         digests = [source.digests[i] for i in batch]
         peer = yield from self.reach(peer.host_id, peer)
         size = self.holder.memory.chunk_bytes
-        body = {
-            "do": "chunks", "shard": shard_to_wire(shard), "sender": self.holder.host_id, "want": batch,
-            "digests": digests, "sizes": [size] * len(batch),
-        }  # fmt: skip
-        reply = Request(self.holder, peer, source).ask(body)
-        if not reply["ok"]:
-            raise PeerRefused(str(reply["why"]), is_final=False)
+        batch_of = ChunkBatch(
+            shard=WireShard.of(shard), sender=self.holder.host_id,
+            chunks=tuple(OfferedChunk(i, digest, size) for i, digest in zip(batch, digests, strict=True)),
+        )  # fmt: skip
+        if isinstance(Request(self.holder, peer, source).ask(batch_of), NoDraft):
+            raise PeerRefused("no such draft", is_final=False)

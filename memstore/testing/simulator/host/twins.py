@@ -6,34 +6,43 @@ that time, once for a rank that does not come; and equal chunks do not travel wh
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins, shared_count
-from memstore.testing.simulator.checks.checker import Violation
+from memstore.testing.simulator.checks.shared_shards import SharedShards
+from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.virtual_time import Wait
+from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId
-
-if TYPE_CHECKING:
-    from memstore.testing.simulator.host.holder import SimHolder
-    from memstore.testing.simulator.world.world import Wait
 
 WAIT_S_MAX = 3.2  # R34 says 3; steps of virtual time are added
 DIGESTED_S = 1.0  # a put is digested in far less
 
 
+class TwinHolder(Holder, Protocol):
+    """A holder, as `SimTwins` sees it."""
+
+    thawed_s: float  # when it was last thawed
+    unfinished: Counter[ShardId]  # handed over and not finished
+
+
 class SimTwins(Twins):
     """Of one simulated holder."""
 
-    def __init__(self, holder: SimHolder) -> None:
-        super().__init__(cast(Any, holder))
-        self.sim, self.world = holder, holder.world
+    def __init__(self, holder: TwinHolder, world: World, shared_shards: SharedShards) -> None:
+        super().__init__(holder.vault, threading.Event(), self._say)
+        self.sim, self.world, self.shared_shards = holder, world, shared_shards
         self.began_s: dict[ShardId, float] = {}  # local puts handed over and not sealed -> since when
         self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain
 
     # -- offers ---------------------------------------------------------------------------------
 
-    def await_own_of(self, shard: ShardId, sender: SimHolder) -> Generator[Wait, None, bool]:
+    def await_own_of(self, shard: ShardId, sender: TwinHolder) -> Generator[Wait, None, bool]:
         """As await_own, for an offer of `sender`; True if time passed."""
         own = self.own_of(shard) if self.world.scenario.has_twins else None
         if own is None or self.is_over(shard, own):
@@ -70,7 +79,7 @@ class SimTwins(Twins):
     def travels(self, shard: ShardId, index: int) -> None:
         """A chunk of a new put comes here: not one that this host's own twin of it is being digested with (R13)."""
         row = self._row_of(shard)
-        if row is None or index >= self.world.natural.shared_count(shard):
+        if row is None or index >= self.shared_shards.shared_count(shard):
             return
         own = ShardId(shard.job, shard.attempt, shard.step, row)
         is_late = self.in_vain.get((shard.job, row), (0, 0.0))[0] == shard.attempt
@@ -106,5 +115,5 @@ class SimTwins(Twins):
         if self.world.scenario.has_twins:
             self.compare(shard)
 
-    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        self.world.natural.said(shard, twin, unequal)
+    def _say(self, shard: ShardId, event: dict[str, Any]) -> None:
+        self.shared_shards.reported(shard, event["twin"], event["chunks"])

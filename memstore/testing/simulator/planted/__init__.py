@@ -1,1 +1,1 @@
-"""Bugs that are planted to see that the checker finds them."""
+"""Bugs that are planted to see that the checks find them."""

@@ -1,1 +1,1 @@
-"""The simulated ranks."""
+"""Training processes of a simulation, and how launches deal shards to them."""

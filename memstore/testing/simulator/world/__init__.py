@@ -1,1 +1,1 @@
-"""The simulated machines: virtual time, network, memory, launcher."""
+"""The ground: virtual time, network, memories, durable storage, scenarios, and the protocols of what lives there."""

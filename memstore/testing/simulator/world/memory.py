@@ -64,6 +64,11 @@ class Memory:
         self.is_removed = False
         self.version += 1
 
+    def lose_folder(self) -> None:
+        """The folder of the holder is gone with all its files, and with the number of its life."""
+        self.wipe()
+        self.incarnation = 0
+
     def write_again(self) -> None:
         """What the holder has open is in the folder again: in new files, of the same bytes (R35)."""
         self.slots, self.is_removed = [bytearray(slot) for slot in self.slots], False

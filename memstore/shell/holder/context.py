@@ -1,0 +1,67 @@
+"""What every part of one holder may use. No part is reachable from it, so no part depends on another through it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memstore.config import Config
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.wire.messages import copy_to_wire
+from memstore.shell.arena.idle_time import IdleTime
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.holder.fences import Fences
+from memstore.shell.holder.peer_table import PeerTable
+from recovery.inventory import Copy
+
+log = logging.getLogger("memstore")
+
+
+@dataclass
+class HolderContext:
+    """One holder's identity, memory and ways out: to its controller, to its peers, and to its end."""
+
+    host_id: str
+    config: Config
+    folder: Path
+    vault: Vault
+    idle: IdleTime
+    fences: Fences
+    peers: PeerTable
+    report: Callable[[str, dict[str, Any]], None]  # queues a report to the controller; without a session it is dropped
+    on_fatal: Callable[[str], None]
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def logged(self, work: Callable[..., None], *args: Any) -> None:
+        """Do some work; a failure is logged and ends nothing."""
+        try:
+            work(*args)
+        except Exception:
+            log.exception("host %s: order %s failed", self.host_id, work.__name__)
+
+    def ask(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
+        """Send the controller a rank's call, or one of the holder's own."""
+        self.report("call", {"id": call_id, "verb": verb, "body": body})
+
+    def sealed(self, copy: Copy | Shelved, put: dict[str, Any] | None = None) -> None:
+        """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
+
+        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
+        in which they were true.
+        """
+        self.idle.used()
+        with self.vault.lock:
+            shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+            if shelved is not None and not shelved.is_doomed:
+                held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
+                body: dict[str, Any] = {"copies": [copy_to_wire(held)]}
+                self.report("sealed", body if put is None else {**body, "put": put})
+
+    def freed(self, order: dict[str, Any]) -> None:
+        """Report that an order to drop copies was carried out."""
+        with self.vault.lock:
+            self.report("freed", {"shards": order["shards"], "number": order.get("number")})

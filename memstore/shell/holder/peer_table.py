@@ -1,0 +1,58 @@
+"""The other holders of the controller's present view, each with its pool of connections (R3)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from memstore.errors import PeerUnreachable
+from memstore.shell.peer.client import Peer
+
+
+class PeerTable:
+    """The peers of one holder; any thread may use it."""
+
+    def __init__(self, host_id: str, connect: Callable[[str, str, int], Peer]) -> None:
+        """`connect`: makes the pool for a host, an address and a port."""
+        self._host_id, self._connect = host_id, connect
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+
+    def peer(self, host_id: str) -> Peer:
+        """Return the connection pool to a peer of the present view."""
+        with self._lock:
+            peer = self._peers.get(host_id)
+        if peer is None:
+            raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
+        return peer
+
+    def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> set[str]:
+        """Take the addresses of hosts, and return the hosts now known; one that moved gets new connections (R3).
+
+        Args:
+            rows: Of all live hosts (`gone` is None), or of those that are new or elsewhere.
+            gone: The hosts that died since.
+        """
+        with self._lock:
+            seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self._host_id}
+            dead = self._peers.keys() - seen.keys() if gone is None else self._peers.keys() & set(gone)
+            moved = [h for h, p in self._peers.items() if h in seen and seen[h] != (p.address, p.port)]
+            for host in (*dead, *moved):
+                self._peers.pop(host).close()
+            for host, (address, port) in seen.items():
+                if host not in self._peers:
+                    self._peers[host] = self._connect(host, address, port)
+            return set(self._peers)
+
+    def forget(self) -> None:
+        """Close every connection and forget the view; the controller's next session brings it again."""
+        with self._lock:
+            while self._peers:
+                self._peers.popitem()[1].close()
+
+    def close(self) -> None:
+        """Close every connection; what is under way on them fails."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.close()

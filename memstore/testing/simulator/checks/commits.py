@@ -1,0 +1,96 @@
+"""R12, R16, R17, R18, R21 and I4: a step is reported as committed only if its copies and its fact are there."""
+
+from __future__ import annotations
+
+import functools
+
+from memstore.core.cluster.facts import StepCommitted
+from memstore.core.journal.records import entry_from_record, place_of_record
+from memstore.testing.simulator.checks.hosts import racks_of
+from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.checks.shared_shards import SharedShards
+from memstore.testing.simulator.world.processes import Holder, Rank
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId, StepId
+
+NEWCOMER_S = 2.0  # a host that joined this lately may lack a fact that was replicated before
+_entry = functools.lru_cache(1 << 14)(entry_from_record)  # a whole journal is read after each of its writes
+
+
+class Commits:
+    """The facts in journals, and the commits that tickets are told of."""
+
+    def __init__(self, world: World, observed: Observed, shared_shards: SharedShards) -> None:
+        self.world, self.observed, self.shared_shards = world, observed, shared_shards
+        self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
+        self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
+
+    def journalled(self, holder: Holder) -> None:
+        """Read a journal that was written to: its last fact must not have a lower term than one before it (R17)."""
+        terms = [place_of_record(record)[0] for record in holder.memory.journal]
+        if terms and terms[-1] < max(terms):
+            raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
+        for record in holder.memory.journal:
+            entry = _entry(record)
+            fact = entry.fact
+            self.shared_shards.journalled(holder.host_id, fact)
+            if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
+                step = StepId(fact.attempt, fact.step)
+                self.observed.facts[step], self._terms[step] = fact, entry.term
+                self._journals.setdefault(step, set()).add(holder.host_id)
+
+    def told_committed(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
+        """Look at a commit of which a ticket is told for the first time."""
+        step = StepId(rank.attempt, step_number)
+        if step in self.observed.acked or step_number not in rank.tickets:
+            return
+        fact = self.observed.facts.get(step)
+        if fact is None:
+            raise Violation("R16", f"rank {rank.rank} was told that {step} is committed; no journal knows it")
+        self._look_at_journals(rank, step)
+        self._look_at_copies(rank.job, step, fact)
+        self._look_at_other_ranks(rank, step)
+        self._look_at_newer_attempts(step)
+        self.observed.acked.add(step)
+        self.observed.starts_over = False
+        self.observed.acked_after_heal += self.observed.is_healed
+        self.observed.degraded = fact.reason if is_degraded else ""
+        self.shared_shards.committed(step, fact)
+
+    def _look_at_journals(self, rank: Rank, step: StepId) -> None:
+        """A commit is acknowledged when its fact is in enough journals (R16)."""
+        controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
+        opened = controller.sessions.values() if controller is not None else ()
+        live = sum(self.world.now - session.opened_s > NEWCOMER_S for session in opened)
+        # A successor acts on what its predecessor wrote, and sends it first in every session, in order.
+        is_inherited = controller is not None and self._terms[step] < controller.term
+        if not is_inherited and len(self._journals[step]) < min(self.world.scenario.replicas, live):
+            have = sorted(self._journals[step])
+            raise Violation("R16", f"{step} was acknowledged with its fact on {have} only, {live} hosts live")
+
+    def _look_at_copies(self, job: str, step: StepId, fact: StepCommitted) -> None:
+        """Every copy that the fact names was there (I4), and without the word degraded they are enough (R18)."""
+        scenario = self.world.scenario
+        for rank, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
+            shard = ShardId(job, step.attempt, step.step, rank)
+            never = sorted(set(hosts) - self.observed.ever.get((shard, digest), set()))
+            if never:
+                raise Violation("I4", f"{step} was committed with copies of rank {rank} that never were on {never}")
+            if not fact.is_degraded and len(set(hosts)) < scenario.replicas:
+                raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies on {list(hosts)}")
+            racks = racks_of(self.world, hosts)
+            if not fact.is_degraded and len(racks) < scenario.racks_wanted:
+                raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies in {racks}")
+
+    def _look_at_other_ranks(self, rank: Rank, step: StepId) -> None:
+        """No rank of the attempt has skipped the step (R12)."""
+        for other in self.world.ranks:
+            if other.attempt == rank.attempt and other.tickets.get(step.step) in ("skipped", "failed"):
+                raise Violation("R12", f"{step} was committed, but rank {other.rank}'s put was not done")
+
+    def _look_at_newer_attempts(self, step: StepId) -> None:
+        """No newer attempt has restored an older step (R21)."""
+        for (attempt, _), restored in self.observed.decided.items():
+            if attempt > step.attempt and self.world.scenario.is_strict and (restored is None or restored < step):
+                raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")

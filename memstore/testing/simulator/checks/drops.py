@@ -1,0 +1,66 @@
+"""R19: no host drops a copy of the newest committed step that is still needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.core.wire.messages import shard_from_wire
+from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.checks.promises import Promises
+from memstore.testing.simulator.world.processes import Controller
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId, StepId
+
+Body = dict[str, Any]
+HEARD_S = 0.05  # a controller is told of a host's end within this
+
+
+class Drops:
+    """Copies that were dropped on order, and copies that faults destroyed."""
+
+    def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
+        self.world, self.observed, self.promises = world, observed, promises
+        self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
+        self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
+
+    def ordered(self, controller: Controller, host: str, body: Body) -> None:
+        """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
+        shards = [shard_from_wire(item) for item in body["shards"]]
+        self._ordered_s.update({(host, shard): self.world.now for shard in shards})
+        job = controller.catalog.jobs.get(self.world.scenario.job)
+        newest = max(job.commits, default=None) if job is not None else None
+        if job is None or newest is None or "removed" in body or not self.world.scenario.is_strict:
+            return
+        for shard in shards:
+            if shard.job == job.name and StepId(shard.attempt, shard.step) == newest:
+                known = job.copies.get(newest, {}).get(shard.rank, {})
+                left = sorted(h for h, copy in known.items() if h != host and not copy.missing)
+                if len(left) < self.world.scenario.replicas:
+                    raise Violation(
+                        "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
+                    )  # fmt: skip
+
+    def taken_by_fault(self, host: str, shard: ShardId) -> None:
+        """Record that a fault destroyed a copy."""
+        self._taken_s[host, shard] = self.world.now
+
+    def dropped(self, host: str, shard: ShardId, digest: str) -> None:
+        """Look at a copy that has gone without a fault."""
+        self.promises.dropped(host, shard)
+        step = StepId(shard.attempt, shard.step)
+        newest = max(self.observed.facts, default=None)
+        if newest is None or step != newest or shard.job != self.world.scenario.job:
+            return
+        left = sorted(h for h, believed in self.observed.believed.items() if (shard, digest) in believed)
+        left += self._taken_meanwhile(host, shard)
+        if len(left) < self.world.scenario.replicas:
+            raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
+
+    def _taken_meanwhile(self, host: str, shard: ShardId) -> list[str]:
+        """Return the hosts whose copy a fault took after this host was ordered to drop its own.
+
+        The controller counted on their copies when it gave the order, and was right to do so.
+        """
+        since_s = self._ordered_s.get((host, shard), self.world.now) - HEARD_S
+        return sorted(h for (h, lost), at_s in self._taken_s.items() if lost == shard and at_s >= since_s)

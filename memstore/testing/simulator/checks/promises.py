@@ -1,0 +1,81 @@
+"""R32, and R19 for pins and forks: a pinned step stays restorable, and a fork is its origin bit for bit.
+
+Only what was acknowledged is demanded. A question whose rank died before the answer promises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memstore.core.format.manifest import Manifest, chunk_digest
+from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.world.processes import Controller
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId, StepId
+
+
+class Promises:
+    """The pins and forks of one simulation."""
+
+    def __init__(self, world: World, observed: Observed) -> None:
+        self.world, self.observed = world, observed
+        self.pins: dict[str, StepId] = {}  # acknowledged pins, until somebody asks to take them back
+        self.forks: dict[str, StepId] = {}  # acknowledged forks by job, until then: the step of the origin
+        self.asked: dict[str, StepId] = {}  # every fork that was ever asked for
+
+    def look_at_fork(self, host: str, manifest: Manifest) -> None:
+        """Look at a manifest of a fork: it must name what the origin's rank put."""
+        shard, origin = manifest.shard, self.asked.get(manifest.shard.job)
+        if origin is None:
+            raise Violation("R32", f"{host} holds {shard}, of a job that nobody asked for")
+        put = self.observed.contents.get(self._shard(origin, shard.rank), [])
+        wanted = [[chunk_digest(data) for data in content] for content in put]
+        if [chunk.digest for chunk in manifest.chunks] not in wanted:
+            raise Violation("R32", f"{shard} on {host} is not {origin} of its origin, bit for bit")
+
+    def promised(self) -> Iterator[tuple[str, ShardId]]:
+        """Yield every shard that a pin or a fork promises, with the name of that."""
+        facts = self.observed.facts
+        for name, step in sorted(self.pins.items()):
+            yield from ((f"pin {name}", self._shard(step, rank)) for rank in range(len(facts[step].digests)))
+        for job in sorted(self.forks):
+            shards = {shard for whole in self.observed.whole.values() for shard, _ in whole if shard.job == job}
+            attempt = max((shard.attempt for shard in shards), default=1)
+            step = self.forks[job]
+            size = len(facts[step].digests)
+            yield from ((f"fork {job}", ShardId(job, attempt, step.step, rank)) for rank in range(size))
+
+    def _shard(self, step: StepId, rank: int) -> ShardId:
+        return ShardId(self.world.scenario.job, step.attempt, step.step, rank)
+
+    def copies(self, shard: ShardId) -> list[str]:
+        """Return the hosts that have a shard, as far as a controller can know at this moment."""
+        believed = self.observed.believed
+        return sorted(host for host, held in believed.items() if any(copy == shard for copy, _ in held))
+
+    def claims_redundancy(self, controller: Controller) -> bool:
+        """Say whether the store claims every copy of what is promised."""
+        live = set(controller.catalog.hosts.live_ids())
+        for _, shard in self.promised():
+            job = controller.catalog.jobs.get(shard.job)
+            step = StepId(shard.attempt, shard.step)
+            copies = job.copies.get(step, {}).get(shard.rank, {}) if job is not None else {}
+            if len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:
+                return False
+        return True
+
+    def dropped(self, host: str, shard: ShardId) -> None:
+        """Look at a copy that has gone without a fault: a promised shard must have enough others (R19)."""
+        for what, promised in self.promised():
+            left = self.copies(shard)
+            if promised == shard and len(left) < self.world.scenario.replicas:
+                raise Violation("R19", f"{host} dropped {shard}, kept by {what}; copies left: {left}")
+
+    def lacking(self, wanted: int) -> str:
+        """Say which promised shard lies on too few hosts, or ""."""
+        for what, shard in self.promised():
+            have = self.copies(shard)
+            if len(have) < wanted:
+                return f"{shard}, kept by {what}, is on {have}, wanted {wanted} hosts"
+        return ""

@@ -1,0 +1,78 @@
+"""I1, I2, I3, R23 and R27: a get returns the bytes that were put, of one step, and of no older one than due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId, StepId
+
+Body = dict[str, Any]
+
+
+class Restores:
+    """The answers that ranks are given when they join and restore."""
+
+    def __init__(self, world: World, observed: Observed) -> None:
+        self.world, self.observed = world, observed
+        self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
+        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was told to be it
+
+    def ordered(self, rank: Rank, answer: Body) -> None:
+        """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
+        orders = self._orders.setdefault(rank.attempt, set())
+        orders.add(tuple(answer["order"]))
+        if self._seated.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
+            self._seated[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
+        other = self._seated[rank.attempt, rank.rank]
+        if len(orders) > 1 or other is not rank:
+            who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
+            raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
+
+    def read_damaged(self, rank: Rank, slots: list[int], staged_s: float) -> None:
+        """Look at staged slots that a rank found damaged: that must have happened after they were staged (R23)."""
+        spoilt = self.world.memories[rank.host_id].spoilt
+        early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
+        if early:
+            raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
+
+    def restored(self, rank: Rank, answer: Body) -> int:
+        """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
+        got = self.chosen(rank, answer)
+        if got is None:
+            return 0
+        shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
+        if answer["read"] not in self.observed.contents.get(shard, []):
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+        return got.step
+
+    def chosen(self, rank: Rank, answer: Body) -> StepId | None:
+        """Look at the step that a get or an agreement chose (I1, I2).
+
+        It is the same for all ranks. Within the promise no acknowledged step is newer.
+        """
+        self.observed.restores += 1
+        got = None if answer["step"] is None else StepId(int(answer["attempt"]), int(answer["step"]))
+        known = self.observed.decided.setdefault((rank.attempt, rank.key), got)
+        if known != got:
+            raise Violation("I2", f"attempt {rank.attempt}: rank {rank.rank} got {got}, another rank {known}")
+        newest = max(self.observed.acked, default=None)
+        if self.world.scenario.is_strict and newest is not None and (got is None or got < newest):
+            why = answer.get("why", "")
+            raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
+        return got
+
+    def refused(self, rank: Rank, verb: str, error: str) -> None:
+        """Look at a call that failed: within the promise no get fails for want of bytes (I1).
+
+        Other errors are no loss: if a host died meanwhile, the launcher starts again. If durable storage could not be
+        read, the store cannot know whether the step is lost (D23).
+        """
+        self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
+        is_loss = verb == "get" and "no whole step" in error and "could not be read" not in error
+        self.observed.starts_over |= is_loss
+        if is_loss and self.world.scenario.is_strict:
+            raise Violation("I1", f"attempt {rank.attempt}: get() was refused within the promise: {error[:400]}")

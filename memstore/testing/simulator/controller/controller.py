@@ -1,0 +1,173 @@
+"""Controllers: a real state machine each, with sessions, a lease and its own belief to be in charge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from memstore.core.controller.machine import Catalog
+from memstore.core.wire.messages import (
+    Answer,
+    DrainsSeen,
+    Event,
+    HostLost,
+    LeaseRenewed,
+    Note,
+    RankCall,
+    Report,
+    Tell,
+    Tick,
+)
+from memstore.testing.controller.catalog_holder import plain, plain_event
+from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.world.network import Stream
+from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.world import World
+
+DIAL_S = 0.2
+LEASE_S = 2.0
+WALL_S = 1e9  # the clock of Ray, which is right
+
+
+class SimSession:
+    """One connection of a controller to a holder: a stream each way."""
+
+    def __init__(self, world: World, controller: SimController, holder: Holder) -> None:
+        self.controller, self.holder = controller, holder
+        names, network = (controller.name, holder.host_id), world.network
+        self.down = Stream(network, world.at, *names, lambda: holder.is_up and not holder.is_frozen)
+        self.up = Stream(network, world.at, *names[::-1], lambda: controller.is_alive and not controller.is_frozen)
+        self.world, self.opened_s = world, world.now
+        self.clock_s = -math.inf  # the controller's clock, as it last sent it to the holder
+
+    @property
+    def is_open(self) -> bool:
+        """True while both ends use it."""
+        return self.down.is_open
+
+    def close(self) -> None:
+        """End both directions; what was under way is lost."""
+        self.down.is_open = self.up.is_open = False
+
+    def replaced(self) -> None:
+        """End the session from the holder's side; the controller learns whether a newer one took its place (R17)."""
+        self.down.is_open = False
+        self.up.send(self.world.now, self._end_replaced)
+
+    def _end_replaced(self) -> None:
+        old, host = self.controller, self.holder.host_id
+        if old.sessions.get(host) is self:
+            old.catalog.lease.is_outranked |= self.holder.term > old.term
+            old.lose(host, "the holder obeys another controller")
+
+    def reset(self) -> None:
+        """End the session as a broken connection does."""
+        self.controller.lose(self.holder.host_id, "connection reset")
+
+    def report(self, event: Event) -> None:
+        """Send an event from the holder to the controller; a fault may double a report."""
+        self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
+        if isinstance(event, Report) and self.world.network.take("doubles"):
+            self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
+
+
+class SimController:
+    """The controller of one term (R17)."""
+
+    def __init__(self, world: World, checker: Checker, term: int, skew_s: float) -> None:
+        self.world, self.checker, self.term, self.name = world, checker, term, f"controller-{term}"
+        self.is_alive, self.is_frozen = True, False
+        self.sessions: dict[str, SimSession] = {}
+        self.catalog = Catalog(
+            term=term,
+            now=world.now,
+            wall_offset_s=WALL_S + skew_s,
+            rules=world.rules,
+            expected_hosts=sorted(world.holders),
+        )
+
+    def handle(self, event: Event) -> None:
+        """Give the state machine an event and carry out its actions."""
+        if not self.is_alive:
+            return
+        actions = self.catalog.handle(self.world.now, event)
+        assert not self.catalog.parts.observer.problem, self.catalog.parts.observer.problem
+        for action in actions:
+            if isinstance(action, Note):
+                self.world.note(f"{self.name}: {action.text}")
+                continue
+            if isinstance(action, Tell) and action.kind == "drop":
+                self.checker.drops.ordered(self, action.host_id, action.body)
+            session = self.sessions.get(action.host_id)
+            if session is not None:
+                session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
+        for host, session in list(self.sessions.items()):
+            state = self.catalog.hosts.states.get(host)
+            if (
+                state is not None
+                and state.status == "dead"
+                and state.info.incarnation == session.holder.info.incarnation
+            ):
+                self.lose(host, None)  # dead by silence: it needs a new session
+
+    def _arrive(self, session: SimSession, action: Tell | Answer) -> None:
+        holder = session.holder
+        if holder.session is not session:
+            return
+        if isinstance(action, Tell) and action.kind == "outdated":
+            holder.info = replace(
+                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
+            )
+            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
+        elif isinstance(action, Tell) and action.kind == "dropped":
+            holder.memory.stories[action.body["job"]] = action.body["story"]
+        elif isinstance(action, Tell):
+            holder.obey(action.kind, plain(action.body))
+        else:
+            holder.answer(action.call_id, plain(action.body), action.error)
+
+    def tick(self) -> None:
+        """Let time pass, and open the sessions that are missing."""
+        if not self.is_alive or self.is_frozen:
+            return
+        self.handle(Tick())
+        if self.world.drains and self.world.has_kv:
+            self.handle(DrainsSeen({host: WALL_S + until_s for host, until_s in self.world.drains.items()}))
+        for host, holder in sorted(self.world.holders.items()):
+            is_free = host not in self.sessions and holder.is_serving
+            if is_free and self.world.network.talks(self.name, host):
+                self.greet(holder)
+
+    def renew(self) -> None:
+        """Renew the lease while no controller has a higher term and Ray's store answers."""
+        if self.is_alive and not self.is_frozen and self.term == self.world.term and self.world.has_kv:
+            self.handle(LeaseRenewed(self.world.now + LEASE_S))
+
+    def greet(self, holder: Holder) -> None:
+        """Open a session; a holder that obeys a newer term tells this controller to go (R17)."""
+        session = SimSession(self.world, self, holder)
+        if not holder.accept(session):
+            self.world.note(f"{self.name} is told to go by {holder.host_id}")
+            self.stop()
+            return
+        self.sessions[holder.host_id] = session
+        session.report(replace(holder.hello(), asked_s=self.world.now))
+        for call_id, verb, body in holder.open_calls():
+            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+
+    def lose(self, host: str, why: str | None) -> None:
+        """End a session; with `why` the state machine is told, as of a reset connection (R28)."""
+        session = self.sessions.pop(host, None)
+        if session is None:
+            return
+        session.close()
+        if session.holder.session is session:
+            session.holder.session = None
+        if why is not None:
+            self.handle(HostLost(host, why))
+
+    def stop(self) -> None:
+        """End the process, and its sessions with it."""
+        self.is_alive = False
+        for host in list(self.sessions):
+            self.lose(host, None)

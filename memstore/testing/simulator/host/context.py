@@ -1,0 +1,50 @@
+"""What the parts of a simulated holder use of it, and of its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
+from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.virtual_time import Thread
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import Copy
+
+Body = dict[str, Any]
+
+
+class HostWorld(World, Protocol):
+    """The world, with all of its holders that a peer uses."""
+
+    @property
+    def holders(self) -> Mapping[str, HostContext]:
+        """The newest holder of each host."""
+
+
+class HostContext(TwinHolder, Protocol):
+    """A holder, as its own parts and its peers see it."""
+
+    checker: Checker
+    fences: dict[str, int]  # job -> newest attempt whose fence it has answered
+    view: set[str]  # hosts that the controller has named
+    twins: SimTwins
+
+    @property
+    def world(self) -> HostWorld:
+        """The world that it lives in."""
+
+    @property
+    def ranks(self) -> Mapping[str, Rank]:
+        """Its ranks, by nonce."""
+
+    def spawn(self, work: Thread) -> None:
+        """Run one of its threads."""
+
+    def report(self, kind: str, body: Body) -> None:
+        """Send a report to the controller."""
+
+    def sealed(self, copy: Copy | Shelved) -> None:
+        """Report a copy as it is now."""

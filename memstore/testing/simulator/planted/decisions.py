@@ -1,0 +1,358 @@
+"""Planted bugs in what decides: commit rule, facts, retention, repair, planner, placement, terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.job import Job
+from memstore.core.commit.commits import Steps
+from memstore.core.controller.machine import Catalog
+from memstore.core.durable.write_state import MARKER
+from memstore.core.durable.writes import DurableOrders
+from memstore.core.journal.fact_log import FactLog
+from memstore.core.journal.replication import Journal
+from memstore.core.repair.repair import Repair
+from memstore.core.restore import rounds
+from memstore.core.restore.staging import Staging
+from memstore.core.targets import targets
+from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.messages import Tell, shard_to_wire, spec_to_wire
+from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
+from memstore.testing.simulator.world.scenario import Fault
+from placement.groups import place
+from placement.rebalance import rebalance
+from placement.topology import Host
+from recovery.inventory import ShardId, StepId
+from recovery.planner import plan
+
+COMMIT_RULE = Steps.commit_rule
+LATE_HOSTS = (  # two hosts of one pair are away after a restart of everything, within the grace (R24)
+    Fault(6.0, "reboot-all", (0,), for_s=4.0),
+    Fault(6.55, "freeze-holder", (1,), for_s=3.9),
+)
+GUEST_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # without ranks of its own: nobody restarts
+
+
+def _told_whole(fact: Any) -> Any:
+    return None if fact is None else replace(fact, is_degraded=False, reason="")
+
+
+def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+    """The rule with every copy that is not there counted as refused."""
+    kept = job.refusals
+    shards = [ShardId(job.name, step.attempt, step.step, rank) for rank in range(world_size)]
+    job.refusals = {(shard, host): "" for shard in shards for host in self.state.hosts.live_ids()}
+    try:
+        return COMMIT_RULE(self, job, world_size, step)
+    finally:
+        job.refusals = kept
+
+
+@planted("commit-before-the-ack", "R18", "R18")
+def commit_before_the_ack() -> Any:
+    """A step is committed, and called whole, when its owners alone have sealed it."""
+    return patch.object(Steps, "commit_rule", lambda *a: _told_whole(_commit_without(*a)))
+
+
+@planted("commit-names-targets", "R18", "I4")
+def commit_names_targets() -> Any:
+    """A commit counts the hosts that were to get a copy, not those that sealed one."""
+
+    def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+        fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
+        if fact is None or placement is None or job.newest is None:
+            return fact
+        owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
+        return _told_whole(replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
+
+    return patch.object(Steps, "commit_rule", rule)
+
+
+@planted("degraded-said-whole", "R18", "R18", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2)
+def degraded_said_whole() -> Any:
+    """A degraded commit is reported without the word degraded."""
+    return patch.object(Steps, "commit_rule", lambda *a: _told_whole(COMMIT_RULE(*a)))
+
+
+@planted("hosts-counted-as-racks", "R18", "R18", hosts=4, racks=2, world_size=4)
+@contextmanager
+def hosts_counted_as_racks() -> Iterator[None]:
+    """Placement puts both copies into one rack, and the commit rule counts one domain twice."""
+    with one_rack.plant(), patch.object(Host, "domain", lambda self, level: self.host_id):
+        yield
+
+
+@planted("placement-in-one-rack", "R18", "I16", hosts=4, racks=2, world_size=4)
+@contextmanager
+def one_rack() -> Iterator[None]:
+    """Placement puts both copies of a shard into the same rack."""
+
+    def near(placed: Any) -> Any:
+        hosts = sorted(placed.targets)
+        return replace(placed, targets={h: (hosts[(i + 2) % len(hosts)],) for i, h in enumerate(hosts)}, unmet=())
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        found = rebalance(*args, **kwargs)
+        return replace(found, placement=near(found.placement))
+
+    with patch.multiple(targets, place=lambda *a, **k: near(place(*a, **k)), rebalance=moved):
+        yield
+
+
+@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
+def commit_without_a_rank() -> Any:
+    """A step that one rank skipped is committed: that rank's older shard stands in."""
+
+    def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+        ranks = job.copies.get(step, {})
+        gaps = [r for r in range(world_size) if r not in ranks]
+        for rank in gaps if len(gaps) < world_size else ():
+            older = [s for s in sorted(job.copies) if s < step and rank in job.copies[s]]
+            if older:
+                ranks[rank] = dict(job.copies[older[-1]][rank])
+        return COMMIT_RULE(self, job, world_size, step)
+
+    return patch.object(Steps, "commit_rule", rule)
+
+
+@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3)
+def reports_counted_twice() -> Any:
+    """A seal that is heard twice counts as two copies."""
+    sealed = Steps.sealed
+
+    def twice(self: Steps, now: float, copy: Any) -> None:
+        job = self.state.jobs.get(copy.shard.job)
+        step = StepId(copy.shard.attempt, copy.shard.step)
+        known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
+        if job is not None and known.get(copy.host) == copy and step not in job.commits:
+            for host in self.state.hosts.live_ids():
+                job.add_copy(replace(copy, host=host))
+        sealed(self, now, copy)
+
+    return patch.object(Steps, "sealed", twice)
+
+
+@planted("fact-not-spread", "R16", "R16", Fault(3.0, "slow-link", (1,), for_s=6.0, count=8),
+         Fault(3.0, "slow-link", (2,), for_s=6.0, count=8))  # fmt: skip
+def fact_not_spread() -> Any:
+    """A fact takes effect when the first holder has it."""
+    return patch.object(Catalog, "_is_enough", lambda self, hosts, fact: bool(hosts))
+
+
+@planted("fact-not-written", "R16", "R16")
+def fact_not_written() -> Any:
+    """A fact takes effect before any journal has it."""
+
+    def spread(self: FactLog, is_enough: Any) -> list[Any]:
+        ready = [entry.fact for entry in self.pending]
+        self.applied_seq = max([self.applied_seq, *(entry.seq for entry in self.pending)])
+        return ready
+
+    send, flush = Journal.send_facts, Journal.record_waiting
+
+    def flushed(self: Journal) -> None:
+        send(self)
+        flush(self)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(FactLog, "spread", spread))
+    stack.enter_context(patch.object(Journal, "send_facts", lambda self: None))
+    stack.enter_context(patch.object(Journal, "record_waiting", flushed))
+    return stack
+
+
+@planted("evicted-early", "R19", "R19")
+@contextmanager
+def evicted_early() -> Iterator[None]:
+    """The last committed step is dropped when a newer one is put, before that is committed."""
+    sealed = Steps.sealed
+
+    def then_drop(self: Steps, now: float, copy: Any) -> None:
+        sealed(self, now, copy)
+        job = self.state.jobs[copy.shard.job]
+        for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
+            self.retention._drop_step(job, step)
+
+    with patch.object(Steps, "sealed", then_drop):
+        yield
+
+
+@planted("shed-all", "R19", "R19 I1", Fault(5.0, "kill-rank"))
+def shed_all() -> Any:
+    """A new attempt's first put frees everything of older attempts, the restored step too."""
+
+    def shed(self: Retention, job: Job) -> None:
+        for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.ordinal]:
+            self._drop_step(job, step)
+
+    return patch.object(Retention, "shed", shed)
+
+
+@planted("skip-without-a-word", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
+def skip_without_a_word() -> Any:
+    """A skipped step is not given up on the other ranks: their copies of it fill the room."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, {"resume": 0})))
+    stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
+    return stack
+
+
+@planted("ghost-copies", "R21", "R29", GUEST_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
+def ghost_copies() -> Any:
+    """A host that comes back with empty memory is believed to hold what it had."""
+    return patch.object(Job, "drop_host", lambda self, host_id: None)
+
+
+@planted("damaged-copy-counted", "R29", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
+def damaged_copy_counted() -> Any:
+    """Repair counts a copy that lacks chunks as whole, and mends nothing."""
+    consider = Repair._consider_step
+
+    def blind(self: Repair, now: float, job: Job, attempt: Any, step: StepId, *, may_drop: bool) -> None:
+        kept = job.copies[step]
+        job.copies[step] = {
+            rank: {host: replace(copy, missing=frozenset()) for host, copy in hosts.items()}
+            for rank, hosts in kept.items()
+        }
+        try:
+            consider(self, now, job, attempt, step, may_drop=may_drop)
+        finally:
+            job.copies[step] = kept
+
+    return patch.object(Repair, "_consider_step", blind)
+
+
+@planted("repair-waits-for-ever", "R29", "R29", GUEST_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
+def repair_waits_for_ever() -> Any:
+    """Repair goes on waiting for a host that came back without its memory."""
+    return patch.object(Repair, "_may_come_back", lambda *a: True)
+
+
+@planted("late-host-ignored", "R24", "I1", *LATE_HOSTS)
+def late_host_ignored() -> Any:
+    """A get after a restart of everything does not wait for hosts that are a few seconds late."""
+    return patch.object(ClusterView, "silent_hosts", lambda self, job: set())
+
+
+@planted("none-on-history", "R23", "I1", *LATE_HOSTS)
+@contextmanager
+def none_on_history() -> Iterator[None]:
+    """get() returns None on a job with history when nothing is whole at the moment."""
+    nothing = patch.object(Job, "has_history", PropertyMock(return_value=False))
+    with nothing, late_host_ignored.plant():
+        yield
+
+
+@planted("older-step-restored", "R24", "I1", Fault(5.0, "kill-rank"), keep_steps=2)
+def older_step_restored() -> Any:
+    """The planner takes the oldest whole step of the lineage."""
+
+    def oldest(inventory: Any, *args: Any, **kwargs: Any) -> Any:
+        first = min((c.step for c in inventory.commits if any(StepId(x.shard.attempt, x.shard.step) == c.step
+                                                             for x in inventory.copies)), default=None)  # fmt: skip
+        found = plan(inventory, *args, **{**kwargs, "only_step": first})
+        return found if found.step is not None else plan(inventory, *args, **kwargs)
+
+    return patch.object(rounds, "plan", oldest)
+
+
+@planted("steps-mixed", "R23", "I3 I2", Fault(5.0, "kill-rank"), keep_steps=2)
+def steps_mixed() -> Any:
+    """Rank 0 is given an older step than the others."""
+    start = Staging.start
+
+    def mixed(self: Staging, now: float, active: Any) -> None:
+        first = len(self.out.actions)
+        start(self, now, active)
+        job = self.state.jobs[active.job]
+        chosen = active.plan.step
+        older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
+        for number, action in enumerate(self.out.actions[first:], first):
+            if older and isinstance(action, Tell) and action.kind == "stage" and action.body["rank"] == 0:
+                copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
+                hosts = sorted(job.copies[older[-1]][0])
+                body = {**action.body, "shard": shard_to_wire(copy.shard), "spec": spec_to_wire(copy.spec)}
+                body.update(holders=hosts, runs=[["peer", copy.host, 0, copy.spec.chunks_count]])
+                self.out.actions[number] = Tell(action.host_id, "stage", body)
+
+    return patch.object(Staging, "start", mixed)
+
+
+@planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True)
+def marker_before_parts() -> Any:
+    """The durable marker is ordered together with the parts."""
+    begin = DurableOrders._begin
+
+    def start(self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
+        begin(self, job, attempt, state, write)
+        write.phase = "marking"
+        self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
+
+    return patch.object(DurableOrders, "_begin", start)
+
+
+@planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
+def keys_not_compared() -> Any:
+    """Each host writes its slices under the key that it has, and a report's key is not looked at."""
+    order, persisted = DurableOrders._order_slices, DurableOrders.persisted
+
+    def ordered(self: DurableOrders, job: Job, attempt: Any, write: Any, pieces: Any) -> None:
+        before = len(self.out.actions)
+        order(self, job, attempt, write, pieces)
+        for action in self.out.actions[before:]:
+            if isinstance(action, Tell):
+                action.body["key"] = self.keys.of(job.name).names.get(action.host_id, "")
+
+    def reported(self: DurableOrders, now: float, host_id: str, body: Any) -> None:
+        write = self.states.of(str(body["job"])).active
+        persisted(self, now, host_id, {**body, "key": write.key} if write and body["what"] == "parts" else body)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(DurableOrders, "_order_slices", ordered))
+    stack.enter_context(patch.object(DurableOrders, "_has_key", lambda self, job, write, host: True))
+    stack.enter_context(patch.object(DurableOrders, "persisted", reported))
+    return stack
+
+
+@planted(
+    "slices-of-the-dead-forgotten",
+    "R31",
+    "R31",
+    Fault(5.0, "durable-slow", for_s=9.0),
+    Fault(6.5, "flap-host", for_s=6.0),
+    has_durable=True,
+)
+def slices_of_the_dead_forgotten() -> Any:
+    """When a writer of durable slices dies, what it owed counts as written."""
+    died = DurableOrders.host_died
+
+    def forget(self: DurableOrders, job: Job, host_id: str) -> None:
+        write = self.states.of(job.name).active
+        owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
+        if write is None or MARKER in owed or len(owed) == len(write.waits):
+            died(self, job, host_id)
+            return
+        for piece in owed:
+            del write.waits[piece]
+
+    return patch.object(DurableOrders, "host_died", forget)
+
+
+@planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0))
+def journals_not_read() -> Any:
+    """A successor begins with the copies alone and reads no journal."""
+    adopt = FactLog.adopt
+    return patch.object(FactLog, "adopt", lambda self, journals: adopt(self, []))
+
+
+@planted("open-steps-first", "R29", "R29", Fault(15.79, "slow-link", (0,), for_s=9.0, count=2),
+         Fault(18.27, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.7, "end-job"), duration_s=26.0, hosts=4, racks=2,
+         world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
+def open_steps_first() -> Any:
+    """Copies of steps that no rank will finish are rebuilt before a kept step's, and stay where that has no room."""
+    return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)

@@ -1,0 +1,156 @@
+"""Planted bugs in the steps of a holder that the simulation mirrors: leases, fences, terms, levels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from memstore.testing.simulator.controller.controller import SimController
+from memstore.testing.simulator.host.holder import SimHolder
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
+from memstore.testing.simulator.world.scenario import Fault
+
+SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # an hour
+ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
+# All ranks of an attempt, again and again: about every third seed has a hand-over in the very moment of a fence.
+ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
+
+
+@planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
+def lease_freed_by_timeout() -> Any:
+    """Leases of a rank that has been silent for a while are given to others."""
+    reap = SimHolder.reap
+
+    def hasty(self: SimHolder) -> None:
+        for rank in self.ranks.values():
+            if rank.is_frozen:
+                self.vault.table.reclaim(rank.owner)
+        self.vault.flush()
+        reap(self)
+
+    return patch.object(SimHolder, "reap", hasty)
+
+
+@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)))
+def lease_freed_by_a_broken_link() -> Any:
+    """Leases end with the link: a rank that comes back is not told that its slots are free."""
+    welcome = SimHolder.welcome
+
+    def forget(self: SimHolder, rank: Any) -> list[int]:
+        self.vault.table.reclaim(rank.owner)
+        welcome(self, rank)
+        return []
+
+    return patch.object(SimHolder, "welcome", forget)
+
+
+@planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
+def fence_not_kept() -> Any:
+    """A holder answers a fence and goes on as before."""
+
+    def answer(self: SimHolder, body: dict[str, Any]) -> None:
+        self.spawn(self._fence(str(body["job"]), int(body["attempt"]), {r.nonce for r in self.ranks.values()}))
+
+    return patch.object(SimHolder, "_on_fence", answer)
+
+
+@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
+def seal_ignores_fence() -> Any:
+    """A holder seals what a rank of a fenced attempt hands over."""
+    seal, fence = SimHolder._seal, SimHolder._fence
+
+    def unfenced(self: SimHolder, rank: Any, shard: Any, slots: Any, body: Any, stamp: int) -> Any:
+        return seal(self, rank, shard, slots, body, 0)
+
+    def unsaid(self: SimHolder, job: str, attempt: int, members: set[str]) -> Any:
+        return fence(self, job, attempt, {rank.nonce for rank in self.ranks.values()})
+
+    return patch.multiple(SimHolder, _seal=unfenced, _fence=unsaid)
+
+
+@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
+def lower_term_obeyed() -> Any:
+    """A holder obeys whichever controller spoke last."""
+
+    def accept(self: SimHolder, session: Any) -> bool:
+        self.term = 0
+        old: Any = self.session
+        self.session = session
+        if old is not None:
+            old.controller.lose(self.host_id, "another controller came")
+        return True
+
+    return patch.object(SimHolder, "accept", accept)
+
+
+@planted("level-before-the-fact", "R15", "R16 I4 R18")
+def level_before_the_fact() -> Any:
+    """A ticket says committed as soon as its own copies are there."""
+    sealed = SimHolder.sealed
+
+    def told(self: SimHolder, shelved: Any) -> None:
+        sealed(self, shelved)
+        for rank in list(self.ranks.values()):
+            if rank.rank == shelved.shard.rank and rank.attempt == shelved.shard.attempt:
+                self.checker.commits.told_committed(rank, shelved.shard.step, is_degraded=False)
+
+    return patch.object(SimHolder, "sealed", told)
+
+
+@planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
+def fence_answered_early() -> Any:
+    """A fence is answered before what was handed over completely is sealed."""
+    fence = SimHolder._fence
+
+    def early(self: SimHolder, job: str, attempt: int, members: set[str]) -> Generator[Any, None, None]:
+        kept, self.unfinished = self.unfinished, Counter()
+        for _ in fence(self, job, attempt, members):
+            self.unfinished = kept
+            yield 0.0
+        self.unfinished = kept
+
+    return patch.object(SimHolder, "_fence", early)
+
+
+@planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)
+@contextmanager
+def incarnation_by_the_clock() -> Iterator[None]:
+    """A holder's incarnation is the time of its start, and one that is too low is ignored without a word."""
+
+    def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
+        return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
+
+    arrive = SimController._arrive
+
+    def unheard(self: SimController, session: Any, action: Any) -> None:
+        if getattr(action, "kind", "") != "outdated":
+            arrive(self, session, action)
+
+    with patch.object(Cluster, "take_incarnation", by_the_clock), patch.object(SimController, "_arrive", unheard):
+        yield
+
+
+@planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4, tries=3)
+@contextmanager
+def use_is_a_connect() -> Iterator[None]:
+    """An arena is in use when a rank connects, and what is not in use for a day is dropped at a holder's start."""
+    start, welcome = Cluster._start_holder, SimHolder.welcome
+
+    def welcomed(self: SimHolder, rank: Any) -> list[int]:
+        cluster: Any = self.world
+        self.memory.seen_s = cluster.now + cluster.idle_days_s
+        return welcome(self, rank)
+
+    def started(self: Cluster, info: Any) -> None:
+        memory = self.memories[info.host_id]
+        if self.now + self.idle_days_s - memory.seen_s > ORPHAN_TTL_S * 2:
+            memory.wipe()
+        start(self, info)
+
+    unseen = patch.object(Cluster, "see", lambda self, holder: None)
+    with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "welcome", welcomed):
+        yield

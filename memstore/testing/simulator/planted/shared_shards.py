@@ -1,0 +1,144 @@
+"""Planted bugs in what twins share: who copies, who waits for whom, what is told, what is got (R34)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from memstore.core.attempts.join import Attempts
+from memstore.core.restore.single_read import SingleReads
+from memstore.core.restore.staging import Staging
+from memstore.core.targets import shared_shards as core_twins
+from memstore.core.targets.shared_shards import Twins
+from memstore.shell.holder.shared_shards import Twins as HolderTwins
+from memstore.testing.simulator.host import twins
+from memstore.testing.simulator.host.holder import SimHolder
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.world.scenario import Fault
+from recovery.inventory import ShardId
+
+DDP: dict[str, Any] = {"has_twins": True, "shards": 1}
+HYBRID: dict[str, Any] = {"has_twins": True, "shards": 2, "world_size": 6}
+RESTART = Fault(5.0, "kill-rank")
+
+
+@planted("copiers-in-one-domain", "R34", "R34", world_size=6, **DDP)
+def copiers_in_one_domain() -> Any:
+    """The lowest ranks of one host copy."""
+
+    def near(shard_of: Any, hosts: Any, topology: Any, *, replicas: int, **_: Any) -> tuple[int, ...]:
+        return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
+
+    return patch.object(core_twins, "choose_copiers", near)
+
+
+@planted("copiers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP)
+def copiers_chosen_again() -> Any:
+    """When a process takes a rank's place other ranks copy from then on."""
+    replace_seat = Attempts._replace_seat
+
+    def again(self: Attempts, name: str, attempt: Any, call: Any) -> None:
+        record = self.journal.record
+        others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.copiers)
+        with patch.object(self.journal, "record", lambda fact: record(replace(fact, copiers=others))):
+            replace_seat(self, name, attempt, call)
+
+    return patch.object(Attempts, "_replace_seat", again)
+
+
+@planted("copiers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP)
+def copiers_not_written() -> Any:
+    """Copiers are chosen when a rank asks, among the hosts that are there then, and stand in no fact."""
+
+    def joined(self: Twins, attempt: Any, rank: int) -> dict[str, Any]:
+        count = len(self.state.hosts.live_ids())
+        ranks = range(attempt.world_size)
+        table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
+        mine = attempt.shard_of[rank]
+        return {"natural": [mine, len(table), table[mine], [table[s] for s in sorted(table)] if rank == 0 else []]}
+
+    return patch.object(Twins, "joined", joined)
+
+
+@planted("copies-of-twins-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
+def copies_of_twins_go_anywhere() -> Any:
+    """A copier's copies go where placement says, not to the hosts of its shard's other copiers."""
+    return patch.object(
+        Twins, "targets", lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner]
+    )
+
+
+@planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP)
+def shared_part_of_another_step() -> Any:
+    """A read brings the oldest step that is there instead of the one named."""
+    read = SingleReads.ask
+
+    def oldest(self: SingleReads, call: Any) -> None:
+        job = self.state.jobs[str(call.body["job"])]
+        step = min(s for s in job.commits if job.copies.get(s))
+        call.body.update(step=step.step, of_attempt=step.attempt)
+        read(self, call)
+
+    return patch.object(SingleReads, "ask", oldest)
+
+
+@planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
+         **HYBRID)  # fmt: skip
+def another_shard_restored() -> Any:
+    """A round passes over ranks that refuse what was staged for them."""
+    checked = Staging.checked
+    return patch.object(
+        Staging,
+        "checked",
+        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
+    )
+
+
+@planted("twins-wait-for-one-another", "R34", "R34", **DDP)
+def twins_wait_for_one_another() -> Any:
+    """A host digests its rank's put only when its twin's copy has come, whose offer waits for that digest."""
+    seal = SimHolder._seal
+
+    def late(self: SimHolder, rank: Any, shard: ShardId, *rest: Any) -> Generator[Any, None, None]:
+        steps, row = seal(self, rank, shard, *rest), self.twins._row(shard)
+        yield next(steps, 0.0)  # its own offers are made
+        until_s = self.world.now + 8.0
+        for twin in row.twins if row is not None else ():
+            theirs = ShardId(shard.job, shard.attempt, shard.step, twin)
+            yield lambda: bool(self.vault.shelf.find(theirs)) or self.world.now > until_s  # noqa: B023
+        yield from steps
+
+    return patch.object(SimHolder, "_seal", late)
+
+
+@planted("twins-not-waited-for", "R34", "R34", tries=4, **DDP)
+def twins_not_waited_for() -> Any:
+    """An offer of equal chunks is answered while this host digests its own."""
+    return patch.object(HolderTwins, "is_over", lambda self, shard, own: True)
+
+
+@planted("late-twin-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
+         Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP)  # fmt: skip
+def late_twin_awaited_again() -> Any:
+    """A rank that was waited for in vain is waited for by the next offer as well."""
+    return patch.object(HolderTwins, "gave_up", lambda self, shard, own: None)
+
+
+@planted("wait-without-end", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP)
+def wait_without_end() -> Any:
+    """An offer waits for its twin's put as long as that takes."""
+    return patch.object(twins, "TWIN_WAIT_S", 60.0)
+
+
+@planted("own-state-compared", "R34", "R34", **DDP)
+def own_state_compared() -> Any:
+    """Twins are said to differ in what is each one's own."""
+    return patch.object(twins, "shared_count", lambda body, chunks_count: chunks_count)
+
+
+@planted("twins-that-differ-unsaid", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
+def twins_that_differ_unsaid() -> Any:
+    """Copies are taken without a look at what one's own rank put."""
+    return patch.object(HolderTwins, "_compare", lambda self, own, other: None)

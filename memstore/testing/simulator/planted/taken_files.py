@@ -1,0 +1,47 @@
+"""Planted bugs around files that go while processes live: arenas that are replaced, names that are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from memstore.testing.simulator.host import mapped_arena
+from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.rank.rank import SimRank
+from memstore.testing.simulator.run import taken_files
+from memstore.testing.simulator.world.memory import Memory
+from memstore.testing.simulator.world.scenario import Fault
+
+REPLACED, REMOVED = Fault(4.0, "replace-arena", (1,)), Fault(4.0, "remove-files", (1,))
+
+
+def _first_only(self: SimRank, memory: Memory) -> None:
+    self.mapping = self.mapping or memory.slots
+
+
+@planted("old-arena-written", "R8", "R8", REPLACED)
+@contextmanager
+def old_arena_written() -> Iterator[None]:
+    """A rank goes on writing into the arena that it mapped first, and its holder digests another one's zeros."""
+    with patch.object(SimRank, "map_arena", _first_only), patch.object(mapped_arena, "are_seen", lambda *args: True):
+        yield
+
+
+@planted("old-arena-kept", "R8", "I16", REPLACED)
+def old_arena_kept() -> Any:
+    """A rank that is told of another arena keeps its mapping of the first one: every put of it fails."""
+    return patch.object(SimRank, "map_arena", _first_only)
+
+
+@planted("removed-files-unseen", "R35", "I16", REMOVED)
+def removed_files_unseen() -> Any:
+    """A holder does not look whether its files are there: it stays, and can store nothing."""
+    return patch.object(taken_files, "look", lambda cluster, name: None)
+
+
+@planted("removed-files-not-written", "R35", "R19 I1", REMOVED)
+def removed_files_not_written() -> Any:
+    """A holder whose files were removed ends without writing them again."""
+    return patch.object(Memory, "write_again", Memory.wipe)

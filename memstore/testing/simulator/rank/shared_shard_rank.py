@@ -1,0 +1,167 @@
+"""A rank that names its shard: a copier puts the shared part, and every rank gets it from a copier (R34).
+
+It mirrors memstore/client/shared_shard.py. Its own part comes from its own shard, in the round. The shared part comes
+from a copier's shard of the same step, without a barrier. With another world size all ranks agree on the step, and get
+the shared part alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.format.shared_layout import NaturalLayout, Part
+from memstore.errors import DigestMismatch
+from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.rank.dealing import Dealer
+from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
+from memstore.testing.simulator.world.virtual_time import Wait
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import StepId
+
+Body = dict[str, Any]
+SHARED_CHUNKS, OWN_CHUNKS = 2, 1
+
+
+class SharedShardRank(SimRank):
+    """One process of a rank whose shard other ranks hold too."""
+
+    def __init__(
+        self, world: World, checker: Checker, dealer: Dealer, rank: int, host_id: str, key: str, shard_of: Sequence[int]
+    ) -> None:
+        super().__init__(world, checker, rank, host_id, key)
+        self.dealer = dealer
+        self.shard_of, self.world_size = tuple(shard_of), len(shard_of)  # by rank
+        self.copiers: tuple[int, ...] = ()
+        self.roster: tuple[tuple[int, ...], ...] = ()
+        self.stuck_at = ""  # the question that it never asks
+
+    @property
+    def shard(self) -> int:
+        """The shard that the rank's number holds."""
+        return self.shard_of[self.rank]
+
+    @property
+    def is_copier(self) -> bool:
+        """True if it copies what it shares."""
+        return self.rank in self.copiers
+
+    def named(self) -> Body:
+        """Return what it says of its shard when it joins."""
+        return {"shard": self.shard, "shards": self.world.scenario.shards}
+
+    def joined(self, answer: Body) -> None:
+        """Take its place, and learn which ranks copy."""
+        super().joined(answer)
+        shard, shards, copiers, roster = answer["natural"]
+        self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
+        self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
+        self.checker.shared_shards.told(self, answer)
+        size = self.world.memories[self.host_id].chunk_bytes
+        first = SHARED_CHUNKS * self.is_copier
+        shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_copier else None
+        layout = NaturalLayout(
+            int(shard), int(shards), self.copiers, self.roster, shared, Part(b"", first, OWN_CHUNKS * size)
+        )
+        self.layout = layout.encode((first + OWN_CHUNKS) * size)
+
+    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body]:
+        if verb == self.stuck_at:
+            yield lambda: False
+        return (yield from super()._answer(verb, limit_s, **body))
+
+    # -- putting --------------------------------------------------------------------------------
+
+    def content(self, step: int) -> list[bytes]:
+        """Return a copier's two shared chunks, of which one never changes, and one chunk of its own."""
+        is_torn, self.differs = self.differs > 0, max(0, self.differs - 1)
+        texts = (
+            f"frozen layer of shard {self.shard}",
+            f"shared {self.key} {self.shard} {step}{f' but for rank {self.rank}' if is_torn else ''}",
+        )
+        shared = [chunk_of(text) for text in texts] if self.is_copier else []
+        self.checker.shared_shards.shared_put(self, step, shared)
+        return [*shared, chunk_of(f"own {self.key} {self.rank} {step}")]
+
+    def shares(self) -> Body:
+        """Return how many of its first chunks other ranks have too."""
+        return {"shared_chunks": SHARED_CHUNKS * self.is_copier}
+
+    # -- getting --------------------------------------------------------------------------------
+
+    def check(self, staged: Callable[[], Manifest]) -> str:
+        """Say why it cannot take what was staged: its number must have held the same shard in that step."""
+        try:
+            manifest = staged()
+        except DigestMismatch as exc:
+            return str(exc)
+        layout = NaturalLayout.decode(manifest)
+        if layout is None or (layout.shard, layout.shards) != (self.shard, self.world.scenario.shards):
+            return f"{manifest.shard} is not of shard {self.shard}"
+        return ""
+
+    def get(self) -> Generator[Wait, None, int | None]:
+        """Restore both parts; with another world size the shared one alone."""
+        answer = yield from self._answer("get", GET_S, step=None, timeout_s=GET_S)
+        if str(answer.get("error", "")).startswith("WorldSizeError"):
+            return (yield from self._get_resized())
+        if "error" in answer:
+            self.why = f"get: {answer['error'] or 'no answer in time'}"
+            self.checker.restores.refused(self, "get", answer["error"])
+            if answer["error"].startswith("ManifestMismatch"):
+                self.dealer.refused(self.shard_of)
+            return None
+        step = self.checker.restores.restored(self, answer)
+        if answer["step"] is None:
+            return step
+        mine = self._layout_of(answer)
+        home = answer
+        if mine.shared is None:
+            found = yield from self._read(self._near(mine.copiers), int(answer["step"]), int(answer["attempt"]))
+            if found is None:
+                return None
+            home = found
+        self._loaded(StepId(int(answer["attempt"]), step), home, answer["read"][mine.own.first_chunk :])
+        return step
+
+    def _get_resized(self) -> Generator[Wait, None, int | None]:
+        opened = yield from self._read(0, None, None)
+        if opened is None:
+            return None
+        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S, is_agreement=True)
+        if answer is None:
+            return None
+        step = self.checker.restores.chosen(self, answer)
+        if step is None:
+            return 0
+        if step != StepId(int(opened["attempt"]), int(opened["step"])):
+            opened = yield from self._read(0, step.step, step.attempt)
+            if opened is None:
+                return None
+        copier = self._near(self._layout_of(opened).roster[self.shard])
+        found = yield from self._read(copier, step.step, step.attempt)
+        if found is None:
+            return None
+        self._loaded(step, found, None)
+        return step.step
+
+    def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, Body | None]:
+        return (yield from self._call("read", GET_S, rank=rank, step=step, of_attempt=attempt))
+
+    def _near(self, ranks: Sequence[int]) -> int:
+        """Return the copier that all ranks of this host read from."""
+        return ranks[zlib.crc32(self.host_id.encode()) % len(ranks)]
+
+    def _layout_of(self, answer: Body) -> NaturalLayout:
+        layout = NaturalLayout.decode(decode_manifest(answer["manifest"]))
+        if layout is None:
+            raise ValueError(f"the shard that was put at step {answer['step']} has no layout of a shared shard")
+        return layout
+
+    def _loaded(self, step: StepId, home: Body, own: list[bytes] | None) -> None:
+        """Check both parts: the shared one must come from a shard whose layout says that it has it."""
+        found, where = self._layout_of(home), StepId(int(home["attempt"]), int(home["step"]))
+        count = SHARED_CHUNKS if found.shared is not None else 0
+        self.checker.shared_shards.loaded(self, step, where, found, home["read"][:count], own)

@@ -1,0 +1,1 @@
+"""One run of a scenario from its start to its end, and campaigns of many runs."""

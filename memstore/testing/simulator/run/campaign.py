@@ -1,0 +1,252 @@
+"""Many seeds: played in processes, counted, and each failure shrunk to the faults that matter.
+
+Whatever ends a run early is a failure: a broken rule by its name, any other exception by its class. A shrunk scenario
+is its seed and a `Cut` of it, so that one command plays it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from memstore.testing.simulator.run.page import describe
+from memstore.testing.simulator.run.simulation import Simulation
+from memstore.testing.simulator.world.scenario import Scenario, draw
+from memstore.testing.simulator.world.violation import Violation
+
+COMMAND = "python -m memstore.testing.simulator"
+CHUNK_SEEDS = 8  # given to a process at a time
+SHRINK_PLAYS_MAX, SHRINK_S = 60, 60.0
+SHORT_S = (0.3, 1.0)  # durations tried in place of longer ones
+ADDED_UP = (
+    "seeds", "wall_s", "virtual_h", "events", "steps_put", "commits_acknowledged", "restores_checked",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run. `rule` is "" if everything held."""
+
+    seed: int
+    rule: str = ""
+    why: str = ""
+    page: str = ""
+    fingerprint: str = ""
+    virtual_s: float = 0.0
+    events: int = 0
+    steps_put: int = 0
+    commits: int = 0
+    restores: int = 0
+    injected: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which of a seed's faults are kept (None: all), and which of them are shorter than drawn: (index, seconds)."""
+
+    keep: tuple[int, ...] | None = None
+    for_s: tuple[tuple[int, float], ...] = ()
+
+    def apply(self, scenario: Scenario) -> Scenario:
+        """Return the scenario with this cut."""
+        shorter = dict(self.for_s)
+        faults = tuple(
+            replace(fault, for_s=shorter.get(i, fault.for_s))
+            for i, fault in enumerate(scenario.faults)
+            if self.keep is None or i in self.keep
+        )
+        return replace(scenario, faults=faults)
+
+    def command(self, seed: int) -> str:
+        """Return the command that plays it again."""
+        words = [COMMAND, f"--seed {seed}"]
+        if self.keep is not None:
+            words.append("--keep " + (",".join(map(str, self.keep)) or "none"))
+        if self.for_s:
+            words.append("--shorten " + ",".join(f"{i}={s:g}" for i, s in self.for_s))
+        return " ".join(words)
+
+
+def play(scenario: Scenario) -> Outcome:
+    """Run one scenario to its end or to its first failure; never raises."""
+    simulation, rule, why = None, "", ""
+    try:
+        simulation = Simulation(scenario)
+        simulation.run()
+    except Violation as broken:
+        rule, why = broken.rule, str(broken)
+    except Exception as error:
+        rule = type(error).__name__
+        why = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-6:])
+    if simulation is None:
+        return Outcome(scenario.seed, rule, why, scenario.text())
+    cluster, observed = simulation.cluster, simulation.checker.observed
+    return Outcome(
+        scenario.seed, rule, why, describe(cluster) if rule else "", cluster.fingerprint, cluster.now,
+        cluster.time.events_count, observed.steps_put, len(observed.acked), observed.restores, dict(observed.injected),
+    )  # fmt: skip
+
+
+def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Cut, Outcome]:
+    """Drop faults in halves and one by one, then shorten them, while the same rule still breaks.
+
+    No run begins after `limit_s`, nor after SHRINK_PLAYS_MAX of them.
+
+    Returns:
+        The cut and the outcome of its run; the whole scenario's if nothing could be dropped.
+    """
+    best: tuple[Cut, Outcome] | None = None
+    plays, until_s = 0, time.monotonic() + limit_s
+
+    def breaks(cut: Cut) -> bool:
+        nonlocal best, plays
+        plays += 1
+        if plays > SHRINK_PLAYS_MAX or time.monotonic() > until_s:
+            return False
+        outcome = play(cut.apply(scenario))
+        if outcome.rule == rule:
+            best = (cut, outcome)
+        return outcome.rule == rule
+
+    kept = list(range(len(scenario.faults)))
+    size = len(kept)
+    while size:
+        at = 0
+        while at < len(kept):
+            fewer = kept[:at] + kept[at + size :]
+            if breaks(Cut(tuple(fewer))):
+                kept = fewer
+            else:
+                at += size
+        size = size // 2 if size > 1 else 0
+    shorter: dict[int, float] = {}
+    for index in kept:
+        for for_s in SHORT_S:
+            tried = {**shorter, index: for_s}
+            if for_s < scenario.faults[index].for_s and breaks(Cut(tuple(kept), tuple(sorted(tried.items())))):
+                shorter = tried
+                break
+    return best if best is not None else (Cut(), play(scenario))
+
+
+def failure_text(outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
+    """Return a failure for people: shrunk scenario, what happened, the one command that plays it again."""
+    cut, shrunk = shrink(draw(outcome.seed), outcome.rule, limit_s=limit_s)
+    return (
+        f"seed {outcome.seed} breaks {outcome.why}\nshrunk to:\n{shrunk.page}\nthen: {shrunk.why}\n\n"
+        f"replay: {cut.command(outcome.seed)}"
+    )
+
+
+@dataclass
+class Summary:
+    """What a campaign did, added up."""
+
+    seeds: int = 0
+    first_seed: int = 0
+    wall_s: float = 0.0
+    virtual_h: float = 0.0
+    events: int = 0
+    steps_put: int = 0
+    commits_acknowledged: int = 0
+    restores_checked: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    violations: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one run."""
+        self.seeds += 1
+        self.virtual_h += outcome.virtual_s / 3600
+        self.events += outcome.events
+        self.steps_put += outcome.steps_put
+        self.commits_acknowledged += outcome.commits
+        self.restores_checked += outcome.restores
+        for kind, count in outcome.injected.items():
+            self.faults[kind] = self.faults.get(kind, 0) + count
+        if outcome.rule:
+            last = outcome.why.strip().splitlines()[-1]
+            self.violations.append({"seed": outcome.seed, "rule": outcome.rule, "why": last})
+
+    def join(self, other: Summary) -> None:
+        """Add what a later part of the same campaign did."""
+        if not self.seeds:
+            self.first_seed = other.first_seed
+        for name in ADDED_UP:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, count in other.faults.items():
+            self.faults[kind] = self.faults.get(kind, 0) + count
+        self.violations += other.violations
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        faults = dict(sorted(self.faults.items()))
+        return {**asdict(self), "faults": faults, "faults_injected": sum(faults.values())}
+
+    def text(self) -> str:
+        """Return a few lines for people."""
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
+        return (
+            f"{self.seeds:,} seeds from {self.first_seed}, {self.virtual_h:,.1f} simulated hours "
+            f"in {self.wall_s:,.0f} s, {self.events:,} events\n"
+            f"{sum(self.faults.values()):,} faults injected: {kinds}\n"
+            f"{self.steps_put:,} shards put, {self.commits_acknowledged:,} commits acknowledged, "
+            f"{self.restores_checked:,} restores checked\n"
+            f"{len(self.violations):,} violations"
+        )
+
+
+def play_seeds(seeds: Sequence[int]) -> list[Outcome]:
+    """Play a few seeds in this process."""
+    return [play(draw(seed)) for seed in seeds]
+
+
+def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> Iterator[Outcome]:
+    numbers = iter(seeds)
+    if jobs == 1:
+        for seed in numbers:
+            if is_late():
+                return
+            yield play(draw(seed))
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: set[Future[list[Outcome]]] = set()
+        while True:
+            while len(running) < 2 * jobs and not is_late():
+                chunk = list(itertools.islice(numbers, CHUNK_SEEDS))
+                if not chunk:
+                    break
+                running.add(pool.submit(play_seeds, chunk))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield from future.result()
+
+
+def run(
+    first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> Summary:  # fmt: skip
+    """Play seeds `first` to `first + count - 1`, or as many as begin within `minutes`.
+
+    Args:
+        jobs: Processes; 0 for one per core, 1 for none but this one.
+        on_outcome: Hears of every run as it ends, in no order.
+    """
+    started_s = time.monotonic()
+    jobs = jobs or len(os.sched_getaffinity(0))
+    summary = Summary(first_seed=first)
+    limit_s = float("inf") if minutes is None else minutes * 60
+    for outcome in _outcomes(range(first, first + count), jobs, lambda: time.monotonic() - started_s > limit_s):
+        summary.add(outcome)
+        on_outcome(outcome)
+    summary.wall_s = time.monotonic() - started_s
+    summary.violations.sort(key=lambda row: int(row["seed"]))
+    return summary

@@ -1,0 +1,372 @@
+"""How each fault of a scenario is done, and whether a strict scenario may do it now."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from memstore.testing.simulator.host.holder import SimHolder
+from memstore.testing.simulator.rank.rank import SimRank
+from memstore.testing.simulator.run import people, taken_files
+from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.world.scenario import Fault
+
+STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
+SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: nobody gives a host up for this
+Inject = Callable[[Cluster, Fault], None]
+INJECT: dict[str, Inject] = {}
+NEEDS_QUIET = {
+    "kill-host",
+    "kill-rack",
+    "wear-rack",
+    "flap-host",
+    "flip-at-rest",
+    "rot-manifest",
+    "durable-torn",
+    "replace-arena",
+    "remove-files",
+}  # whatever their length
+
+
+def fault(name: str) -> Callable[[Inject], Inject]:
+    """Register a fault."""
+
+    def add(inject: Inject) -> Inject:
+        INJECT[name] = inject
+        return inject
+
+    return add
+
+
+class Faults:
+    """The faults of one simulation."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.people = cluster, people.People(cluster)
+
+    def inject(self, each: Fault) -> None:
+        """Do one fault, unless it would go beyond the promise of a strict scenario."""
+        cluster, injected = self.cluster, self.cluster.checker.observed.injected
+        is_grave = each.kind in NEEDS_QUIET or each.for_s > SHORT_S
+        if cluster.scenario.is_strict and is_grave and not cluster.is_quiet():
+            cluster.note(f"fault {each.kind} left out: the store is not whole now")
+            return
+        cluster.note(f"fault {each.text().strip()}")
+        injected[each.kind] = injected.get(each.kind, 0) + 1
+        if each.kind in people.KINDS:  # nothing breaks by these: people ask for them
+            _blamed(cluster, each.kind, lambda: self.people.ask(each))
+        else:
+            _blamed(cluster, each.kind, lambda: INJECT[each.kind](cluster, each))
+
+
+def _blamed(cluster: Cluster, kind: str, work: Callable[[], object]) -> None:
+    """Do something; what is lost by it is the fault's doing, not the store's."""
+    observed = cluster.checker.observed
+    observed.cause = kind
+    work()
+    cluster.checker.after_event()
+    observed.cause = ""
+
+
+def _names(cluster: Cluster, each: Fault) -> list[str]:
+    names = sorted(cluster.holders)
+    return sorted({names[i % len(names)] for i in each.hosts})
+
+
+def _holder(cluster: Cluster, each: Fault) -> SimHolder:
+    return cluster.holders[_names(cluster, each)[0]]
+
+
+def _rank(cluster: Cluster, each: Fault) -> SimRank | None:
+    living = [r for r in cluster.ranks if not r.is_dead]
+    return living[each.rank % len(living)] if living else None
+
+
+@fault("kill-rank")
+def _kill_rank(cluster: Cluster, each: Fault) -> None:
+    rank = _rank(cluster, each)
+    if rank is not None:
+        cluster.kill_rank(rank, "killed")
+
+
+@fault("leave-rank")
+def _leave_rank(cluster: Cluster, each: Fault) -> None:
+    """The launcher loses sight of a rank: it starts anew while that one trains on (R20, R21)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.is_left = True
+        cluster.at(each.for_s, lambda: cluster.kill_rank(rank, "found at last"))
+
+
+@fault("differ")
+def _differ(cluster: Cluster, each: Fault) -> None:
+    """What a copier holds is not what its twins hold any more, for some steps (R34)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.differs = each.count
+
+
+@fault("freeze-rank")
+def _freeze_rank(cluster: Cluster, each: Fault) -> None:
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.is_frozen = True
+        cluster.at(each.for_s, lambda: cluster.thaw_rank(rank))
+
+
+@fault("kill-holder")
+def _kill_holder(cluster: Cluster, each: Fault) -> None:
+    cluster.kill_holder(_holder(cluster, each).host_id)
+
+
+@fault("crash-holder-at")
+def _crash_holder_at(cluster: Cluster, each: Fault) -> None:
+    _holder(cluster, each).memory.crash_in = each.count
+
+
+@fault("freeze-holder")
+def _freeze_holder(cluster: Cluster, each: Fault) -> None:
+    holder = _holder(cluster, each)
+    holder.is_frozen = True
+    cluster.at(each.for_s, lambda: cluster.thaw_holder(holder))
+
+
+@fault("replace-holder")
+def _replace_holder(cluster: Cluster, each: Fault) -> None:
+    """A frozen holder is killed by its successor, which waits for its lock (R2)."""
+    holder = _holder(cluster, each)
+    holder.is_frozen = True
+    cluster.at(min(each.for_s, 2.0), lambda: cluster.replace_holder(holder))
+
+
+@fault("kill-host")
+def _kill_host(cluster: Cluster, each: Fault) -> None:
+    for name in _names(cluster, each)[: cluster.scenario.replicas - 1]:
+        cluster.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("preempt")
+def _preempt(cluster: Cluster, each: Fault) -> None:
+    """Notice, the end at its moment, and another machine of that name later; a strict scenario may spare it (R29)."""
+    name = _names(cluster, each)[0]
+    cluster.drains[name] = cluster.now + each.for_s
+
+    def end() -> None:
+        if cluster.drains.pop(name, None) is not None and (not cluster.scenario.is_strict or cluster.is_quiet()):
+            _blamed(cluster, each.kind, lambda: cluster.kill_host(name, back_after_s=2.0))
+
+    cluster.at(each.for_s, end)
+
+
+def _rack(cluster: Cluster, each: Fault) -> list[str]:
+    rack = _holder(cluster, each).info.labels.get("rack")
+    if rack is None:
+        return _names(cluster, each)[: cluster.scenario.replicas - 1]
+    if cluster.scenario.is_strict and cluster.scenario.replicas > 2:
+        return []  # with three copies over two racks a rack may hold two of them
+    return [h for h, x in sorted(cluster.holders.items()) if x.info.labels.get("rack") == rack]
+
+
+@fault("kill-rack")
+def _kill_rack(cluster: Cluster, each: Fault) -> None:
+    for name in _rack(cluster, each):
+        cluster.kill_host(name, back_after_s=each.for_s)
+
+
+@fault("wear-rack")
+def _wear_rack(cluster: Cluster, each: Fault) -> None:
+    """The hosts of a rack are lost one after another, each replaced by a blank one before the next goes (R29)."""
+    cluster.wears_until_s = (
+        cluster.now + len(cluster.holders) * each.for_s
+    )  # a second grave fault would be beyond the promise
+    for n, name in enumerate(_rack(cluster, each)):
+        end = functools.partial(cluster.kill_host, name, back_after_s=min(0.2 * each.count, each.for_s))
+        cluster.at(n * each.for_s, lambda end=end: _blamed(cluster, each.kind, end))  # type: ignore[misc]
+
+
+@fault("end-job")
+def _end_job(cluster: Cluster, each: Fault) -> None:
+    """Every rank dies, and no launch follows before the store had time to be whole again (R29)."""
+    cluster.is_job_over = True
+    for rank in cluster.ranks:
+        cluster.kill_rank(rank, "the job was ended")
+
+
+@fault("flap-host")
+def _flap_host(cluster: Cluster, each: Fault) -> None:
+    name = _names(cluster, each)[0]
+    cluster.kill_host(name, back_after_s=0.5)
+    for n in range(1, 4):
+        cluster.at(3.0 * n, lambda: cluster.flap(name))
+
+
+@fault("reboot-all")
+def _reboot_all(cluster: Cluster, each: Fault) -> None:
+    """Every process of Ray dies at once; one host comes up late (R24)."""
+    for controller in cluster.controllers:
+        controller.stop()
+    for rank in cluster.ranks:
+        cluster.kill_rank(rank, "Ray was restarted")
+    late = _names(cluster, each)[0]
+    for name in sorted(cluster.holders):
+        cluster.kill_holder(name, back_after_s=min(each.for_s, SHORT_S) + 2.0 if name == late else 0.5)
+    cluster.at(0.5, cluster.start_controller)
+
+
+@fault("partition")
+def _partition(cluster: Cluster, each: Fault) -> None:
+    left = _names(cluster, each)
+    if cluster.scenario.is_strict and each.for_s > SHORT_S:
+        left = left[: cluster.scenario.replicas - 1]
+    right = [h for h in sorted(cluster.holders) if h not in left]
+    cluster.network.split(left, [*right, *(c.name for c in cluster.controllers)])
+    cluster.at(each.for_s, cluster.network.heal)
+
+
+@fault("one-way")
+def _one_way(cluster: Cluster, each: Fault) -> None:
+    name = _names(cluster, each)[0]
+    others = [*(h for h in cluster.holders if h != name), *(c.name for c in cluster.controllers)]
+    cluster.network.cut.update((name, o) if each.count % 2 else (o, name) for o in others)
+    cluster.at(each.for_s, cluster.network.heal)
+
+
+@fault("slow-link")
+def _slow_link(cluster: Cluster, each: Fault) -> None:
+    cluster.network.slow[_names(cluster, each)[0]] = 10.0 * each.count
+    cluster.at(each.for_s, cluster.network.heal)
+
+
+@fault("flip-in-transit")
+def _flip_in_transit(cluster: Cluster, each: Fault) -> None:
+    cluster.network.flips += each.count
+
+
+@fault("reset-in-transit")
+def _reset_in_transit(cluster: Cluster, each: Fault) -> None:
+    cluster.network.resets += each.count
+
+
+@fault("double-reports")
+def _double_reports(cluster: Cluster, each: Fault) -> None:
+    cluster.network.doubles += each.count
+
+
+@fault("flip-at-rest")
+def _flip_at_rest(cluster: Cluster, each: Fault) -> None:
+    memory = _holder(cluster, each).memory
+    sealed = [n for n, h in enumerate(memory.headers) if int(h.state) == 3 and n not in memory.spoilt]
+    for number in sealed[each.rank :][: each.count]:
+        memory.spoil(number, cluster.now)
+
+
+@fault("rot-manifest")
+def _rot_manifest(cluster: Cluster, each: Fault) -> None:
+    """Bits flip in the files of manifests under a living holder: nothing there says what the chunks are."""
+    memory = _holder(cluster, each).memory
+    memory.rotten.update(sorted(memory.manifests)[-each.count :])
+    memory.version += 1
+
+
+@fault("kill-controller")
+def _kill_controller(cluster: Cluster, each: Fault) -> None:
+    cluster.crash_controller(restart_after_s=min(each.for_s, 3.0))
+
+
+@fault("freeze-controller")
+def _freeze_controller(cluster: Cluster, each: Fault) -> None:
+    """Frozen and given up: a successor starts, then the old one wakes and must find out (R17)."""
+    controller = cluster.controllers[-1]
+    controller.is_frozen = True
+    cluster.at(each.for_s, lambda: setattr(controller, "is_frozen", False))
+    cluster.at(min(each.for_s, 2.0), cluster.start_controller)
+
+
+@fault("second-controller")
+def _second_controller(cluster: Cluster, each: Fault) -> None:
+    """A new controller starts while the old one runs, cut off from some hosts (R17)."""
+    old = cluster.controllers[-1].name
+    left = _names(cluster, each)
+    cluster.start_controller()
+    if each.for_s <= SHORT_S:
+        cluster.network.split(left, [cluster.controllers[-1].name])
+        cluster.network.split([h for h in cluster.holders if h not in left], [old])
+        cluster.at(each.for_s, cluster.network.heal)
+
+
+@fault("kv-away")
+def _kv_away(cluster: Cluster, each: Fault) -> None:
+    cluster.has_kv = False
+    cluster.at(each.for_s, lambda: setattr(cluster, "has_kv", True))
+
+
+@fault("memory-full")
+def _memory_full(cluster: Cluster, each: Fault) -> None:
+    memory = _holder(cluster, each).memory
+    memory.is_full = True
+    cluster.at(min(each.for_s, SHORT_S), lambda: setattr(memory, "is_full", False))
+
+
+@fault("durable-broken")
+def _durable_broken(cluster: Cluster, each: Fault) -> None:
+    cluster.durable.problem = "Input/output error"
+    cluster.at(each.for_s, lambda: setattr(cluster.durable, "problem", ""))
+
+
+@fault("durable-slow")
+def _durable_slow(cluster: Cluster, each: Fault) -> None:
+    cluster.durable.delay_s = 3.0
+    cluster.at(each.for_s, lambda: setattr(cluster.durable, "delay_s", 0.05))
+
+
+@fault("rotate-key")
+def _rotate_key(cluster: Cluster, each: Fault) -> None:
+    """The key file is replaced on one host, on the others at the end."""
+    key = f"{int(each.at_s * 1000):016x}"
+    cluster.durable.keys[_names(cluster, each)[0]] = key
+    cluster.at(each.for_s, lambda: cluster.durable.keys.update(dict.fromkeys(cluster.holders, key)))
+
+
+@fault("durable-torn")
+def _durable_torn(cluster: Cluster, each: Fault) -> None:
+    cluster.durable.tears += each.count
+
+
+@fault("add-host")
+def _add_host(cluster: Cluster, each: Fault) -> None:
+    if len(cluster.holders) < 6:
+        cluster.add_host(f"h{len(cluster.holders)}", {})
+
+
+@fault("step-clock")
+def _step_clock(cluster: Cluster, each: Fault) -> None:
+    """Wall clocks step, back or ahead, by up to a day; those of the controller's machine when its process ends."""
+    step_s = (1 if each.count % 2 else -1) * STEPS_S[each.rank % len(STEPS_S)]
+    for name in _names(cluster, each):
+        cluster.memories[name].clock_ahead_s += step_s
+        cluster.kill_holder(name)
+    if each.for_s > 1.0:
+        cluster.clock_ahead_s += step_s
+        cluster.crash_controller(restart_after_s=1.0)
+
+
+@fault("days-pass")
+def _days_pass(cluster: Cluster, each: Fault) -> None:
+    """Training goes on for days without a new connect, then every process dies at once and comes back (R5)."""
+    cluster.idle_days_s += 2 * 86_400.0
+    cluster.at(1.0, lambda: _reboot_all(cluster, each))
+
+
+@fault("lose-number")
+def _lose_number(cluster: Cluster, each: Fault) -> None:
+    """A holder dies and the number of its life is lost: the next one begins below it (R3)."""
+    name = _names(cluster, each)[0]
+    cluster.kill_holder(name)
+    cluster.memories[name].incarnation = 0
+
+
+@fault("replace-arena")
+@fault("remove-files")
+def _take_files(cluster: Cluster, each: Fault) -> None:
+    """A holder dies and its arena goes while ranks have it mapped (R8), or a living holder's files go (R35)."""
+    taken_files.take(cluster, each, _names(cluster, each))

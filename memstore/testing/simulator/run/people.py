@@ -1,0 +1,72 @@
+"""What people ask for in the middle of a run: pins and forks, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memstore.testing.simulator.rank.rank import SimRank
+from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.world.scenario import Fault
+from memstore.testing.simulator.world.virtual_time import Endless, Thread
+from recovery.inventory import StepId
+
+Body = dict[str, Any]
+KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork")
+STEPS_MAX = 4  # one of so many newest steps is pinned or forked
+
+
+class People:
+    """The requests of one simulation, each asked through a living rank."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.promises = cluster, cluster.checker.promises
+        self.count = 0
+
+    def ask(self, fault: Fault) -> None:
+        """Do one of `KINDS`, if there is a rank to ask through and something to ask for."""
+        living = [r for r in self.cluster.ranks if not r.is_dead and r.holder is not None]
+        if not living:
+            return
+        rank, number = living[fault.rank % len(living)], fault.count - 1
+        pins, forks = self.promises.pins, self.promises.forks
+        committed = sorted(self.cluster.checker.observed.acked, reverse=True)
+        self.count += 1
+        if fault.kind == "pin-step" and committed:
+            self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], f"p{self.count}")
+        elif fault.kind == "fork-step" and committed:
+            self._fork(rank, committed[number % min(STEPS_MAX, len(committed))], f"fork{self.count}")
+        elif fault.kind == "unpin-step" and pins:
+            name = sorted(pins)[number % len(pins)]
+            del pins[name]
+            self._ask(rank, "unpin", lambda answer: None, name=name)
+        elif fault.kind == "remove-fork" and forks:
+            name = sorted(forks)[number % len(forks)]
+            del forks[name]
+            self._ask(rank, "rm", lambda answer: None, job=name, force=True)
+
+    def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
+        self._ask(
+            rank, "pin", lambda answer: self.promises.pins.update({name: step}),
+            step=step.step, of_attempt=step.attempt, name=name,
+        )  # fmt: skip
+
+    def _fork(self, rank: SimRank, step: StepId, name: str) -> None:
+        self.promises.asked[name] = step
+        self._ask(
+            rank, "fork", lambda answer: self.promises.forks.update({name: step}),
+            step=step.step, of_attempt=step.attempt, new_job=name, nonce=f"{name}-{rank.nonce}",
+        )  # fmt: skip
+
+    def _ask(self, rank: SimRank, verb: str, done: Callable[[Body], object], **body: Any) -> None:
+        call_id = rank.ask(verb, **body)
+
+        def wait() -> Thread:
+            yield lambda: call_id in rank.replies or rank.is_dead
+            answer = rank.replies.pop(call_id, None)
+            what = "no answer" if answer is None else answer.get("error", "done")
+            self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body.get('new_job') or body}: {what}")
+            if answer is not None and "error" not in answer:
+                done(answer)
+
+        self.cluster.spawn(wait(), Endless())

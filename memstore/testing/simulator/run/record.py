@@ -1,0 +1,98 @@
+"""The record of a campaign that is played in parts: a JSON file, one entry for each run of seeds on one commit.
+
+    {"parts": [{"commit": .., "date": .., "first_seed": .., "last_seed": .., "seeds": .., "virtual_h": .., ...}]}
+
+A part begins where the one before ended, so the next call goes on where the last one was stopped. The file is replaced
+after every few seeds: what is lost with a killed process is no more than those.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memstore.testing.simulator.run.campaign import Outcome, Summary, run
+
+BATCH_SEEDS = 50
+Body = dict[str, Any]
+
+
+def load(path: Path) -> list[Body]:
+    """Return the parts of a record; none if there is no file."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["parts"]) if path.exists() else []
+
+
+def unplayed(parts: list[Body], first: int, count: int) -> tuple[int, int]:
+    """Return the next seeds of `first` to `first + count - 1` that no part has: the first, and how many in a row."""
+    end, next_seed = first + count, first
+    for part in sorted(parts, key=lambda part: int(part["first_seed"])):
+        if part["first_seed"] <= next_seed <= part["last_seed"]:
+            next_seed = int(part["last_seed"]) + 1
+    later = [int(part["first_seed"]) for part in parts if part["first_seed"] >= next_seed]
+    return next_seed, max(0, min([end, *later]) - next_seed)
+
+
+def add(path: Path, summary: Summary, commit: str) -> None:
+    """Append what was played; to the last part if that ended just before it, on the same commit and day."""
+    date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    last_seed = summary.first_seed + summary.seeds - 1
+    part: Body = {"commit": commit, "date": date, **summary.to_dict(), "last_seed": last_seed}
+    parts = load(path)
+    before = parts[-1] if parts else None
+    is_next = before is not None and before["last_seed"] + 1 == part["first_seed"]
+    if before is not None and is_next and (before["commit"], before["date"]) == (commit, date):
+        parts[-1] = _joined(before, part)
+    else:
+        parts.append(part)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps({"parts": parts}, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _joined(before: Body, part: Body) -> Body:
+    """Two parts as one: numbers and faults added up, violations in a row."""
+    joined = {key: before[key] + part[key] for key in part if isinstance(part[key], int | float)}
+    faults: Counter[str] = Counter(before["faults"]) + Counter(part["faults"])
+    return {
+        **part, **joined, "first_seed": before["first_seed"], "last_seed": part["last_seed"],
+        "faults": dict(sorted(faults.items())), "violations": [*before["violations"], *part["violations"]],
+    }  # fmt: skip
+
+
+def play_on(
+    path: Path, first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> Summary:  # fmt: skip
+    """Play the seeds of a range that the record lacks, and add them to it; return what was played now."""
+    commit, total, limit_s = commit_of_checkout(), Summary(first_seed=first), (minutes or 0) * 60
+    while True:
+        next_seed, left = unplayed(load(path), first, count)
+        left_s = limit_s - total.wall_s
+        if not left or (minutes is not None and left_s <= 0):
+            return total
+        summary = run(
+            next_seed, min(left, BATCH_SEEDS), jobs=jobs, minutes=None if minutes is None else left_s / 60,
+            on_outcome=on_outcome,
+        )  # fmt: skip
+        if not summary.seeds:
+            return total
+        add(path, summary, commit)
+        total.join(summary)
+
+
+def commit_of_checkout() -> str:
+    """The commit of this checkout, "unknown" outside one."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+            timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,142 @@
+"""What the processes of a simulation, and the checks, see of one another.
+
+Ranks, holders and controllers talk in both directions. Each of them is written against these protocols, so that no
+file of theirs imports another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from memstore.core.arena.slot_table import Owner
+from memstore.core.controller.machine import Catalog
+from memstore.core.format.manifest import Manifest
+from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.shell.arena.replica_store import Vault
+from memstore.shell.peer.server import PeerServer
+from memstore.testing.simulator.world.memory import Memory
+from memstore.testing.simulator.world.virtual_time import Process
+from recovery.inventory import Copy
+
+Body = dict[str, Any]
+
+
+class Controller(Protocol):
+    """A controller, as holders and checks see it."""
+
+    term: int
+    catalog: Catalog
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """Its open sessions, by host."""
+
+
+class Session(Protocol):
+    """A connection of a controller to a holder, as the holder and the checks see it."""
+
+    opened_s: float
+    clock_s: float  # the controller's clock, as it last sent it to the holder
+
+    @property
+    def controller(self) -> Controller:
+        """The controller at the other end."""
+
+    def report(self, event: Event) -> None:
+        """Send an event to the controller."""
+
+    def replaced(self) -> None:
+        """End the session, because the holder obeys another one from now on."""
+
+    def reset(self) -> None:
+        """End the session as a broken connection does."""
+
+
+class Holder(Process, Protocol):
+    """A holder, as ranks, controllers and checks see it."""
+
+    host_id: str
+    info: HostInfo
+    memory: Memory
+    vault: Vault
+    peer_server: PeerServer
+    term: int  # the highest term of a controller that it has obeyed
+    session: Session | None
+
+    @property
+    def is_serving(self) -> bool:
+        """True if its process lives and runs."""
+
+    def copies(self) -> Sequence[Copy]:
+        """Return its inventory."""
+
+    # -- for a rank on its host ---------------------------------------------------------------
+
+    def welcome(self, rank: Rank) -> list[int]:
+        """Open a link; return the slots that the rank holds and that are not its own."""
+
+    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+        """Relay a rank's question to the controller."""
+
+    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+        """Seal what a rank has written into its slots."""
+
+    def grant(self, rank: Rank) -> None:
+        """Lease a rank the slots that its share allows."""
+
+    # -- for a controller ---------------------------------------------------------------------
+
+    def accept(self, session: Session) -> bool:
+        """Use a session from now on; False if the holder obeys a controller with a higher term."""
+
+    def hello(self) -> HostUp:
+        """Return the first event of a session: inventory, journal, processes."""
+
+    def open_calls(self) -> list[tuple[int, str, Body]]:
+        """Return the questions of ranks that no controller has answered: id, verb, body."""
+
+    def obey(self, kind: str, body: Body) -> None:
+        """Carry out an order."""
+
+    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+        """Pass the answer to a question on to its rank."""
+
+
+class Rank(Process, Protocol):
+    """A training process, as its holder and the checks see it."""
+
+    job: str
+    attempt: int
+    rank: int
+    host_id: str
+    key: str
+    nonce: str
+    owner: Owner
+    is_dead: bool
+    is_fenced: bool
+    holder: Holder | None
+    mapping: list[bytearray]  # the slots of the arena that it has mapped
+    pool: list[int]  # slots leased to it
+    in_copy: set[int]  # slots that it writes into
+    tickets: dict[int, str]  # step -> level
+    resume_step: int
+    steps_done: int
+
+    def held(self) -> list[int]:
+        """Return every slot that it believes to be its own."""
+
+    def read(self, slots: Sequence[int | None]) -> list[bytes]:
+        """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
+
+    def granted(self, slots: list[int]) -> None:
+        """Add slots that were leased to it."""
+
+    def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+        """Take the answer to one of its questions."""
+
+    def rise(self, step: int, level: str) -> None:
+        """Set the level of a ticket, unless the ticket is further already."""
+
+    def check(self, staged: Callable[[], Manifest]) -> str:
+        """Say why it cannot take the shard that was staged for it, or ""."""

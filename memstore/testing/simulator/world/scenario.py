@@ -1,0 +1,204 @@
+"""What one simulation tries: a cluster and a list of faults. Plain data drawn from a seed, so that it can be shrunk.
+
+A strict scenario stays within the promise: what takes memory or time beyond `recovery_grace_s` away happens only
+while every copy that the store claims is there and every other host answers. Then nothing committed may be lost.
+A wild one does anything at any time; there only honesty is checked: no mixture, no torn bytes, no false commit, and
+life goes on once the faults stop.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+DURATION_S = 40.0
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One fault: when, what, on whom (`hosts` and `ranks` are taken modulo what there is), how long, how much."""
+
+    at_s: float
+    kind: str
+    hosts: tuple[int, ...] = (0,)
+    rank: int = 0
+    for_s: float = 1.0
+    count: int = 1
+
+    def text(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.at_s:6.2f} s  {self.kind:<18} hosts {list(self.hosts)} rank {self.rank} "
+            f"for {self.for_s:.1f} s x{self.count}"
+        )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that a run depends on."""
+
+    seed: int
+    hosts: int = 3
+    racks: int = 0  # 0: no label
+    replicas: int = 2
+    keep_steps: int = 1
+    world_size: int = 3
+    step_s: float = 0.4
+    has_durable: bool = False
+    is_strict: bool = True
+    is_ordered: bool = False  # ranks call mesh_order() before their get
+    has_twins: bool = False  # offers wait for twins that were declared, or were learned by their chunks (R34)
+    shards: int = 0  # ranks name one of so many; 0: none
+    is_blocked: bool = False  # neighbours name one shard; else they are dealt in turn
+    sizes: tuple[int, ...] = ()  # world sizes of launches, drawn for each; empty: always world_size
+    duration_s: float = DURATION_S
+    faults: tuple[Fault, ...] = field(default=())
+    job: str = "train"
+
+    @property
+    def racks_wanted(self) -> int:
+        """In how many racks the copies of a shard must lie."""
+        return self.replicas if self.racks >= self.replicas else 1
+
+    def text(self) -> str:
+        """A page for people: how to play it again, the cluster, the faults in order."""
+        kind = "strict" if self.is_strict else "wild"
+        rows = [
+            f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
+            f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
+            f"durable storage {'on' if self.has_durable else 'off'}{', ranks renumbered' if self.is_ordered else ''}"
+            f"{self._twins_text()}"
+        ]
+        return "\n".join([*rows, *(fault.text() for fault in self.faults)])
+
+    def _twins_text(self) -> str:
+        sizes = f", world sizes {list(self.sizes)}" if self.sizes else ""
+        if not self.shards:
+            return f"{', equal states unsaid' if self.has_twins else ''}{sizes}"
+        return f", {self.shards} shards {'in blocks' if self.is_blocked else 'in turn'}{sizes}"
+
+
+WEIGHTS = {
+    "kill-rank": 4, "freeze-rank": 4, "kill-holder": 4, "crash-holder-at": 8, "freeze-holder": 4,
+    "replace-holder": 3, "kill-host": 6, "kill-rack": 2, "flap-host": 1, "reboot-all": 2, "partition": 3,
+    "one-way": 3, "slow-link": 2, "flip-in-transit": 3, "reset-in-transit": 3, "flip-at-rest": 4, "double-reports": 2,
+    "kill-controller": 5, "freeze-controller": 3, "second-controller": 3, "kv-away": 2, "memory-full": 3,
+    "durable-broken": 2, "durable-slow": 1, "durable-torn": 1, "add-host": 1,
+}  # fmt: skip
+
+CLOCK_SEEDS = (0, 1, 4)  # modulo 20
+TWIN_SEEDS = (3, 9, 18)  # modulo 20
+FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40; none of the corpus was one when this came
+MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40; none of the corpus was one when this came
+ENDING_SEEDS = (0, 1)  # modulo 20; none of the corpus was one when this came, so all replay
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    hosts = rng.choice([2, 3, 3, 4, 5])
+    replicas = min(hosts, rng.choice([2, 2, 2, 3]))
+    faults = [_fault(rng) for _ in range(rng.randrange(1, 9))]
+    drawn = Scenario(
+        seed=seed,
+        hosts=hosts,
+        racks=rng.choice([0, 0, 2]) if hosts >= 4 else 0,
+        replicas=replicas,
+        keep_steps=rng.choice([1, 1, 2]),
+        world_size=rng.choice([hosts, hosts, 2 * hosts]) if hosts < 4 else hosts,
+        step_s=rng.choice([0.15, 0.4, 0.8]),
+        has_durable=rng.random() < 0.3,
+        is_strict=rng.random() < 0.65,
+        is_ordered=seed % 20 == 14,  # no seed of the corpus ends in 4: each of them replays as before
+        faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
+    )
+    return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
+
+
+def _with_twins(drawn: Scenario) -> Scenario:
+    """Ranks with equal state in three seeds of twenty; none of the corpus was one when this came, so all replay."""
+    rng = random.Random(f"twins {drawn.seed}")
+    size = rng.choice([drawn.hosts, drawn.hosts, drawn.hosts + 1, 2 * drawn.hosts])
+    if rng.random() < 0.25:
+        return replace(drawn, has_twins=True, world_size=size)
+    sizes = tuple(max(2, size + n) for n in (0, 1, rng.choice([-1, 2]))) if rng.random() < 0.6 else ()
+    faults = [replace(_fault(rng), kind="differ") for _ in range(rng.choice([0, 0, 1, 2]))]
+    people = [replace(_fault(rng), kind=rng.choice(["pin-step", "fork-step"]), for_s=0.0)] if rng.random() < 0.2 else []
+    return replace(
+        drawn, has_twins=True, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
+        is_blocked=rng.random() < 0.4, is_ordered=rng.random() < 0.2,
+        faults=tuple(sorted([*drawn.faults, *faults, *people])),
+    )  # fmt: skip
+
+
+def _notice(seed: int) -> list[Fault]:
+    """A preemption in one scenario of six; from a stream of its own, so that seeds of old still draw what they drew."""
+    rng = random.Random(f"notice {seed}")
+    return [replace(_fault(rng), kind="preempt", for_s=rng.choice([2.0, 5.0, 9.0]))] if rng.random() < 1 / 6 else []
+
+
+def _rotation(seed: int) -> list[Fault]:
+    """A key file that is replaced host by host in one scenario of nine; from a stream of its own."""
+    rng = random.Random(f"rotation {seed}")
+    return [replace(_fault(rng), kind="rotate-key")] if rng.random() < 1 / 9 else []
+
+
+def _ending(seed: int) -> list[Fault]:
+    """The job dies for good, most often soon after a rack was lost host by host."""
+    rng = random.Random(f"ending {seed}")
+    if seed % 20 not in ENDING_SEEDS:
+        return []
+    worn = replace(_fault(rng), kind="wear-rack", for_s=rng.choice([0.3, 1.2, 2.5]))
+    end = replace(_fault(rng), kind="end-job", at_s=round(worn.at_s + rng.uniform(0.1, 6.0), 2))
+    return [worn, end] if rng.random() < 0.8 else [end]
+
+
+def _files(seed: int) -> list[Fault]:
+    """Files that go while processes live."""
+    rng = random.Random(f"files {seed}")
+    if seed % 40 not in FILE_SEEDS:
+        return []
+    kinds = rng.choices(["replace-arena", "remove-files"], k=rng.randrange(1, 4))
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
+
+
+def _manifests(seed: int) -> list[Fault]:
+    """Files of manifests that rot, in seeds that no seed of the corpus is like."""
+    rng = random.Random(f"manifests {seed}")
+    count = rng.randrange(1, 4) if seed % 40 in MANIFEST_SEEDS else 0
+    return [replace(_fault(rng), kind="rot-manifest") for _ in range(count)]
+
+
+def _history(seed: int) -> list[Fault]:
+    """Pins and forks in seeds that end in 4: no seed of the corpus does, so that each of them replays as before."""
+    rng = random.Random(f"history {seed}")
+    if seed % 10 != 4:
+        return []
+    kinds = rng.choices(
+        ["pin-step", "fork-step", "unpin-step", "remove-fork"], weights=[4, 3, 1, 1], k=rng.randrange(2, 8)
+    )
+    return [replace(_fault(rng), kind=kind, for_s=0.0) for kind in kinds]
+
+
+def _clocks(seed: int) -> list[Fault]:
+    """Clocks that step, days that pass, lost numbers of lives: in seeds that no seed of the corpus is like."""
+    rng = random.Random(f"clocks {seed}")
+    if seed % 20 not in CLOCK_SEEDS:
+        return []
+    kinds = rng.choices(["step-clock", "lose-number", "days-pass"], weights=[3, 1, 1], k=rng.randrange(1, 5))
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
+
+
+def _fault(rng: random.Random) -> Fault:
+    return Fault(
+        at_s=round(rng.uniform(1.0, DURATION_S - 6.0), 2),
+        kind=rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0],
+        hosts=tuple(rng.sample(range(5), rng.choice([1, 1, 2]))),
+        rank=rng.randrange(8),
+        for_s=round(rng.choice([0.3, 1.0, 2.5, 4.0, 9.0]), 1),
+        count=rng.choice([1, 1, 2, 4, 8, 16]),
+    )
+
+
+# Each from a stream of its own, so that seeds of old still draw what they drew.
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests)
