@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from memstore.config import check_name
 from memstore.core.capacity.reservations import Room
 from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import StepPinned, StepUnpinned
 from memstore.core.cluster.job import Call, Job
@@ -159,7 +160,7 @@ class Pins:
         for key in [key for key in self.unpinning if key[0] == name]:
             calls = calls + self.unpinning.pop(key)
         for call in calls:
-            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, *job_removed(name))
 
     def _answer(self, call: Call, pin: StepPinned) -> None:
         body = {"job": pin.job, "name": pin.name, "attempt": pin.attempt, "step": pin.step}
