@@ -1,7 +1,7 @@
 """Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
 
-A `Peer` keeps a pool of authenticated connections to one holder. `push` offers a shard and sends what
-the peer lacks; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
+A `Peer` keeps a pool of authenticated connections to one holder. `send_chunks` sends what the peer lacks of a
+shard that it was offered; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memstore.core.arena.replica_index import Draft
 from memstore.core.format.manifest import shard_digest
 from memstore.core.wire.frame import Kind, error_from_body
 from memstore.core.wire.messages import shard_to_wire
-from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
+from memstore.errors import DigestMismatch, PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
@@ -33,7 +33,6 @@ from recovery.inventory import ShardId
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
-SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 
 class Peer:
@@ -164,56 +163,25 @@ class Peer:
 
     # -- push ---------------------------------------------------------------------------------
 
-    def push(
-        self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None],
+    def send_chunks(
+        self, shipment: Shipment, chunks: Sequence[int], *, sender: str, throttle: Callable[[int], None],
         gate: SendGate | None = None,
-    ) -> int:  # fmt: skip
-        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError.
+    ) -> None:  # fmt: skip
+        """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
 
         Args:
+            shipment: The shard; the peer has taken an offer of it.
+            chunks: Indices of the chunks.
+            sender: This host.
             throttle: Waits before each run of so many bytes.
             gate: Lets a run's bytes out in parts.
         """
-        shard = shard_to_wire(shipment.shard)
-        offer = self.call(
-            {
-                "do": "offer", "shard": shard, "digest": shipment.digest, "attempt": attempt, "sender": sender,
-                "count": len(shipment.sizes),
-            }
-        )  # fmt: skip
-        if not offer["ok"]:
-            raise PeerRefused(str(offer["why"]), is_final=bool(offer["is_final"]))
-        if offer["have"]:
-            return 0
-        try:
-            return self._send_and_seal(shipment, sender, throttle, gate)
-        except MemstoreError:
-            with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
-                self.call({"do": "abort", "shard": shard, "sender": sender})
-            raise
-
-    def _send_and_seal(
-        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None
-    ) -> int:
-        shard, before = shard_to_wire(shipment.shard), self.sent_bytes
-        wanted = list(range(len(shipment.sizes)))
-        for _ in range(SEAL_ROUNDS_MAX):
-            send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
-            if gate is None:
-                self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
-            else:  # one stream sends at a time, and what it waits for is no reason for others to wait
-                for batch in batches(wanted, 1):
-                    send(batch)
-            body = {"do": "seal", "shard": shard, "sender": sender, "manifest": shipment.manifest()}
-            sealed = self.call(body)
-            if sealed["ok"]:
-                return self.sent_bytes - before
-            wanted = [int(i) for i in sealed["missing"]]
-            if not wanted:
-                raise PeerRefused(str(sealed["why"]), is_final=True)
-        raise PeerRefused(
-            f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
-        )
+        send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
+        if gate is None:
+            self.over_streams(batches(chunks, self._streams), send, before=shipment.digests)
+        else:  # one stream sends at a time, and what it waits for is no reason for others to wait
+            for batch in batches(chunks, 1):
+                send(batch)
 
     def _send_batch(
         self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]

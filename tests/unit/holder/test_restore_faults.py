@@ -10,6 +10,8 @@ import pytest
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
+from memstore.core.holder import push
+from memstore.core.holder.push import Push
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
@@ -19,7 +21,6 @@ from memstore.shell.holder.fetch import Fetcher
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.rank_connections import RankLink
 from memstore.shell.peer.client import Peer
-from memstore.shell.peer.outgoing_shard import Stored
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -63,7 +64,7 @@ def age(vault: Vault) -> None:
 def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     """Collect what a holder tells the controller."""
     found: Reports = []
-    monkeypatch.setattr(holder.context, "report", lambda kind, body: found.append((kind, body)))
+    monkeypatch.setattr(holder.state, "report", lambda kind, body: found.append((kind, body)))
     return found
 
 
@@ -171,7 +172,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
     a, _ = pair
     seal(a.vault, SHARD)
     reports, seen = reports_of(a, monkeypatch), []
-    drop, report = a.vault.drop, a.context.report
+    drop, report = a.vault.drop, a.state.report
 
     def dropped(shard: ShardId) -> None:
         if not can_free:
@@ -183,7 +184,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
         report(kind, body)
 
     monkeypatch.setattr(a.vault, "drop", dropped)
-    monkeypatch.setattr(a.context, "report", noted)
+    monkeypatch.setattr(a.state, "report", noted)
     a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
     a.orders.workers.shutdown(wait=True)
     assert reports == [("freed", {"shards": [shard_to_wire(SHARD)], "number": [3, 7]})]
@@ -318,8 +319,8 @@ def test_a_have_is_verified_and_reported(
     if is_rotten:
         rot(b.vault, theirs, 1)
     reports = reports_of(b, monkeypatch)
-    sent_bytes = a.peers.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
-    assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
+    a.runner.run(push.run(a.state, Push(SHARD, mine.spec.digest, "b")))
+    assert a.peers.peer("b").sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     assert reports[-1][0] == "sealed"
     assert not reports[-1][1]["copies"][0][-1]
     assert not b.vault.verify(theirs)

@@ -220,7 +220,7 @@ class Reader:
     def __init__(self, holder: Holder, shelved: Shelved, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
-        monkeypatch.setattr(holder.context, "report", lambda kind, body: None)
+        monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
         self.link = RankLink(holder.folder, nonce="reader", job="train", is_tool=True)
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 

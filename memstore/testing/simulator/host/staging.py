@@ -14,13 +14,14 @@ from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifes
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire, spec_from_wire
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable, TransportError
 from memstore.testing.simulator.host.context import HostContext
-from memstore.testing.simulator.host.transfer import RETRY_S, Pusher, Request
+from memstore.testing.simulator.host.peer_requests import connect
 from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import ShardId
 
 Body = dict[str, Any]
 STAGE_LIMIT_S = 10.0
+RETRY_S = 0.1
 SOURCE_TRIES = 2
 BESIDE_S = 120.0
 
@@ -28,8 +29,8 @@ BESIDE_S = 120.0
 class Stager:
     """Brings shards of a restore to one holder and verifies them (R23, R25)."""
 
-    def __init__(self, holder: HostContext, pusher: Pusher) -> None:
-        self.holder, self.pusher = holder, pusher
+    def __init__(self, holder: HostContext) -> None:
+        self.holder = holder
         self.reading: set[tuple[ShardId, str]] = set()  # some read fetches it
         self.staged_s: dict[tuple[str, int, int], float] = {}  # since when its bytes have been verified
 
@@ -172,8 +173,8 @@ class Stager:
             is_unreachable = False
             for source in list(sources):
                 try:
-                    peer = yield from self.pusher.reach(source)
-                    answer = Request(holder, peer).ask({"do": "manifest", "shard": body["shard"], "digest": digest})
+                    ask = {"do": "manifest", "shard": body["shard"], "digest": digest}
+                    answer = yield from connect(holder, source).ask(ask)
                     if shard_digest(bytes(answer["manifest"])) == digest:
                         return bytes(answer["manifest"])
                 except IntegrityError:
@@ -234,10 +235,9 @@ class Stager:
             _, chunks = holder.world.durable.part_for(body, draft.shard, digest) or (b"", [])
             found = {i: chunks[i] if i < len(chunks) and not holder.world.durable.problem else b"" for i in todo}
         else:
-            peer = yield from self.pusher.reach(host)
-            request = Request(holder, peer)
-            request.ask({"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo})
-            found = dict(zip(todo, request.chunks(), strict=False))
+            ask = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": todo}
+            chunks = yield from connect(holder, host).fetch(ask)
+            found = dict(zip(todo, chunks, strict=False))
         bad = []
         for index in todo:
             data = found.get(index, b"")
@@ -250,6 +250,6 @@ class Stager:
             bad += vault.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))])
         if not bad or host == "durable":
             return bad
-        peer = yield from self.pusher.reach(host)
-        answer = Request(holder, peer).ask({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
+        ask = {"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest}
+        answer = yield from connect(holder, host).ask(ask)
         return sorted({int(i) for i in answer["missing"]}.intersection(bad))
