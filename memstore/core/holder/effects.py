@@ -13,8 +13,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
 from memstore.core.wire.messages import Body
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, ShardSpec
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 30.0
@@ -25,6 +26,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
+Herald = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -69,7 +71,18 @@ class WaitFor(Effect):
     """Wait until a condition on the holder's state is true; give False if it was not within the limit."""
 
     is_there: Callable[[], bool]
-    limit_s: float
+    limit_s: float | None = None  # None: for as long as it takes
+
+
+@dataclass(frozen=True)
+class Together(Effect):
+    """Run procedures side by side and give what they return; the first error is raised once all have ended.
+
+    Meanwhile the herald, if there is one, tells its reader what has come.
+    """
+
+    procedures: Sequence[Steps[Any]]
+    herald: Herald | None = None
 
 
 # -- other holders ------------------------------------------------------------------------------------
@@ -104,6 +117,94 @@ class SendChunks(Effect):
     is_repair: bool  # paced by the store's limit for repairs, and held back for no collective
 
 
+@dataclass(frozen=True)
+class ReceiveChunks(Effect):
+    """Pull chunks of a stored shard from a peer into a draft; give those that came damaged, or not at all.
+
+    IntegrityError if the peer does not hold the shard, CapacityError if there is no room here.
+    """
+
+    peer: Peer
+    draft: Draft
+    digest: str
+    chunks: Sequence[int]
+
+
+# -- durable storage ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadDurableManifest(Effect):
+    """Give the manifest of a shard in durable storage; IntegrityError if it is not there as it was put."""
+
+    place: Body
+    shard: ShardId
+    spec: ShardSpec
+
+
+@dataclass(frozen=True)
+class ReceiveDurable(Effect):
+    """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
+
+    place: Body
+    draft: Draft
+    spec: ShardSpec
+    chunks: Sequence[int]
+    sizes: Sequence[int]  # of all chunks of the shard
+
+
+# -- this host's memory -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verify(Effect):
+    """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
+
+    shelved: Shelved
+
+
+@dataclass(frozen=True)
+class VerifySlots(Effect):
+    """Digest slots again and condemn those that are bad."""
+
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LoadManifest(Effect):
+    """Give the manifest of a stored replica; DigestMismatch if its file was damaged."""
+
+    shelved: Shelved
+
+
+@dataclass(frozen=True)
+class OpenDraft(Effect):
+    """Give a draft that holds what is here and good now; of some chunks of the shard, or of all (None)."""
+
+    name: str
+    shard: ShardId
+    digests: Sequence[bytes]
+    sizes: Sequence[int]
+    attempt: int
+    chunks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class EnsureFree(Effect):
+    """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class KeepStaged(Effect):
+    """Keep a pinned replica for the reader of a round; IntegrityError if it was dropped meanwhile."""
+
+    key: StagedKey
+    shelved: Shelved
+    pin: int
+
+
 # -- what is sent -------------------------------------------------------------------------------------
 
 
@@ -129,6 +230,22 @@ class TellReplicated(Effect):
     """Tell the rank that put a shard that every one of its targets has sealed it."""
 
     shard: ShardId
+
+
+@dataclass(frozen=True)
+class OpenHerald(Effect):
+    """Give what tells a reader on this host which chunks of a draft have come; None if it asked for no such thing."""
+
+    stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
+    manifest: bytes
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class Warn(Effect):
+    """Note a failure that the rules foresee and that people may want to know of."""
+
+    text: str
 
 
 @dataclass(frozen=True)

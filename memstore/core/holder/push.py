@@ -100,7 +100,7 @@ def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
             push.fresh.release()
     deadline_s = state.now() + ROOM_WAIT_S
     while not state.is_stopping():
-        source = state.store.outgoing(push.shard, digest)
+        source = state.outgoing(push.shard, digest)
         if source is None:
             return "", True  # dropped here meanwhile: nothing is missing
         try:

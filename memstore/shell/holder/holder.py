@@ -37,7 +37,6 @@ from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.controller_session import ControllerSessions, term_of
 from memstore.shell.holder.effect_calls import EffectCalls
-from memstore.shell.holder.fetch import Fetcher
 from memstore.shell.holder.folder_guard import FolderGuard
 from memstore.shell.holder.orders import Orders
 from memstore.shell.holder.partial_read import Excerpts
@@ -110,8 +109,9 @@ class Holder:
         self.peers = PeerTable(identity.host_id, self._connection_pool)
         self.stopping = threading.Event()
         self.state = HolderState(
-            identity.host_id, OutgoingShards(self.vault), Limits(config.suspect_after_s, config.repair_after_s),
-            now=time.monotonic, report=self.sessions.report, is_stopping=self.stopping.is_set, fences=self.fences,
+            identity.host_id, self.vault, OutgoingShards(self.vault).outgoing,
+            Limits(config.suspect_after_s, config.repair_after_s), now=time.monotonic, report=self.sessions.report,
+            sealed=lambda shelved: self.context.sealed(shelved), is_stopping=self.stopping.is_set, fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.vault, self.idle, self.peers, on_fatal, self.stopping
@@ -146,9 +146,8 @@ class Holder:
         self.runner = Runner(self.effect_calls)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
         self.sealer = Sealer(context, self.connections, self.calls, self.pusher, self.twins)
-        self.fetcher = Fetcher(context)
-        self.excerpts = Excerpts(context, self.fetcher)
-        self.stager = Stager(context, self.connections, self.fetcher, self.excerpts)
+        self.excerpts = Excerpts(context, self.runner)
+        self.stager = Stager(context, self.connections, self.runner)
         self.persister, self.scrubber = Persister(context), Scrubber(context)
         self.rooms = RoomOrders(
             context, self.connections,
@@ -189,7 +188,7 @@ class Holder:
         self.listener.close()
         self.rank_listener.close()
         self.sessions.close()
-        for part in (self.stager, self.fetcher, self.pusher, self.persister, self.rooms):
+        for part in (self.stager, self.effect_calls, self.runner, self.pusher, self.persister, self.rooms):
             part.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
         self.peers.close()

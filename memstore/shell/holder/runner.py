@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from memstore.core.holder.effects import Effect, Steps, WaitFor
+from memstore.core.holder.effects import Effect, Steps, Together, WaitFor
+from memstore.shell.holder.chunk_notifier import TELL_S
 
 T = TypeVar("T")
+SIDE_THREADS = 8
 
 
 class Runner:
     """The lock of one holder's state, and what carries out the effects of its procedures."""
 
     def __init__(self, perform: Callable[[Effect], Any]) -> None:
-        """`perform`: carries out one effect by a call that blocks; WaitFor excepted."""
+        """`perform`: carries out one effect by a call that blocks; all but WaitFor and Together."""
         self._perform = perform
+        self._beside = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="memstore-source")
         self._changed = threading.Condition(threading.RLock())
 
     @contextmanager
@@ -45,10 +49,27 @@ class Runner:
                 return cast(T, end.value)
             value, error = None, None
             try:
-                value = self._wait(effect) if isinstance(effect, WaitFor) else self._perform(effect)
+                value = self._do(effect)
             except BaseException as exc:  # raised where the procedure waits for it, which lets go of what it holds
                 error = exc
 
-    def _wait(self, effect: WaitFor) -> bool:
-        with self._changed:
-            return self._changed.wait_for(effect.is_there, effect.limit_s)
+    def close(self) -> None:
+        """Begin no procedure beside another one any more."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, effect: Effect) -> Any:
+        if isinstance(effect, WaitFor):
+            with self._changed:
+                return self._changed.wait_for(effect.is_there, effect.limit_s)
+        return self._together(effect) if isinstance(effect, Together) else self._perform(effect)
+
+    def _together(self, effect: Together) -> list[Any]:
+        """Run procedures on other threads; none may go on, and write to what they share, once this ends."""
+        futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
+        tell = effect.herald.tell if effect.herald is not None else lambda: None
+        tell()
+        pending = set(futures)
+        while pending:
+            pending = wait(pending, TELL_S if effect.herald is not None else None).not_done
+            tell()
+        return [future.result() for future in futures]

@@ -16,10 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Draft
-from memstore.core.format.manifest import shard_digest
 from memstore.core.wire.frame import Kind, error_from_body
 from memstore.core.wire.messages import shard_to_wire
-from memstore.errors import DigestMismatch, PeerRefused, PeerUnreachable, ProtocolError
+from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
@@ -28,7 +27,6 @@ from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import Shipment
-from recovery.inventory import ShardId
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -217,24 +215,8 @@ class Peer:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
-        """Return the manifest, checked against the shard's digest (R14)."""
-        data = self.call({"do": "manifest", "shard": shard_to_wire(shard), "digest": digest})["manifest"]
-        if type(data) is not bytes:
-            raise ProtocolError(f"host {self.host_id} sent a {type(data).__name__} for a manifest")
-        if shard_digest(data) != digest:
-            raise DigestMismatch(
-                f"the manifest of {shard_to_wire(shard)} from host {self.host_id} has digest {shard_digest(data)}, "
-                f"expected {digest}",
-                shard=str(shard), holder=self.host_id,
-            )  # fmt: skip
-        return data
-
     def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
-        """Pull chunks into the draft over several streams; return the indices that the peer itself says it lacks.
-
-        A chunk that arrives damaged makes the peer digest its own bytes again and report them: they count as bad only
-        on its word (R25). What it holds undamaged stays open in the draft, to be asked for again.
+        """Pull chunks into the draft over several streams; return the indices that came damaged or not at all.
 
         Raises:
             IntegrityError: the peer does not hold the shard.
@@ -244,10 +226,7 @@ class Peer:
         bad: list[int] = []
         fetch = functools.partial(self._fetch_batch, vault, draft, digest)
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
-        if not bad:
-            return []
-        answer = self.call({"do": "verify", "shard": shard_to_wire(draft.shard), "digest": digest})
-        return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+        return bad
 
     def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""

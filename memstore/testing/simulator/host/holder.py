@@ -96,12 +96,13 @@ class SimHolder:
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         self.state = HolderState(
-            self.host_id, OutgoingShards(self.vault), Limits(world.rules.suspect_after_s, world.rules.repair_after_s),
-            now=lambda: world.now, report=self.report, is_stopping=lambda: not self.is_up, fences=self.fences,
+            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
-        self.stager, self.persister = Stager(self), Persister(self)
+        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self)
         checker.stored_bytes.adopted(self)
 
     @property
@@ -355,7 +356,7 @@ class SimHolder:
         )
 
     def _on_stage(self, body: Body) -> None:
-        self.spawn(self.stager.run(body))
+        self.stager.order(body)
 
     def _on_check(self, body: Body) -> None:
         if not self.stager.has_staged(body):

@@ -37,6 +37,13 @@ class Replica:
         self.readers -= 1
 
 
+class NoStore:
+    """A push asks nothing of the store but the replica that it sends."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
 @dataclass
 class Host:
     """A holder whose peer answers as the test says; sleeping is all that takes time."""
@@ -52,7 +59,8 @@ class Host:
 
     def __post_init__(self) -> None:
         self.state = HolderState(
-            "a", self, LIMITS, now=lambda: self.now, report=lambda kind, body: self.reports.append((kind, body)),
+            "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
+            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved: None,
             is_stopping=lambda: False,
         )  # fmt: skip
 
