@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,7 +168,7 @@ class RankConnections:
                     {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
                 )
 
-    def herald(self, stream: list[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
+    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
         """Return what tells a reader of this host of its chunks; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None

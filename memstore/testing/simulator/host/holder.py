@@ -14,6 +14,9 @@ from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.format.manifest import chunk_digest
+from memstore.core.holder.fences import JobFences
+from memstore.core.holder.push import Push
+from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record, whole_order
 from memstore.core.wire.messages import (
     Event,
@@ -30,15 +33,17 @@ from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.peer.outgoing_shard import Fresh, OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
+from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.fork import fork
+from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.staging import Stager
-from memstore.testing.simulator.host.transfer import Fresh, Pusher
 from memstore.testing.simulator.host.twins import SimTwins
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
 from memstore.testing.simulator.world.processes import Rank, Session
@@ -52,6 +57,16 @@ SLOTS_MAX = 400
 LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
 
 
+class Digested:
+    """A fresh shard whose digests are known: the vault digests it once more when it stores it."""
+
+    def __init__(self, fresh: Fresh) -> None:
+        self.seal = fresh.seal
+
+    def add(self, digest: bytes) -> None:
+        """Pass over what is known."""
+
+
 class SimHolder:
     """One life of a holder; the memory outlives it."""
 
@@ -61,7 +76,7 @@ class SimHolder:
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
         self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
-        self.fences: dict[str, int] = {}
+        self.fences = JobFences()
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
         self.calls: dict[int, tuple[Rank, int, str, Body]] = {}
@@ -76,13 +91,18 @@ class SimHolder:
         self.vault.on_hurt = self.sealed
         self._read_journal()
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
-            on_sealed=self._copy_sealed,
+            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
-        self.pusher, self.persister = Pusher(self), Persister(self)
-        self.stager = Stager(self, self.pusher)
+        self.state = HolderState(
+            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
+        )  # fmt: skip
+        self.driver = Driver(self)
+        self.pusher = Pusher(self, self.state, self.driver)
+        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self)
         checker.stored_bytes.adopted(self)
 
     @property
@@ -99,7 +119,7 @@ class SimHolder:
             entry = entry_from_record(record)
             self.term = max(self.term, entry.term)
             if isinstance(entry.fact, AttemptOpened):
-                self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+                self.fences.open(entry.fact.job, entry.fact.attempt)
 
     # -- the controller's session ---------------------------------------------------------------
 
@@ -155,7 +175,7 @@ class SimHolder:
         stale = mapped_arena.confirm(self, rank)
         self.vault.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
-        rank.is_fenced |= 0 < rank.attempt < self.fences.get(rank.job, 0)
+        rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
 
     def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
@@ -176,7 +196,7 @@ class SimHolder:
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
+        fence, shard = self.fences.first(rank.job), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
         self.unfinished[shard] += 1
         self.twins.began(shard)
         self.spawn(self._seal(rank, shard, slots, body, fence))
@@ -196,24 +216,24 @@ class SimHolder:
                 return
             has_targets = True
             if known is None:
-                fresh = Fresh(self, shard, slots)
-                has_targets = self.pusher.replicate(shard, fresh=fresh)
+                fresh = Fresh(self.vault, shard, slots, [self.memory.chunk_bytes] * len(slots))
+                has_targets = self.pusher.replicate(shard, "", fresh)
                 for slot in slots:
                     yield DIGEST_S
-                    fresh.digests.append(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
+                    fresh.add(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
                 try:
                     known = self.vault.seal_local(
                         shard, world_size=int(body["world_size"]), layout=body["layout"],
                         nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
-                        follower=fresh,
+                        follower=Digested(fresh),
                     )  # fmt: skip
                     self.checker.puts.sealed_here(self, shard, known.digests)
                 except MemstoreError as exc:
-                    fresh.why = str(exc)
+                    fresh.fail(str(exc))
                     self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
                     return
             else:
-                has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
+                has_targets = self.pusher.replicate(shard, known.spec.digest)
         finally:
             self.sealing.discard(shard)
             self.unfinished -= Counter([shard])
@@ -240,7 +260,7 @@ class SimHolder:
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
-        if is_here and rank.attempt >= self.fences.get(rank.job, 0):
+        if is_here and rank.attempt >= self.fences.first(rank.job):
             slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
             if slots:
                 rank.granted(slots)
@@ -295,7 +315,7 @@ class SimHolder:
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
-        self.fences[job] = max(self.fences.get(job, 0), attempt)
+        self.fences.open(job, attempt)
         self.spawn(self._fence(job, attempt, set(body["members"])))
 
     def _fence(self, job: str, attempt: int, members: set[str]) -> Thread:
@@ -332,11 +352,11 @@ class SimHolder:
     def _on_push(self, body: Body) -> None:
         is_repair = bool(body["is_repair"])
         self.pusher.submit(
-            shard_from_wire(body["shard"]), str(body["target"]), digest=str(body["digest"]), is_repair=is_repair
+            Push(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=is_repair)
         )
 
     def _on_stage(self, body: Body) -> None:
-        self.spawn(self.stager.run(body))
+        self.stager.order(body)
 
     def _on_check(self, body: Body) -> None:
         if not self.stager.has_staged(body):
