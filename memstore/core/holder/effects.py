@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.messages import Body
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 30.0
@@ -58,6 +58,21 @@ class FreshSource(Source, Protocol):
 
     def fail(self, why: str) -> None:
         """Note that it will not be stored: its pushes end."""
+
+
+class Storage(Protocol):
+    """Durable storage, opened under one key."""
+
+    @property
+    def key(self) -> str:
+        """Return the name of the key, "" for none."""
+
+
+@dataclass(eq=False)
+class Stop:
+    """A step's durable writes go on until this is set."""
+
+    is_set: bool = False
 
 
 class Link(Protocol):
@@ -164,6 +179,82 @@ class ReceiveDurable(Effect):
     spec: ShardSpec
     chunks: Sequence[int]
     sizes: Sequence[int]  # of all chunks of the shard
+
+
+@dataclass(frozen=True)
+class OpenDurable(Effect):
+    """Give the Storage of a job, under the key that is in this host's key file now."""
+
+    place: Body
+
+
+@dataclass(frozen=True)
+class SliceTurn(Effect):
+    """Give the seconds until a slice may be written under the job's cap for this host; it takes its turn by that."""
+
+    job: str
+    shelved: Shelved
+    number: int
+    bytes_per_s: int | None
+
+
+@dataclass(frozen=True)
+class CopySlice(Effect):
+    """Give copies of a slice's chunks and None; or none and the first chunk that is not what it should be."""
+
+    shelved: Shelved
+    number: int
+
+
+@dataclass(frozen=True)
+class WriteSlice(Effect):
+    """Write a slice whole or not at all; give False if its step was stopped meanwhile."""
+
+    storage: Storage
+    shard: ShardId
+    spec: ShardSpec
+    number: int
+    manifest: bytes
+    chunks: Sequence[bytes]
+    stop: Stop
+
+
+@dataclass(frozen=True)
+class WriteMarker(Effect):
+    """Write the marker of a step; IntegrityError unless all of its parts are there."""
+
+    place: Body
+    job: str
+    marker: DurableMarker
+    lineage: Body
+
+
+@dataclass(frozen=True)
+class RemoveDurable(Effect):
+    """Remove a step from durable storage: its marker first."""
+
+    place: Body
+    job: str
+    step: StepId
+    only_unmarked: bool
+
+
+@dataclass(frozen=True)
+class SweepDurable(Effect):
+    """Remove what abandoned writes of a job left behind before a step."""
+
+    place: Body
+    job: str
+    step: StepId
+
+
+@dataclass(frozen=True)
+class ListMarkers(Effect):
+    """Give the fields of the report on a job's markers; `check` names a step whose parts are looked at."""
+
+    place: Body
+    job: str
+    check: StepId | None
 
 
 # -- this host's memory -------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from memstore.core.arena.replica_index import Draft, Shelved
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import Link, Source
+from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.wire.messages import Body
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, StepId
 
 
 class Store(Protocol):
@@ -159,3 +159,4 @@ class HolderState:
     stages: Stages = field(default_factory=Stages)
     excerpts: Excerpts = field(default_factory=Excerpts)
     puts: Puts = field(default_factory=Puts)
+    stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

@@ -149,7 +149,7 @@ class Holder:
         self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
         self.stager = Stager(context, self.connections, self.runner)
-        self.persister, self.scrubber = Persister(context), Scrubber(context)
+        self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
             context, self.connections,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),

@@ -89,7 +89,7 @@ class SimHolder:
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
         self.sealer = Sealer(self, self.state, self.driver, self.pusher)
-        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self)
+        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self, self.state, self.driver)
         checker.stored_bytes.adopted(self)
 
     @property
