@@ -139,6 +139,11 @@ class MemoryArena(Arena):
         self.hollow = sorted(memory.hollow)
 
     @property
+    def identity(self) -> str:
+        """Return the name of the arena; that a rank has another one mapped shows in what it sees there."""
+        return "arena"
+
+    @property
     def slots_count(self) -> int:
         """How many slots are claimed."""
         return len(self.memory.slots)
