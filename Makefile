@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test test-long demo lint types bench bench-peers drill sim fuzz nemesis
+.PHONY: venv test test-long demo lint types docs bench bench-peers drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
 	touch $@
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long"
@@ -22,6 +22,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 types: $(STAMP)
 	$(BIN)/mypy
+# The manual as a site in build/site: every link and anchor is checked, no other host is asked.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.report
@@ -35,7 +38,7 @@ drill: $(STAMP)
 FUZZ_S ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
-	set -e; for target in frame body manifest layout state durable; do \
+	set -e; for target in frame body message manifest layout state durable; do \
 	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done
 # Seeds FIRST to FIRST + SEEDS - 1, as far as the record lacks them: stop it and call it again as you like.
 SEEDS ?= 1000

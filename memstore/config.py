@@ -56,47 +56,47 @@ class Config:
     _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it on, behind what it is told
 
     # -- store fields -------------------------------------------------------------------------
-    store: str = "default"
-    arena_dir: str = "/dev/shm"
-    arena_bytes: int | str = "auto"  # ceiling per host, grown as jobs reserve (R9)
-    chunk_bytes: int = 4 * MIB  # small enough to balance, large enough that a frame costs nothing
-    failure_domains: tuple[str, ...] = ("zone", "rack")  # coarsest first, as far as labels exist (R18)
-    interface: str | None = None  # name or CIDR of the network that carries replicas
-    port: int = 0  # 0: any free port
+    store: str = "default"  # name of the store; processes that give the same one share it
+    arena_dir: str = "/dev/shm"  # folder of a memory file system, in which the arenas lie
+    arena_bytes: int | str = "auto"  # most memory per host, grown as jobs reserve it; "auto": measured (R9)
+    chunk_bytes: int = 4 * MIB  # unit of storage and transfer; a multiple of 4096
+    failure_domains: tuple[str, ...] = ("zone", "rack")  # node labels, coarsest first, as far as nodes have them (R18)
+    interface: str | None = None  # network that carries replicas, an interface or a CIDR; None: the default route's
+    port: int = 0  # port of every holder; 0: any free one
     streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = 0.5  # time between two heartbeats of a holder
     suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
-    repair_after_s: float = 5.0  # silence after which a host counts as dead (R28)
-    repair_bytes_per_s: int = 2 * GIB  # bound on rebuilding copies, per source host (R29)
-    scrub_bytes_per_s: int = 64 * MIB  # bound on re-digesting sealed slots (R30)
-    replicate_bytes_per_s: int = 0  # bound on what a host pushes to others, paced by the kernel; 0: no bound
-    dscp: int = 1  # class of what a host pushes: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
+    repair_after_s: float = 5.0  # silence after which a host is dead; its copies are rebuilt as long after that (R28)
+    repair_bytes_per_s: int = 2 * GIB  # most that one host sends to rebuild copies (R29)
+    scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
+    replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
+    dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
-    recovery_grace_s: float = 30.0  # wait for hosts named by the newest commit (R24)
+    recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
     orphan_ttl_s: float = 86_400.0  # a job without holders for so long, and not asked for, is dropped; 0: never (R5)
-    tls_cert: str | None = None  # PEM files, the same paths on every host: certificate, its key, and the authority
-    tls_key: str | None = None  # that signs the store's certificates; all three: TLS between hosts; none: plain TCP
-    tls_ca: str | None = None
+    tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
+    tls_key: str | None = None  # the certificate's key, PEM, mode 0600; all three TLS files are given, or none
+    tls_ca: str | None = None  # authority that signs the store's certificates, PEM
 
     # -- job fields ---------------------------------------------------------------------------
     replicas: int = 2  # copies of each shard, the owner's own included
-    min_copies: int = 1  # a commit needs at least this many (R18)
-    keep_steps: int = 1  # committed steps kept in RAM
+    min_copies: int = 1  # copies without which no step is committed (R18)
+    keep_steps: int = 1  # newest committed steps kept in RAM
     put_every: str | int = "step"  # when due() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
-    stall_budget_s: float = 5.0  # longest a put may block before it skips (R12)
-    overlap_check: str = "whole"  # "whole" | "sampled": compares 64 bytes a MiB, and what autograd counts (R11)
-    placement: str = "mixed"  # "mixed" | "group" | "ring": which hosts copy one another (placement/README.md)
-    durable: str | None = None  # a path, file://, s3://, gs:// or az://; None: RAM only, with one warning
-    durable_every: str | int = "30min"  # time between durable steps; int: steps; "auto": the optimum, as put_every's
-    durable_keep: int = 3  # steps kept there
-    durable_bytes_per_s: int = 0  # most that one host writes there on average; 0: no limit
-    durable_compression: str = "none"  # "none" | "auto": chunks are compressed where a sample says that it pays
-    durable_key_file: str | None = None  # the same path on every host: 32 bytes, mode 0600; steps are encrypted with it
-    persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest committed step durable, within this; 0: not
+    stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
+    overlap_check: str = "whole"  # "sampled" compares only 64 bytes a MiB, and what autograd counts (R11)
+    placement: str = "mixed"  # which hosts copy one another (placement/README.md)
+    durable: str | None = None  # durable storage: a path, file://, s3://, gs:// or az://; None: RAM only
+    durable_every: str | int = "30min"  # time between durable steps, or N steps; "auto": the optimum, as put_every's
+    durable_keep: int = 3  # newest steps kept on durable storage
+    durable_bytes_per_s: int = 0  # most that one host writes there, on average; 0: no limit
+    durable_compression: str = "none"  # "auto" compresses chunks where a sample says that it pays
+    durable_key_file: str | None = None  # 32 bytes, mode 0600, the same path on every host; steps are encrypted with it
+    persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest step durable, within this; 0: it does not
     job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
-    connect_timeout_s: float = 120.0  # for all of connect(), and for Ray to answer
-    max_restores: int = 3  # restores of one step inside crash_window_s before it is retired (R25)
-    crash_window_s: float = 600.0
+    connect_timeout_s: float = 120.0  # longest for all of connect(), and for Ray to answer
+    max_restores: int = 3  # restores of one step, without a commit between, after which it is retired (R25)
+    crash_window_s: float = 600.0  # time in which max_restores of one step count
 
     def __new__(cls, **values: Any) -> Config:
         """Remember which fields are given: an unset one is not the same as one set to the default."""

@@ -115,7 +115,7 @@ class Faults:
         return self._links(block)
 
     def _links(self, breaks: Callable[[], None]) -> tuple[float | None, float]:
-        self.site.deaf.add(self.host)
+        self.site.unreachable_hosts.add(self.host)
         with self.noticed() as watch:
             breaks()
             found_s = self.found(watch)

@@ -221,7 +221,7 @@ class Rig:
         fleet, catalog = self.fleet, self.controller.catalog
         self.tell((host.name, fleet.up(host)) for host in fleet.hosts.values())
         self.settle()
-        catalog.rules = replace(catalog.rules, settle_s=0.0, outlast_s=0.0)
+        catalog.state.rules = replace(catalog.state.rules, settle_s=0.0, outlast_s=0.0)
         self.controller.events.put((None, {"k": "lease", "until_s": time.monotonic() + SILENCE_S}))
         while not self.controller.is_serving():
             self.settle()

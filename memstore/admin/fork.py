@@ -39,7 +39,8 @@ def fork(
     """Make `new_job` begin with a committed step of `job`; no byte is copied, and the old job goes on untouched.
 
     Args:
-        job, step: What to fork; the step must be whole in RAM.
+        job: The job to fork.
+        step: Its committed step to begin with; it must be whole in RAM.
         new_job: A name that the store does not know.
         attempt: The attempt that put the step, where several lineages have one of that number (`memstore ls`).
         address: Ray cluster to ask through, where no holder runs on this machine.

@@ -133,18 +133,18 @@ def connect(
 
     Args:
         job: Name of the training run; the same after every restart.
-        rank, world_size: Default from Ray Train, torch.distributed or RANK / WORLD_SIZE.
+        rank: This process's rank; default from Ray Train, torch.distributed or RANK.
+        world_size: Number of ranks; default from Ray Train, torch.distributed or WORLD_SIZE.
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard, shards: Ranks that give one `shard` hold equal state, and only `replicas` of them copy it (R34): 0 of 1
-            for data parallelism, the FSDP rank and its group's size for HSDP. Either no rank gives them, or all do,
-            with the same `shards` and each number below it.
+        shard: Ranks of one number hold equal state, and only `replicas` of them copy it (R34). All name one, or none.
+        shards: How many numbers there are: 1 for data parallelism; for HSDP the FSDP group's size (`shard`: its rank).
 
     Raises:
-        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable.
+        ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
     """
     config = config or Config()
     check_name("job", job)

@@ -129,8 +129,8 @@ class Store(PinVerbs, MarkVerbs):
         Args:
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
-            state: Any nesting that the README lists. With `connect(shard=, shards=)`, what this shard's ranks share: it
-                is looked at on its copiers only (R34).
+            state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard=, shards=)`, what this shard's
+                ranks share: it is looked at on its copiers only (R34).
             own: What is this rank's alone, such as its data loader's position; with shard= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
@@ -204,7 +204,7 @@ class Store(PinVerbs, MarkVerbs):
         Raises:
             UnsupportedState: put would refuse this state.
             ConfigError: a negative number of bytes.
-            FencedError, ClosedError.
+            FencedError, ClosedError: as put.
         """
         self._check_open()
         if type(state) is int and state < 0:

@@ -1,6 +1,6 @@
-"""What the demo claims, as functions of records alone: each gives a yes or no and the numbers behind it.
+"""The claims of the demo, as functions over records alone: each returns yes or no, with the numbers behind it.
 
-They are run on a run that restores and must pass, and on one that does not and must fail.
+A run that restores must pass them. The control run does not restore, and must fail those that need a restore.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memstore.demo.records import Run
 
 @dataclass(frozen=True)
 class Kill:
-    """What the driver did and knew: the host, the newest step the store called committed before, and when."""
+    """The kill: the host, the newest committed step in the store's status before it, and the time."""
 
     host: str
     committed: int
@@ -22,7 +22,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Check:
-    """One claim, whether it holds, and with which values."""
+    """One claim, whether it holds, and the values behind that."""
 
     name: str
     is_ok: bool
@@ -30,7 +30,11 @@ class Check:
 
 
 RESUMED, NOTHING_REDONE, FROM_PEER, SAME_LOSSES = "resumed", "nothing-redone", "from-peer", "same-losses"
-NEED_RESTORE = (RESUMED, NOTHING_REDONE, FROM_PEER)  # a fresh start repeats the same losses: only later
+NEED_RESTORE = (
+    RESUMED,
+    NOTHING_REDONE,
+    FROM_PEER,
+)  # not SAME_LOSSES: a fresh start repeats the same losses, only later
 
 
 def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
@@ -44,14 +48,15 @@ def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[
 
 
 def killed_attempt(run: Run, kill: Kill) -> int:
-    """The attempt that was training when the host died."""
+    """Return the attempt that was training when the host died."""
     return max((j.attempt for j in run.joined if j.wall_s <= kill.wall_s), default=0)
 
 
 def committed_step(run: Run, kill: Kill) -> int:
-    """Newest committed step at the kill: what the store or any ticket had announced before, or what was restored.
+    """Return the newest committed step at the kill.
 
-    A commit may be decided in the moment of the kill and announced to nobody; if it is restored, it was.
+    That is the newest one in the store's status, in a rank's tickets or in the restore. The restore counts because a
+    step may be committed so shortly before the kill that neither status nor ticket showed it.
     """
     killed = killed_attempt(run, kill)
     announced = [s.committed for s in run.steps if s.attempt == killed]
@@ -60,19 +65,19 @@ def committed_step(run: Run, kill: Kill) -> int:
 
 
 def steps_redone(run: Run) -> list[int]:
-    """Steps that more than one attempt ran to their end."""
+    """Return the steps that more than one attempt ran to their end."""
     runs = Counter(step for _, step in {(s.attempt, s.step) for s in run.steps})
     return sorted(step for step, count in runs.items() if count > 1)
 
 
 def killed_ranks(run: Run, kill: Kill) -> list[int]:
-    """Ranks that lived on the killed host."""
+    """Return the ranks that ran on the killed host."""
     killed = killed_attempt(run, kill)
     return sorted({j.rank for j in run.joined if j.attempt == killed and j.host == kill.host})
 
 
 def check_resumed(run: Run, kill: Kill) -> Check:
-    """The first step after the kill is the newest committed step + 1."""
+    """Check that the first step after the kill is the newest committed step + 1."""
     committed, killed = committed_step(run, kill), killed_attempt(run, kill)
     later = sorted({(s.attempt, s.step) for s in run.steps if s.attempt > killed})
     if not later:
@@ -82,7 +87,7 @@ def check_resumed(run: Run, kill: Kill) -> Check:
 
 
 def check_nothing_redone(run: Run, kill: Kill) -> Check:
-    """No step up to the committed one ran twice; a step in flight may, and is counted."""
+    """Check that no committed step ran twice; a step that was not committed at the kill may, and is counted."""
     committed, redone = committed_step(run, kill), steps_redone(run)
     bad = [step for step in redone if step <= committed]
     detail = f"{len(redone)} steps ran twice, {len(bad)} of them committed before the kill"
@@ -90,7 +95,7 @@ def check_nothing_redone(run: Run, kill: Kill) -> Check:
 
 
 def check_from_peer(run: Run, kill: Kill) -> Check:
-    """The ranks of the killed host were restored from a peer's memory, with bytes to show for it."""
+    """Check that the ranks of the killed host got bytes from a peer's memory, and none from durable storage."""
     ranks, killed = killed_ranks(run, kill), killed_attempt(run, kill)
     restored = [r for r in run.restored if r.attempt > killed]
     peer_nbytes = max((r.bytes_by_tier.get("peer", 0) for r in restored), default=0)
@@ -102,7 +107,7 @@ def check_from_peer(run: Run, kill: Kill) -> Check:
 
 
 def check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
-    """Every loss of every rank and attempt equals the uninterrupted run's, bit for bit, and none is missing."""
+    """Check that every loss of every rank and attempt equals the uninterrupted run's, and that none is missing."""
     expected = undisturbed.losses()
     ran = {s.step for s in run.steps}
     missing = [step for step in range(steps_count) if step not in ran or step not in expected]

@@ -1,4 +1,4 @@
-"""`memstore demo`: what `make demo` runs. Exit code 1 if any check fails."""
+"""`memstore demo`, the command behind `make demo`. Exit code 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from memstore.errors import ConfigError
 if TYPE_CHECKING:
     from memstore.demo.run import Options, Outcome
 
-# Read by Ray when it is imported; what the user has set wins.
+# Ray reads these when it is imported; a variable that the user has set stays.
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # a private cluster on this machine; half with and half without does not form
+    "RAY_AUTH_MODE": "disabled",  # a private cluster needs no tokens; all its processes must agree on that
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # Ray Train looks at its workers every 2 s otherwise
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the default is 2 s
 }
 NEEDED = ("ray.train.torch", "matplotlib")
 MIN_STEPS, CONTROL_STEPS = 10, 10
@@ -71,6 +71,6 @@ def _prepare() -> None:
 def _run(options: Options) -> Outcome:
     from memstore.demo.run import run_demo
 
-    # Ray prints to stdout what its raylets say of the dead host; stdout is for the result.
+    # Ray prints to stdout about the dead host; so redirect that to a file: stdout is for the result.
     with (options.folder / "ray.txt").open("w", encoding="utf-8") as words, contextlib.redirect_stdout(words):
         return run_demo(options, lambda line: click.echo(line, err=True))

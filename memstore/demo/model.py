@@ -12,7 +12,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Widths divide by the number of ranks, so that every rank's shard is of one size."""
+    """The sizes of the model. The number of ranks divides all widths, so that all shards have the same size."""
 
     width: int = 128
     heads: int = 4
@@ -22,7 +22,7 @@ class ModelSize:
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, both behind a norm."""
+    """A layer of causal attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, context, width] -> the same."""
+        """Map [batch, context, width] to the same shape."""
         batch, context, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Predicts the next character."""
+    """A transformer that predicts the next character."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -58,16 +58,16 @@ class CharTransformer(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """[batch, context] -> logits [batch, context, vocabulary]."""
+        """Map characters [batch, context] to logits [batch, context, vocabulary]."""
         x = self.tokens(characters) + self.positions[: characters.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
-        return logits.clone()  # FSDP2 hooks the output and warns of a view
+        return logits.clone()  # FSDP2 hooks the output, and warns if it is a view
 
 
 def sharded_model(size: ModelSize, *, seed: int) -> CharTransformer:
-    """Return the model with every parameter sharded over the ranks; equal seeds give equal bits on all of them."""
+    """Return the model with its parameters sharded over the ranks; equal seeds give equal bits on all ranks."""
     torch.manual_seed(seed)
     model = CharTransformer(size)
     for block in model.blocks:
@@ -77,6 +77,6 @@ def sharded_model(size: ModelSize, *, seed: int) -> CharTransformer:
 
 
 def parameters_count(size: ModelSize) -> int:
-    """How many numbers the model learns; makes no tensor."""
+    """Return how many numbers the model learns; allocate no memory for them."""
     with torch.device("meta"):
         return sum(p.numel() for p in CharTransformer(size).parameters())

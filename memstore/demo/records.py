@@ -1,7 +1,7 @@
-"""What the ranks saw, one line of JSON each, written as it happens: a killed process keeps what it wrote.
+"""The records of the ranks: lines of JSON that are written as things happen, so that a kill loses none of them.
 
-The demo's hosts are on one machine, so one folder serves them all. The store has no part in this file: the
-checks must not believe the program they check.
+All hosts of the demo are on one machine; so one folder holds all records. The checks must not depend on the program
+that they check; so this file uses nothing of the store.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank entered its training function and joined the job."""
+    """The record of a rank that entered its training function and joined the job."""
 
     attempt: int
     rank: int
     host: str
-    entered_s: float  # wall clock, when the training function began
+    entered_s: float  # wall clock at the begin of the training function
     connect_s: float  # how long connect() took
     wall_s: float
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What one rank's get() returned; `bytes_by_tier` and `ranks_moved` are of the whole job."""
+    """The result of one rank's get(); `bytes_by_tier` and `ranks_moved` belong to the whole job."""
 
     attempt: int
     rank: int
@@ -44,13 +44,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class StepRun:
-    """One rank ran one step; `loss` is the mean over the ranks, as the exact text of `float.hex`."""
+    """The record of one step of one rank; `loss` is the mean of the ranks, as the exact text of `float.hex`."""
 
     attempt: int
     rank: int
     step: int
     loss: str
-    committed: int  # newest step of this attempt that this rank's tickets call committed, -1 for none
+    committed: int  # newest committed step of this attempt by this rank's tickets, -1 for none
     stall_s: float
     wall_s: float
 
@@ -60,13 +60,13 @@ _KINDS: dict[str, type[Any]] = {"joined": Joined, "restored": Restored, "step": 
 
 
 class Journal:
-    """Appends records of one process to a file of its own."""
+    """A file of records of one process."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         self._file = (Path(folder) / f"rank{rank}-{os.getpid()}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
-        """Append one line; the operating system has it when this returns."""
+        """Append one record; it survives a kill of this process."""
         kind = next(kind for kind, cls in _KINDS.items() if isinstance(record, cls))
         self._file.write(json.dumps({"kind": kind, **asdict(record)}) + "\n")
 
@@ -77,19 +77,19 @@ class Journal:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the ranks of one training run wrote."""
+    """The records of all ranks of one training run."""
 
     joined: list[Joined] = field(default_factory=list)
     restored: list[Restored] = field(default_factory=list)
     steps: list[StepRun] = field(default_factory=list)
 
     def losses(self) -> dict[int, str]:
-        """Step -> loss of the newest attempt that ran it."""
+        """Return step -> loss of the newest attempt that ran the step."""
         return {s.step: s.loss for s in sorted(self.steps, key=lambda s: s.attempt)}
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return what is in the journals; a line that a kill cut short is left out."""
+    """Return the records of a folder's journals, without lines that a kill has cut short."""
     run = Run()
     lists: dict[type[Any], list[Any]] = {Joined: run.joined, Restored: run.restored, StepRun: run.steps}
     for path in sorted(Path(folder).glob("*.jsonl")):

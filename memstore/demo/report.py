@@ -1,4 +1,4 @@
-"""The end of the demo: a table in words, one JSON object, and the plot."""
+"""The result of the demo: a table, one JSON object, and a plot."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from memstore.demo.records import Run
 from memstore.demo.run import LostHostRun, Outcome
 from memstore.demo.watcher import mib, restore_seconds
 
-DISK_EVERY = 50  # the comparison: checkpoints to disk at this many steps
+DISK_EVERY = 50  # steps between checkpoints to disk, to compare with
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of the loss went; None if it did not come to that."""
+    """The seconds that the lost host cost, by phase; None for a phase that did not happen."""
 
-    detect: float | None  # kill -> the store knows
-    restart: float | None  # kill -> the last rank is in its training function again: Ray's part
+    detect: float | None  # from the kill until the store notices it
+    restart: float | None  # from the kill until the last rank is in its training function again; Ray's part
     connect: float | None  # the slowest rank's connect()
-    get: float | None  # the slowest rank's get(), waiting for the others included
-    restore: float | None  # of it: transfer, verify and load
-    lost: float | None  # between the last step before and the first after, less one ordinary step
+    get: float | None  # the slowest rank's get(), with its wait for the others
+    restore: float | None  # the part of get() for transfer, verification and load
+    lost: float | None  # from the last step before the kill to the first one after, less one ordinary step
 
 
 def seconds(lost: LostHostRun) -> Seconds:
@@ -48,7 +48,7 @@ def seconds(lost: LostHostRun) -> Seconds:
 
 
 def step_seconds(run: Run) -> float:
-    """Median seconds from one step of rank 0 to its next in one attempt."""
+    """Return the median seconds from one step of rank 0 to its next in the same attempt."""
     walls = [(s.attempt, s.wall_s) for s in run.steps if s.rank == 0]
     gaps = [b[1] - a[1] for a, b in pairwise(walls) if a[0] == b[0]]
     return statistics.median(gaps) if gaps else 0.0
@@ -59,7 +59,7 @@ def _text(value: float | None, digits: int = 1) -> str:
 
 
 def table(outcome: Outcome, plot: str) -> str:
-    """The table of `make demo`."""
+    """Return the table that `make demo` prints."""
     lost = outcome.disturbed
     run, took = lost.run, seconds(lost)
     committed, redone = committed_step(run, lost.kill), steps_redone(run)
@@ -92,7 +92,7 @@ def _check_line(check: Check) -> str:
 
 
 def verdict(outcome: Outcome) -> str:
-    """One line that says whether the promise was kept."""
+    """Return one line with the verdict: PASS, or FAIL with the failed checks."""
     failed = [check.name for check in outcome.disturbed.checks if not check.is_ok]
     if failed:
         cause = "" if outcome.options.is_restoring else " (restore is switched off: they must)"
@@ -104,7 +104,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def as_dict(outcome: Outcome, plot: str) -> dict[str, Any]:
-    """The demo's JSON object."""
+    """Return the object that `memstore demo --json` prints."""
     return {
         "ok": outcome.is_ok,
         "steps": outcome.options.steps,
@@ -135,7 +135,7 @@ def _run_dict(lost: LostHostRun) -> dict[str, Any]:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Write the plot: losses with and without the kill by step, and the run that lost a host by time.
+    """Write the plot: the losses with and without the kill by step, and those of the run with the kill by time.
 
     Raises:
         ImportError: matplotlib is not installed.

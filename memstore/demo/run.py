@@ -1,6 +1,6 @@
-"""The demo from start to end: an uninterrupted run, one that loses a host, a control run that does not restore.
+"""The demo from start to end: an uninterrupted run, a run that loses a host, a control run that does not restore.
 
-Ray is imported here and in what this imports; `cli.py` sets Ray's environment before.
+This file imports Ray; so `cli.py` sets Ray's environment before it imports this file.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from memstore.demo.checks import NEED_RESTORE, Check, Kill, check_all
 from memstore.demo.model import ModelSize, parameters_count
 from memstore.demo.records import Run, read_run
 from memstore.demo.train_loop import Settings, train
-from memstore.demo.watcher import Say, Watcher
+from memstore.demo.watcher import PrintLine, Watcher
 from memstore.errors import ConfigError, MemstoreError
 from memstore.testing.clusters.embedded import EmbeddedCluster
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}, "h4": {"rack": "r2"}}
 RANKS_COUNT = 4
-# Ranks are back sooner than this, so repair does not move the lost copies under the eyes of the restore.
+# Longer than a restart of the ranks; so the restore, not repair, brings the lost copies.
 REPAIR_AFTER_S = 60.0
 REPLACEMENT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long the demo trains and when it kills; the defaults are what `make demo` runs."""
+    """The length of the training and the moment of the kill; the defaults are those of `make demo`."""
 
-    folder: Path  # journals and Ray Train's own files
+    folder: Path  # for the journals and Ray Train's own files
     steps: int = 80
-    kill_after: int = 35  # newest committed step that lets the kill happen
+    kill_after: int = 35  # the kill happens once this step is committed
     control_steps: int = 10
     control_kill_after: int = 3
     is_restoring: bool = True
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LostHostRun:
-    """A training run that lost a host, and what is claimed about it."""
+    """A training run that lost a host, with the checks of the claims about it."""
 
     run: Run
     kill: Kill
@@ -65,7 +65,7 @@ class LostHostRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything the report shows."""
+    """The result of all runs, for the report."""
 
     options: Options
     undisturbed: Run
@@ -75,25 +75,25 @@ class Outcome:
 
     @property
     def control_failed(self) -> list[str]:
-        """Names of the checks that caught the control run, of those that need restore."""
+        """Return the names of the checks that need a restore and failed on the control run."""
         checks = self.control.checks if self.control is not None else []
         return [c.name for c in checks if not c.is_ok and c.name in NEED_RESTORE]
 
     @property
     def is_ok(self) -> bool:
-        """Every check holds, and, if there was a control run, every check that must fail on it did."""
+        """Return whether every check holds, and whether the control run, if any, failed all that it must fail."""
         has_proof = self.control is None or set(self.control_failed) == set(NEED_RESTORE)
         return has_proof and all(check.is_ok for check in self.disturbed.checks)
 
 
-def run_demo(options: Options, say: Say) -> Outcome:
-    """Run everything; `say` gets one line at a time.
+def run_demo(options: Options, print_line: PrintLine) -> Outcome:
+    """Run everything and return the outcome; `print_line` gets each line as it happens.
 
     Raises:
-        MemstoreError: the demo itself could not be carried out (a failed check is no error, see `Outcome.is_ok`).
+        MemstoreError: the demo itself did not work; a failed check is no error, but in `Outcome.is_ok`.
     """
     started_s = time.monotonic()
-    say(
+    print_line(
         f"{len(HOSTS)} hosts in 2 racks (simulated: {len(HOSTS)} raylets on this machine) · FSDP2 transformer, "
         f"{parameters_count(options.size) / 1e6:.1f} M parameters, {RANKS_COUNT} ranks · put every step, 2 copies, "
         "different racks"
@@ -101,24 +101,24 @@ def run_demo(options: Options, say: Say) -> Outcome:
     cluster = EmbeddedCluster(HOSTS)
     cluster.config = cluster.config.with_fields({"repair_after_s": REPAIR_AFTER_S, "arena_bytes": 512 * MIB})
     with cluster:
-        say(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
-        undisturbed = _fit(cluster, options, say, job="undisturbed", steps=options.steps)
+        print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
+        undisturbed = _fit(cluster, options, print_line, job="undisturbed", steps=options.steps)
         seats = choose_seats(_targets(cluster.config, "undisturbed"))
-        say(
+        print_line(
             f"[seats]   {seats.victim} will be lost; its copies are on {seats.partner}. Its rank is kept off "
             f"{seats.partner}, so that the bytes have to cross the wire;\n"
             f"          repair waits {REPAIR_AFTER_S:g} s after a death, so that it does not bring them before"
         )
         disturbed = _lose_host(
-            cluster, options, say, undisturbed, seats=seats, job="demo", steps=options.steps,
+            cluster, options, print_line, undisturbed, seats=seats, job="demo", steps=options.steps,
             kill_after=options.kill_after, is_restoring=options.is_restoring,
         )  # fmt: skip
         control = None
         if options.has_control and options.is_restoring:
-            say("[control] the same with restore switched off, a few steps only: the checks must fail")
+            print_line("[control] the same with restore switched off, a few steps only: the checks must fail")
             _replace_host(cluster, seats.victim)
             control = _lose_host(
-                cluster, options, say, undisturbed, seats=seats, job="control", steps=options.control_steps,
+                cluster, options, print_line, undisturbed, seats=seats, job="control", steps=options.control_steps,
                 kill_after=options.control_kill_after, is_restoring=False,
             )  # fmt: skip
     return Outcome(options, undisturbed, disturbed, control, time.monotonic() - started_s)
@@ -126,7 +126,7 @@ def run_demo(options: Options, say: Say) -> Outcome:
 
 @dataclass(frozen=True)
 class Seats:
-    """Which host is lost, where its copies are, and which hosts each worker may run on (Ray label selectors)."""
+    """The host to lose, the host with its copies, and for each worker the hosts it may use (Ray label selectors)."""
 
     victim: str
     partner: str
@@ -134,10 +134,10 @@ class Seats:
 
 
 def choose_seats(targets: Mapping[str, list[str]]) -> Seats:
-    """Choose a victim and seat the workers so that its rank cannot come back on the host that holds its copy.
+    """Choose the victim, and place the workers so that its rank cannot come back on the host with its copy.
 
-    Ray Train numbers its ranks host by host in the order of the workers. With the victim's worker third and
-    its partner's last, rank 2 comes back on the second host wherever the third worker goes.
+    Ray Train numbers its ranks host by host, in the order of the workers. If the victim's worker is the third and its
+    partner's the last, rank 2 comes back on the second host, wherever the third worker goes.
     """
     head = next(iter(HOSTS))
     victim = next((host for host in sorted(targets) if host != head and targets[host]), None)
@@ -155,14 +155,22 @@ def _targets(config: Config, job: str) -> dict[str, list[str]]:
 
 
 def _lose_host(
-    cluster: EmbeddedCluster, options: Options, say: Say, undisturbed: Run, *, seats: Seats, job: str, steps: int,
-    kill_after: int, is_restoring: bool,
+    cluster: EmbeddedCluster, options: Options, print_line: PrintLine, undisturbed: Run, *, seats: Seats, job: str,
+    steps: int, kill_after: int, is_restoring: bool,
 ) -> LostHostRun:  # fmt: skip
-    """Train and lose the victim on the way; return the run with its checks."""
+    """Train, and lose the victim on the way; return the run with its checks."""
     watcher = Watcher(
-        cluster, job=job, journal=options.folder / job, steps=steps, say=say, victim=seats.victim, kill_after=kill_after
+        cluster,
+        job=job,
+        journal=options.folder / job,
+        steps=steps,
+        print_line=print_line,
+        victim=seats.victim,
+        kill_after=kill_after,
     )
-    run = _fit(cluster, options, say, job=job, steps=steps, seats=seats, watcher=watcher, is_restoring=is_restoring)
+    run = _fit(
+        cluster, options, print_line, job=job, steps=steps, seats=seats, watcher=watcher, is_restoring=is_restoring
+    )
     if watcher.kill is None:
         raise MemstoreError(f"{job}: the training ended before step {kill_after} was committed: use more steps")
     checks = check_all(run, undisturbed, watcher.kill, steps)
@@ -172,10 +180,10 @@ def _lose_host(
 
 
 def _fit(
-    cluster: EmbeddedCluster, options: Options, say: Say, *, job: str, steps: int, seats: Seats | None = None,
-    watcher: Watcher | None = None, is_restoring: bool = True,
+    cluster: EmbeddedCluster, options: Options, print_line: PrintLine, *, job: str, steps: int,
+    seats: Seats | None = None, watcher: Watcher | None = None, is_restoring: bool = True,
 ) -> Run:  # fmt: skip
-    """Train one job under Ray Train to its end, restarts included; return what its ranks wrote."""
+    """Train one job under Ray Train to its end, with restarts; return the records of its ranks."""
     journal = options.folder / job
     journal.mkdir(parents=True)
     settings = Settings(job, str(journal), cluster.config, steps, is_restoring=is_restoring, size=options.size)
@@ -193,7 +201,7 @@ def _fit(
             name=job, storage_path=str(options.folder / "ray"), failure_config=FailureConfig(max_failures=2)
         ),
     )
-    with watcher or Watcher(cluster, job=job, journal=journal, steps=steps, say=say):
+    with watcher or Watcher(cluster, job=job, journal=journal, steps=steps, print_line=print_line):
         try:
             trainer.fit()
         except TrainingFailedError as exc:
@@ -202,7 +210,7 @@ def _fit(
 
 
 def _replace_host(cluster: EmbeddedCluster, host: str) -> None:
-    """A new machine takes the lost one's place and gets a holder without being asked (R3, R29)."""
+    """Add a new machine in the place of the lost one, and wait until the store has started a holder there (R3, R29)."""
     cluster.add_node(host, HOSTS[host])
     deadline_s = time.monotonic() + REPLACEMENT_S
     while time.monotonic() < deadline_s:

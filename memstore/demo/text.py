@@ -1,4 +1,4 @@
-"""Real text without a download: the source of Python's standard library, from the interpreter that runs."""
+"""The text to train on: the source of this Python's standard library, so that no download is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-VOCABULARY_SIZE = 128  # ASCII; what lies beyond becomes "?"
+VOCABULARY_SIZE = 128  # ASCII; other bytes become "?"
 _UNKNOWN = ord("?")
 
 
@@ -15,7 +15,7 @@ def library_text(limit_bytes: int) -> bytes:
     """Return the first `limit_bytes` of the library's modules in name order, ASCII only.
 
     Raises:
-        FileNotFoundError: this Python carries no library source.
+        FileNotFoundError: this Python has no library source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts, nbytes = [], 0
@@ -30,7 +30,7 @@ def library_text(limit_bytes: int) -> bytes:
 
 
 class Batches:
-    """Windows of a text, drawn by (seed, step, rank) alone: a step that is run again sees the same bytes."""
+    """Random windows of a text. They depend on (seed, step, rank) alone; so a repeated step gets the same bytes."""
 
     def __init__(self, text: bytes, *, seed: int, batch_size: int, context: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

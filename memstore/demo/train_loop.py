@@ -1,4 +1,4 @@
-"""The training function: what a user would write, plus a journal of what happened (runs in every Ray Train worker)."""
+"""The training function of every Ray Train worker: the code a user would write, and a journal of what happens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run of the demo."""
+    """The settings of one training run."""
 
     job: str
     journal: str  # folder
@@ -34,15 +34,15 @@ class Settings:
     seed: int = 7
     batch_size: int = 4  # per rank
     learning_rate: float = 2e-3
-    is_restoring: bool = True  # off: the control run, which starts over after every failure
+    is_restoring: bool = True  # False for the control run, which starts over after every failure
     size: ModelSize = field(default_factory=ModelSize)
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train; `settings["settings"]` is a Settings (Ray Train hands a training function one dict)."""
+    """Train. Ray Train passes one dict; its "settings" is a Settings."""
     entered_s = time.time()
     s: Settings = settings["settings"]
-    torch.set_num_threads(1)  # sums in one order, and four ranks share two cores
+    torch.set_num_threads(1)  # so that sums have one order; besides, four ranks may share two cores
     rank = dist.get_rank()
     journal = Journal(s.journal, rank)
     model = sharded_model(s.size, seed=s.seed)
@@ -76,7 +76,7 @@ def train(settings: dict[str, Any]) -> None:
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> float:
-    """One optimizer step; return the mean loss over the ranks, in nats per character."""
+    """Run one optimizer step; return the mean loss of the ranks, in nats per character."""
     characters, target = batch
     loss = functional.cross_entropy(model(characters).flatten(0, 1), target.flatten())
     loss.backward()  # type: ignore[no-untyped-call]

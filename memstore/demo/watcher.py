@@ -1,4 +1,4 @@
-"""Beside a training run: tells how far it is, kills a host once a step is committed, and sees how the store notices."""
+"""A thread beside a training run that prints its progress, kills a host, and measures how the store notices that."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from memstore.errors import MemstoreError
 from memstore.testing.clusters.embedded import EmbeddedCluster
 
 POLL_S = 0.05
-TELL_S = 0.5  # between two looks at the journals
-LINES_PER_RUN = 4  # progress lines
-Say = Callable[[str], None]
+SHOW_S = 0.5  # between two reads of the journals
+LINES_PER_RUN = 4  # of progress
+PrintLine = Callable[[str], None]
 
 
 class Watcher:
-    """A thread around one training run; a context manager. What went wrong in it is raised at the end."""
+    """A context manager with a thread, for one training run. It raises an error of the thread at the end."""
 
     def __init__(
-        self, cluster: EmbeddedCluster, *, job: str, journal: Path, steps: int, say: Say, victim: str = "",
+        self, cluster: EmbeddedCluster, *, job: str, journal: Path, steps: int, print_line: PrintLine, victim: str = "",
         kill_after: int = -1,
     ) -> None:  # fmt: skip
-        self.cluster, self.job, self.journal, self.steps, self.say = cluster, job, journal, steps, say
+        self.cluster, self.job, self.journal, self.steps, self.print_line = cluster, job, journal, steps, print_line
         self.victim, self.kill_after = victim, kill_after
         self.kill: Kill | None = None
         self.lost: dict[str, Any] = {}
         self.detect_s: float | None = None
         self.detect_why = ""
-        self._is_restore_told = False
-        self._told_step = -1
+        self._is_restore_shown = False
+        self._shown_step = -1
         self._looked_s = 0.0
         self._error: BaseException | None = None
         self._stop = threading.Event()
@@ -55,7 +55,7 @@ class Watcher:
         try:
             while not self._stop.wait(POLL_S):
                 self._look()
-            self._tell(read_run(self.journal), self._job())
+            self._show(read_run(self.journal), self._job())
         except BaseException as exc:
             self._error = exc
 
@@ -67,15 +67,15 @@ class Watcher:
                 self._kill(committed)
         elif self.kill is not None and self.detect_s is None:
             self._detect(self.kill)
-        if time.monotonic() - self._looked_s > TELL_S:
+        if time.monotonic() - self._looked_s > SHOW_S:
             self._looked_s = time.monotonic()
-            self._tell(read_run(self.journal), job)
+            self._show(read_run(self.journal), job)
 
     def _status(self) -> memstore.ClusterStatus | None:
         try:
             return memstore.status(config=self.cluster.config)
         except MemstoreError:
-            return None  # asked again in a moment
+            return None  # the next look asks again
 
     def _job(self) -> dict[str, Any]:
         status = self._status()
@@ -85,7 +85,7 @@ class Watcher:
         self.kill = Kill(self.victim, committed, time.time())
         rack = self.cluster.labels[self.victim]["rack"]
         self.lost = self.cluster.lose_host(self.victim)
-        self.say(
+        self.print_line(
             f"[kill]    step {committed:3d} committed: host {self.victim} (rack {rack}) lost: "
             f"{self.lost['processes']} processes killed, {mib(self.lost['nbytes'])} of its memory destroyed"
         )
@@ -96,31 +96,33 @@ class Watcher:
         if host is not None and host["status"] == "dead":
             self.detect_s = max(0.0, time.time() - float(host["status_s"]) - kill.wall_s)
             self.detect_why = str(host["why"])
-            self.say(f"[detect]  {self.detect_s:.2f} s after the kill: {kill.host} {host['status']}, {self.detect_why}")
+            self.print_line(
+                f"[detect]  {self.detect_s:.2f} s after the kill: {kill.host} {host['status']}, {self.detect_why}"
+            )
 
-    def _tell(self, run: Run, job: dict[str, Any]) -> None:
-        if not self._is_restore_told and run.restored and len(run.restored) == len({j.rank for j in run.joined}):
-            self._is_restore_told = True
-            self._tell_restore(run)
+    def _show(self, run: Run, job: dict[str, Any]) -> None:
+        if not self._is_restore_shown and run.restored and len(run.restored) == len({j.rank for j in run.joined}):
+            self._is_restore_shown = True
+            self._show_restore(run)
         last = max((s for s in run.steps if s.rank == 0), key=lambda s: s.wall_s, default=None)
         if last is None or not job:
             return
-        is_due = last.step >= self._told_step + max(1, self.steps // LINES_PER_RUN) or last.step == self.steps - 1
-        if is_due and last.step != self._told_step:
-            self._told_step = last.step
-            self.say(progress_line(run, last, job, self.steps))
+        is_due = last.step >= self._shown_step + max(1, self.steps // LINES_PER_RUN) or last.step == self.steps - 1
+        if is_due and last.step != self._shown_step:
+            self._shown_step = last.step
+            self.print_line(progress_line(run, last, job, self.steps))
 
-    def _tell_restore(self, run: Run) -> None:
+    def _show_restore(self, run: Run) -> None:
         got = run.restored[0]
         tiers = ", ".join(f"{mib(nbytes)} {tier}" for tier, nbytes in got.bytes_by_tier.items())
-        self.say(
+        self.print_line(
             f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · "
             f"{tiers} · every digest ok · {restore_seconds(run):.2f} s"
         )
 
 
 def progress_line(run: Run, last: StepRun, job: dict[str, Any], steps: int) -> str:
-    """Where the training is, what a put costs it, what is committed."""
+    """Return a line with the step, the loss, the stall of a put, and what is committed."""
     stall_ms = statistics.median(s.stall_s for s in run.steps if s.attempt == last.attempt) * 1e3
     return (
         f"[train]   step {last.step:3d}/{steps - 1}  loss {float.fromhex(last.loss):.3f}  put {stall_ms:.0f} ms stall "
@@ -129,11 +131,11 @@ def progress_line(run: Run, last: StepRun, job: dict[str, Any], steps: int) -> s
 
 
 def restore_seconds(run: Run) -> float:
-    """Seconds from the plan to the last rank's loaded state, as get's own report has them."""
+    """Return the seconds from the plan until the last rank had loaded its state, by the results of get()."""
     slowest = max((r.seconds_by_phase.get("load", 0.0) for r in run.restored), default=0.0)
     return slowest + max((r.seconds_by_phase.get("transfer", 0.0) for r in run.restored), default=0.0)
 
 
 def mib(nbytes: int) -> str:
-    """Bytes as text in MiB."""
+    """Return bytes as text in MiB."""
     return f"{nbytes / (1 << 20):.1f} MiB"

@@ -1,1 +1,1 @@
-"""The test kit: what tests of memstore and of its users build on."""
+"""The test kit: clusters, ranks, faults and a simulator for the tests of memstore and of its users."""

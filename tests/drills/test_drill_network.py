@@ -65,7 +65,7 @@ def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
     problems = {NAMESPACES: str(site_options.place_problem(NAMESPACES))}
     suite = Suite(
         {EMBEDDED: lambda: pytest.fail("no cluster is needed")}, Options(seed=7), durable=None, timeout_s=60.0,
-        tell=lambda line: None, problems=problems,
+        print_line=lambda line: None, problems=problems,
     )  # fmt: skip
     result = suite.run([Play(DRILLS[name]) for name in NETWORK])
     assert result.drills == []

@@ -165,7 +165,7 @@ def test_where_nothing_can_be_mounted_they_are_refused_by_name(monkeypatch: pyte
     assert "memory-pressure" in alone.stderr
     assert NO_MOUNT in alone.stderr
     problems = {TIGHT: str(site_options.place_problem(TIGHT))}
-    suite = Suite({}, Options(seed=7), durable=None, timeout_s=60.0, tell=lambda line: None, problems=problems)
+    suite = Suite({}, Options(seed=7), durable=None, timeout_s=60.0, print_line=lambda line: None, problems=problems)
     result = suite.run([Play(DRILLS[name]) for name in TIGHT_DRILLS])
     assert [row["drill"] for row in result.skipped] == TIGHT_DRILLS
     assert all(NO_MOUNT in row["why"] for row in result.skipped)
@@ -193,7 +193,7 @@ def test_a_suite_has_one_ray_cluster_at_a_time_and_measures_memory_anew(monkeypa
     monkeypatch.setattr(suite_module, "run_drill", told)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     openers = {place: opener(place) for place in (EMBEDDED, NAMESPACES, TIGHT)}
-    suite = Suite(openers, Options(seed=7), durable=None, timeout_s=60.0, tell=lambda line: None)
+    suite = Suite(openers, Options(seed=7), durable=None, timeout_s=60.0, print_line=lambda line: None)
     names = ("slow-link", "kill-rank", "tmpfs-full", "memory-pressure", "kill-rank")
     result = suite.run([Play(find(name)) for name in names])
     assert [row["outcome"] for row in result.drills] == [PASS] * 5

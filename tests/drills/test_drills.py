@@ -207,8 +207,8 @@ def test_one_altered_bit_breaks_the_promise(site: EmbeddedSite) -> None:
 @on_ray
 def test_a_victim_that_lives_on_is_an_error(site: EmbeddedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill that did not kill ends in an error: nothing is proved by recovering from nothing."""
-    monkeypatch.setitem(faults.HANDS, "kill", lambda processes: len(processes))
-    monkeypatch.setitem(faults.HANDS, "wait_gone", lambda processes: faults.wait_gone(processes, 0.2))
+    monkeypatch.setitem(faults.REMOTE_FAULTS, "kill", lambda processes: len(processes))
+    monkeypatch.setitem(faults.REMOTE_FAULTS, "wait_gone", lambda processes: faults.wait_gone(processes, 0.2))
     report, _ = play(site, "kill-rank")
     assert (report.outcome, report.error) == (ERROR, "DrillError"), report.words
     assert "still run" in report.words

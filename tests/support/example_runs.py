@@ -1,4 +1,4 @@
-"""How tests start an example: the README's command in a store of their own, watched, killed, its output read."""
+"""How tests start an example: the guide's command in a store of their own, watched, killed, its output read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
 
 EXAMPLES = ROOT / "examples"
-README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs/guide/frameworks.md").read_text(encoding="utf-8")
 DEADLINE_S = 240.0
 
 
@@ -74,8 +74,8 @@ def wait_committed(cluster: EmbeddedCluster, job: str, step: int, process: subpr
 
 
 def command_of(example: str, cluster: EmbeddedCluster, job: str, *options: str) -> list[str]:
-    """The command that the README prints for an example, in this store."""
-    [line] = re.findall(rf"^((?:python|torchrun) .*examples/{example}\b.*?)(?: +#.*)?$", README, re.MULTILINE)
+    """Return the command that the guide prints for an example, in this store."""
+    [line] = re.findall(rf"^((?:python|torchrun) .*examples/{example}\b.*?)(?: +#.*)?$", GUIDE, re.MULTILINE)
     launcher, *words = line.split()
     start = ["-m", "torch.distributed.run"] if launcher == "torchrun" else []
     return [sys.executable, *start, *words, "--store", cluster.config.store, "--job", job, *options]

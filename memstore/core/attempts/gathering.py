@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memstore.core.cluster.job import Call
@@ -20,6 +21,7 @@ class Gathering:
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
     listing_since_s: float = 0.0
+    on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read
 
 
 def limit_s(call: Call) -> float:

@@ -6,19 +6,23 @@ fencing --every live host answered--> open --all ranks closed--> closed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.attempts.attempt_numbers import Ordinals
 from memstore.core.attempts.gathering import Gathering, limit_s
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.cluster.job import Attempt, Call, Job, Seat, seat_of
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import who_is_missing
+from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView
+from recovery.inventory import StepId
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
@@ -27,22 +31,29 @@ FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before
 
 
 class Attempts:
-    """Gatherings and attempts of all jobs, for the catalog."""
+    """Gatherings and attempts of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, markers: DurableMarkers
+    ) -> None:
+        self.state, self.out, self.journal, self.view, self.markers = state, out, journal, view, markers
         self.gatherings: dict[str, Gathering] = {}
         self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
-        self.ordinals = Ordinals(catalog)
+        self.ordinals = Ordinals(state, out, journal)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
+        state.holds.add("a rewind", self._held, is_in_use=False)
+
+    def _held(self, job: Job) -> set[StepId]:
+        gathering = self.gatherings.get(job.name)
+        return {gathering.rewind_to} if gathering is not None and gathering.rewind_to is not None else set()
 
     # -- join ---------------------------------------------------------------------------------
 
     def join(self, now: float, call: Call) -> None:
         """A rank wants in; answer at once if it is in already, else gather (R20)."""
         body, name = call.body, str(call.body["job"])
-        job = self.catalog.jobs.get(name)
+        job = self.state.jobs.get(name)
         newest = job.newest if job is not None else None
         if self.is_repeated(name, call):
             return
@@ -54,12 +65,12 @@ class Attempts:
             return
         refusal = self._refusal(now, job, newest, body)
         if refusal is not None:
-            self.catalog.refuse(call, *refusal)
+            self.out.refuse(call, *refusal)
             return
         if newest is not None and self._replaces_seat(newest, body):
             contradiction = self._contradiction(name, newest, body)
             if contradiction:
-                self.catalog.refuse(call, "ConfigError", contradiction)
+                self.out.refuse(call, "ConfigError", contradiction)
             else:
                 self._replace_seat(name, newest, call)
             return
@@ -98,15 +109,15 @@ class Attempts:
 
     def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
         """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
-        undone = [x for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
+        undone = [x for x in self.journal.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
         undone = [x for x in undone if x.attempt == attempt.ordinal]  # its ranks may have been renumbered just now
-        fact = undone[-1] if undone else attempt.written_again(name, self.catalog.wall_s)
+        fact = undone[-1] if undone else attempt.written_again(name, self.state.wall_s)
         seat = attempt.seats[attempt.rank_of(int(call.body["rank"]))]
         nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
         nonces[rank], hosts[rank] = str(call.body["nonce"]), call.host_id
         seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], call.host_id, 0, False
         self.opening.setdefault(name, []).append(call)
-        self.catalog.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
+        self.journal.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
 
     def _refusal(
         self, now: float, job: Job | None, newest: Attempt | None, body: dict[str, Any]
@@ -143,7 +154,7 @@ class Attempts:
             return None
         for seat in attempt.seats.values():
             is_active = now - seat.last_active_s <= ACTIVE_WINDOW_S
-            if not seat.is_gone and is_active and self.catalog.hosts.is_live(seat.host_id):
+            if not seat.is_gone and is_active and self.state.hosts.is_live(seat.host_id):
                 return seat
         return None
 
@@ -156,10 +167,10 @@ class Attempts:
             gathering = self.gatherings[name] = Gathering(key, world_size)
         replaced = gathering.joins.get(rank)
         if replaced is not None and replaced.body["nonce"] != body["nonce"]:
-            self.catalog.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
+            self.out.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
         gathering.joins[rank] = call
         if len(gathering.joins) == world_size:
-            refusal = self.catalog.view.twins.refusal(name, [gathering.joins[r] for r in range(world_size)])
+            refusal = self.view.twins.refusal(name, [gathering.joins[r] for r in range(world_size)])
             if refusal is not None:
                 self.dismiss(name, "ConfigError", refusal)
             else:
@@ -169,7 +180,7 @@ class Attempts:
         """Send everybody away who gathers for the job, or rewinds it."""
         gathering = self.gatherings.pop(name, None)
         for call in gathering.joins.values() if gathering is not None else ():
-            self.catalog.refuse(call, error, message)
+            self.out.refuse(call, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
         """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
@@ -177,18 +188,30 @@ class Attempts:
         if not durable:
             self.open(name, gathering)
             return
-        gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), now
-        body = {"job": name, "durable": durable, "call": gathering.markers_call}
-        self.catalog.tell(gathering.joins[0].host_id, "markers", body)
+        self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
 
-    def markers_listed(self, name: str, call: int, why: str) -> None:
-        """Durable storage answered; if it could not be read nobody may start from nothing (R23)."""
-        gathering, job = self.gatherings.get(name), self.catalog.jobs.get(name)
-        if gathering is None or gathering.markers_call != call or len(gathering.joins) < gathering.world_size:
-            return
-        if gathering.rewind is not None:
-            self.catalog.rewinds.markers_listed(name, gathering, why)
-        elif why and (job is None or not job.attempts):
+    def list_markers(
+        self, now: float, name: str, gathering: Gathering, durable: object, on_listed: Callable[[str], None]
+    ) -> None:
+        """Ask the host of rank 0 for the job's durable markers; `on_listed` is called once, then or at the deadline."""
+
+        def listed(why: str) -> None:
+            if gathering.markers_call == call:
+                self._go_on(name, gathering, why)
+
+        gathering.on_listed, gathering.listing_since_s = on_listed, now
+        call = gathering.markers_call = self.markers.ask(gathering.joins[0].host_id, name, durable, listed)
+
+    def _go_on(self, name: str, gathering: Gathering, why: str) -> None:
+        """Go on with a gathering whose durable markers were listed, unless a rank has died meanwhile."""
+        is_complete = len(gathering.joins) == gathering.world_size
+        if self.gatherings.get(name) is gathering and is_complete and gathering.on_listed is not None:
+            gathering.on_listed(why)
+
+    def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
+        """Open the attempt; if storage could not be read, nobody may start from nothing (R23)."""
+        job = self.state.jobs.get(name)
+        if why and (job is None or not job.attempts):
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
         else:
             self.open(name, gathering)
@@ -197,33 +220,33 @@ class Attempts:
         """All is known: the next ordinal begins as a fact."""
         del self.gatherings[name]
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
-        first, job = joins[0].body, self.catalog.jobs.get(name)
+        first, job = joins[0].body, self.state.jobs.get(name)
         hosts = tuple(call.host_id for call in joins)
         before = job.newest.level_asked if job is not None and job.newest is not None else None
-        level = self.catalog.view.asked_level(hosts, int(first["config"]["replicas"]), before)
+        level = self.view.asked_level(hosts, int(first["config"]["replicas"]), before)
         parent = job.parent_for_next() if job is not None and not first.get("fresh") else None
         ordinal = self.ordinals.next(name)
         self.opening.setdefault(name, []).extend(joins)
-        opened = self.catalog.view.twins.chosen(
+        opened = self.view.with_copiers(
             AttemptOpened(
                 job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
                 is_fresh=bool(first.get("fresh")), level_asked=level, config=first["config"],
                 nonces=tuple(str(call.body["nonce"]) for call in joins), hosts=hosts,
                 launcher=" ".join(sorted({str(call.body["launcher"]) for call in joins})),
-                wall_s=self.catalog.wall_s, order=gathering.order,
+                wall_s=self.state.wall_s, order=gathering.order,
                 shard_of=tuple(int(c.body["shard"]) for c in joins) if first.get("shards") is not None else (),
             )
         )  # fmt: skip
-        self.catalog.record(opened)
+        self.journal.record(opened)
         if gathering.rewind_to is not None:
             to = gathering.rewind_to
-            self.catalog.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.catalog.wall_s))
+            self.journal.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.state.wall_s))
 
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
         """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
-        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         joined = {call.body["nonce"]: call.body for call in self.opening.get(fact.job, ())}
         seats = {
             rank: seat_of(rank, host, nonce, joined.get(nonce, {}), now)
@@ -251,16 +274,16 @@ class Attempts:
         if is_replay:
             attempt.phase = "open"
             return
-        self.catalog.rounds.abort(fact.job, "FencedError", f"attempt {fact.attempt} of job {fact.job!r} was opened")
+        self.out.emit(AttemptBegun(fact.job, fact.attempt))
         self.fence_all(now, fact.job)
 
     def fence_all(self, now: float, name: str) -> None:
         """Fencing is a round: every live host refuses older processes and answers with its inventory (R21)."""
-        attempt = self.catalog.jobs[name].newest
+        attempt = self.state.jobs[name].newest
         if attempt is None:
             return
         attempt.phase = "fencing"
-        live = set(self.catalog.hosts.live_ids())
+        live = set(self.state.hosts.live_ids())
         self.fence_waits[name] = (live, now + FENCE_DEADLINE_S)
         self.send_fences(sorted(live), name, attempt)
         self.progress_fence(now, name)
@@ -270,11 +293,11 @@ class Attempts:
         members = attempt.nonces_by_host()
         for host in hosts:
             body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
-            self.catalog.tell(host, "fence", body)
+            self.out.send(host, "fence", body)
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""
-        newest = self.catalog.jobs[job].newest if job in self.catalog.jobs else None
+        newest = self.state.jobs[job].newest if job in self.state.jobs else None
         if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
             waits, _ = self.fence_waits[job]
             waits.discard(host_id)
@@ -284,30 +307,30 @@ class Attempts:
     def progress_fence(self, now: float, name: str) -> None:
         """Open the attempt once every live host answered, or its deadline passed."""
         waits, deadline = self.fence_waits[name]
-        waits &= set(self.catalog.hosts.live_ids())
-        attempt = self.catalog.jobs[name].newest
+        waits &= set(self.state.hosts.live_ids())
+        attempt = self.state.jobs[name].newest
         if attempt is None or (waits and now < deadline):
             return
         del self.fence_waits[name]
         attempt.phase = "open"
-        self.catalog.view.send_targets(self.catalog.jobs[name])
-        later = {x.attempt for x in self.catalog.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
+        self.view.send_targets(self.state.jobs[name])
+        later = {x.attempt for x in self.journal.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
         waiting = self.opening.pop(name, [])
         for call in waiting:
             if later and not self._is_member(attempt, call.body):
                 self.opening.setdefault(name, []).append(call)  # its own attempt is about to open
             else:
                 self.answer_member(name, attempt, call)
-        self.catalog.rounds.attempt_open(now, name)
+        self.out.emit(AttemptUnfenced(name))
 
     def answer_member(self, name: str, attempt: Attempt, call: Call) -> None:
         """Tell a process of the attempt its place in it; FencedError for one whose place another has taken."""
         if not self._is_member(attempt, call.body):
-            self.catalog.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+            self.out.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
         rank = attempt.rank_of(int(call.body["rank"]))
         body = {
-            **self.catalog.view.twins.joined(attempt, rank),
+            **self.view.twins.joined(attempt, rank),
             "attempt": attempt.ordinal, "world_size": attempt.world_size,
             "restored_step": attempt.parent_step if attempt.has_restored else None,
             "resume_step": attempt.resume_step,
@@ -315,7 +338,7 @@ class Attempts:
             "order": list(attempt.order),
             "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
         }  # fmt: skip
-        self.catalog.answer(call, body)
+        self.out.answer(call, body)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -329,34 +352,38 @@ class Attempts:
                 del self.gatherings[name]
         for call in (c for calls in self.opening.values() for c in calls if c.body["nonce"] == nonce):
             call.body["is_gone"] = True  # its seat comes when the attempt's fact has spread
-        for job in self.catalog.jobs.values():
+        for job in self.state.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:
-                    self.catalog.observer.rank_died(job, seat)
-                    seat.is_gone = True
-                    self.catalog.rounds.rank_gone(job, seat.rank)
-                    self.catalog.mesh_orders.rank_gone(job, seat.rank)
+                    is_news, seat.is_gone = not seat.is_gone, True
+                    self.out.emit(RankDied(job, seat, is_news))
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for it any more."""
         self.dismiss(name, "FencedError", f"job {name!r} was removed")
         for call in self.opening.pop(name, ()):
-            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
         self.fence_waits.pop(name, None)
         self.closes.pop(name, None)
 
     def close(self, call: Call) -> None:
         """A rank closed its store; when all have, the attempt is closed and its key spent."""
-        job = self.catalog.jobs.get(str(call.body["job"]))
+        job = self.state.jobs.get(str(call.body["job"]))
         attempt = job.newest if job is not None else None
-        self.catalog.answer(call, {})
+        self.out.answer(call, {})
         if job is None or attempt is None or attempt.ordinal != call.body["attempt"]:
             return
         ranks = self.closes.setdefault(job.name, set())
         ranks.add(int(call.body["rank"]))
         attempt.seats[int(call.body["rank"])].is_gone = True
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
-            self.catalog.record(AttemptClosed(job.name, attempt.ordinal))
+            self.journal.record(AttemptClosed(job.name, attempt.ordinal))
+
+    def apply_closed(self, fact: AttemptClosed) -> None:
+        """Close an attempt: no rank of it goes on."""
+        job = self.state.jobs.get(fact.job)
+        if job is not None and fact.attempt in job.attempts:
+            job.attempts[fact.attempt].phase = "closed"
 
     def tick(self, now: float) -> None:
         """Deadlines: a fence that a host never answered, a gathering that misses ranks."""
@@ -366,7 +393,7 @@ class Attempts:
             if gathering.markers_call:
                 if now - gathering.listing_since_s > MARKERS_DEADLINE_S:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
-                    self.markers_listed(name, gathering.markers_call, why)
+                    self._go_on(name, gathering, why)
                 continue
             late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
             if late is not None:  # one deadline for all, so that each of them is told the same ranks

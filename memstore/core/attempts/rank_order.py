@@ -6,14 +6,15 @@ asked --all ranks--> [hosts awaited, R24] --> AttemptOpened with `order` recorde
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memstore.core.attempts.join import Attempts
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import who_is_missing
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView
 from recovery.mesh_order import MeshOrder, mesh_order
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 
 @dataclass(slots=True)
@@ -28,30 +29,32 @@ class Asked:
 
 
 class MeshOrders:
-    """The orders of all jobs, for the catalog."""
+    """The orders of ranks, of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, attempts: Attempts
+    ) -> None:
+        self.state, self.out, self.journal, self.view, self.attempts = state, out, journal, view, attempts
         self.asked: dict[str, Asked] = {}
 
     def ask(self, now: float, call: Call) -> None:
         """A rank wants the order. Once the attempt has one, or has got, put or prepared, it keeps what it has."""
         body = call.body
-        job = self.catalog.jobs[str(body["job"])]
+        job = self.state.jobs[str(body["job"])]
         attempt = job.newest
         if attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
             return
-        if self.catalog.attempts.is_repeated(job.name, call):
+        if self.attempts.is_repeated(job.name, call):
             return
         if attempt.order or attempt.has_restored or attempt.has_put or attempt.needs:
-            self.catalog.attempts.answer_member(job.name, attempt, call)
+            self.attempts.answer_member(job.name, attempt, call)
             return
         asked = self.asked.get(job.name)
         if asked is None or asked.attempt != attempt.ordinal:
             asked = self.asked[job.name] = Asked(attempt.ordinal, int(body["together"]), now)
         if asked.together != int(body["together"]):
-            self.catalog.refuse(
+            self.out.refuse(
                 call, "ConfigError",
                 f"job {job.name!r}: this rank asks for together={body['together']}, the ranks waiting for "
                 f"together={asked.together}: all ranks must pass the same to mesh_order()",
@@ -66,24 +69,24 @@ class MeshOrders:
         """From the inventories of the fence only (R21); a host that the newest commit names is waited for (R24)."""
         if attempt.phase != "open" or asked.complete_s is None:
             return
-        is_grace_over = now - asked.complete_s >= self.catalog.rules.recovery_grace_s
+        is_grace_over = now - asked.complete_s >= self.state.rules.recovery_grace_s
         found = self._order(job, attempt, asked, is_grace_over=is_grace_over)
         if found is None or (found.wait_for and not is_grace_over):
             return
         del self.asked[job.name]
-        self.catalog.note(
+        self.out.log(
             f"job {job.name!r}: mesh_order() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
         )
-        self.catalog.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
-        renumbered = attempt.written_again(job.name, self.catalog.wall_s, found.order)
-        self.catalog.record(self.catalog.view.twins.chosen(renumbered))
+        self.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
+        renumbered = attempt.written_again(job.name, self.state.wall_s, found.order)
+        self.journal.record(self.view.with_copiers(renumbered))
 
     def _order(self, job: Job, attempt: Attempt, asked: Asked, *, is_grace_over: bool) -> MeshOrder | None:
         try:
             return mesh_order(
                 job.inventory(
-                    live=self.catalog.hosts.live_ids(),
-                    silent=() if is_grace_over else self.catalog.view.silent_hosts(job),
+                    live=self.state.hosts.live_ids(),
+                    silent=() if is_grace_over else self.view.silent_hosts(job),
                 ),
                 job.spans(attempt.ordinal),
                 process_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
@@ -106,7 +109,7 @@ class MeshOrders:
     def tick(self, now: float) -> None:
         """Deadlines: ranks that never asked, attempts that are over, hosts that were awaited."""
         for name, asked in list(self.asked.items()):
-            job = self.catalog.jobs[name]
+            job = self.state.jobs[name]
             attempt = job.newest
             if attempt is None or attempt.ordinal != asked.attempt:
                 self._dismiss(name, "FencedError", f"job {name!r}: a newer attempt was opened")
@@ -124,4 +127,4 @@ class MeshOrders:
     def _dismiss(self, name: str, error: str, message: str) -> None:
         asked = self.asked.pop(name, None)
         for call in asked.calls.values() if asked is not None else ():
-            self.catalog.refuse(call, error, message)
+            self.out.refuse(call, error, message)

@@ -8,39 +8,38 @@ caller names the attempt: it was named by a person, nothing chose it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memstore.core.attempts.gathering import Gathering
+from memstore.core.attempts.join import Attempts
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step
 from memstore.core.cluster.text import plural
 from memstore.core.durable.paths import place_of
+from memstore.core.targets.targets import ClusterView
 from recovery.inventory import StepId
 from recovery.lineage import Span
 from recovery.planner import NONE, plan
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 
 class Rewinds:
-    """Rewinds of all jobs, for the catalog; who waits is in `Attempts.gatherings`."""
+    """Rewinds of all jobs; the ranks that wait are in `Attempts.gatherings`."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, view: ClusterView, attempts: Attempts) -> None:
+        self.state, self.out, self.view, self.attempts = state, out, view, attempts
 
     def ask(self, call: Call) -> None:
         """A rank asks to go back; what can never be is refused at once."""
-        body, attempts = call.body, self.catalog.attempts
-        job = self.catalog.jobs[str(body["job"])]
+        body, attempts = call.body, self.attempts
+        job = self.state.jobs[str(body["job"])]
         attempt = job.newest
         if attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
             return
         wanted = (int(body["step"]), None if body.get("of_attempt") is None else int(body["of_attempt"]))
         to, refusal = self._find(job, attempt, *wanted)
         if refusal is not None and attempt.config.get("durable") is None:
-            self.catalog.refuse(call, *refusal)
+            self.out.refuse(call, *refusal)
             return
         gathering = attempts.gatherings.get(job.name)
         if gathering is None or gathering.rewind != wanted:
@@ -62,13 +61,15 @@ class Rewinds:
         if gathering.rewind_to is not None:
             attempts.open(job.name, gathering)
             return
-        gathering.markers_call, gathering.listing_since_s = self.catalog.durable.next_call(), self.catalog.now
-        order = {"job": job.name, "durable": place_of(attempt.config), "call": gathering.markers_call}
-        self.catalog.tell(gathering.joins[0].host_id, "markers", order)
+        found = gathering
+        attempts.list_markers(
+            self.state.now, job.name, found, place_of(attempt.config),
+            lambda why: self._markers_listed(job.name, found, why),
+        )  # fmt: skip
 
-    def markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
+    def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
         """Durable storage said what it has, or `why` it cannot: now the step is known, or is refused on all ranks."""
-        job, attempts = self.catalog.jobs[name], self.catalog.attempts
+        job, attempts = self.state.jobs[name], self.attempts
         attempt = job.newest
         if attempt is None or gathering.rewind is None:
             return
@@ -103,7 +104,7 @@ class Rewinds:
                 "hold equal state (DDP), put with connect(shard=0, shards=1), whose steps any number of ranks gets"
             )
         result = plan(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),
+            job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
             (Span(step.attempt, step.step),), world_size=size,
             rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()}, only_step=step,
         )  # fmt: skip

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import RoomClaimed
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.kept_steps import kept_steps, versions_count
+from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins, who_is_missing
-from memstore.core.targets.targets import GuestLookup
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView, GuestLookup
 from memstore.core.wire.messages import Body
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
 GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
@@ -58,10 +59,13 @@ class Unroomed:
 
 
 class Room:
-    """Reservations of all jobs, for the catalog."""
+    """Reservations of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, told: Told, view: ClusterView, retention: Retention
+    ) -> None:
+        self.state, self.out, self.journal = state, out, journal
+        self.told, self.view, self.retention = told, view, retention
         self.claims: dict[int, Claim] = {}  # by call
         self.calls_count = 0
         self.active: dict[str, Reservation] = {}
@@ -70,17 +74,17 @@ class Room:
     def reserve(self, call: Call) -> None:
         """A rank's preparation or first put, or a put that has outgrown its share."""
         body = call.body
-        job = self.catalog.jobs[str(body["job"])]
+        job = self.state.jobs[str(body["job"])]
         attempt = job.newest
         if attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
             return
         # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
-        has_history = job.has_history or job.name in self.catalog.orphans.stories
+        has_history = job.has_history or job.name in self.state.stories
         if has_history and not may_put:
-            self.catalog.refuse(
+            self.out.refuse(
                 call, "CommitError",
                 f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
@@ -108,7 +112,7 @@ class Room:
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
         if not attempt.has_put:
-            self.catalog.retention.shed(job)
+            self.retention.shed(job)
         active.waits = self.order(job, attempt)
         self._finish(job, active)
 
@@ -123,12 +127,12 @@ class Room:
             return False
         is_more = any(attempt.needs[rank] > (active.before[rank] or 0) for rank in active.calls)
         newest_s = max(call.since_s for call in active.calls.values())
-        return not is_more or self.catalog.now - newest_s >= GATHER_S
+        return not is_more or self.state.now - newest_s >= GATHER_S
 
     def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
         """Nobody waits for this room any more."""
         for call in {**active.calls, **active.late}.values() if active is not None else ():
-            self.catalog.refuse(call, error, why)
+            self.out.refuse(call, error, why)
 
     def _take_back(self, attempt: Attempt, active: Reservation) -> None:
         """The room was refused: who asked needs what it needed before."""
@@ -166,12 +170,12 @@ class Room:
         is_news_only: bool = False,
     ) -> set[str]:  # fmt: skip
         """Tell every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
-        if self.catalog.view.placement(job) is None:
+        if self.view.placement(job) is None:
             return set()
-        keep = self.versions(job, attempt)
+        keep = versions_count(job, attempt)
         local: dict[str, dict[int, int]] = {}
         guests: dict[str, int] = {}
-        beside, lookup = self._pinned_slots(job), GuestLookup(self.catalog.view, job, attempt)
+        beside, lookup = self._pinned_slots(job), GuestLookup(self.view, job, attempt)
         for rank, slots in self._outgrown_slots(job, attempt).items():
             beside[rank] = beside.get(rank, 0) + slots
         for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
@@ -180,8 +184,8 @@ class Room:
                 local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
             for target in lookup.guests(rank):
                 guests[target] = guests.get(target, 0) + slots
-        told = self.catalog.told
-        hosts = {h for h in {*local, *guests} if self.catalog.hosts.is_live(h) and (only is None or h in only)}
+        told = self.told
+        hosts = {h for h in {*local, *guests} if self.state.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
@@ -198,29 +202,17 @@ class Room:
                 hosts.discard(host)
                 continue
             told.note(host, kind, {**body, "call": 0})
-            self.catalog.tell(host, kind, body)
+            self.out.send(host, kind, body)
         return hosts
 
     def in_turn(self) -> list[Job]:
         """All jobs, in the order in which they claim the room of a host: those that train first, closed ones after."""
-        return sorted(self.catalog.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
-
-    def versions(self, job: Job, attempt: Attempt) -> int:
-        """How many versions of every shard have room, pins apart.
-
-        A closed attempt writes no version more, nor does the one that stands for what was before a fork (R32): room is
-        for what the job keeps, and for steps that were not whole yet when it closed.
-        """
-        if attempt.phase == "closed":
-            kept = self.catalog.retention.kept(job, attempt) - job.pinned_steps()
-            begun = [step for step, phase in attempt.steps.items() if phase in ("open", "committing")]
-            return len(kept) + len(begun)
-        return int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+        return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
     def _pinned_slots(self, job: Job) -> dict[int, int]:
         """Slots by rank of all pinned steps: room of their own (R10)."""
         total: dict[int, int] = {}
-        for pin in self.catalog.pins.facts(job):
+        for pin in job.pins_and_asked().values():
             for rank, slots in enumerate(pin.needs):
                 total[rank] = total.get(rank, 0) + slots
         return total
@@ -232,7 +224,7 @@ class Room:
         only the first commit lets that step go. Steps of another world size are in nobody's part of a share (D75).
         """
         total: dict[int, int] = {}
-        for step in self.catalog.retention.kept(job, attempt) - job.pinned_steps():
+        for step in kept_steps(job, attempt) - job.pinned_steps():
             if step.attempt == attempt.ordinal or job.commits[step].world_size != attempt.world_size:
                 continue
             for rank, copies in job.copies.get(step, {}).items():
@@ -252,7 +244,7 @@ class Room:
     def reserved(self, host_id: str, body: Body) -> None:
         """A host claimed the room, or says with numbers why it cannot."""
         if not body["ok"]:
-            self.catalog.told.refused(host_id, "reserve", str(body["job"]))
+            self.told.refused(host_id, "reserve", str(body["job"]))
         claim = self.claims.get(int(body.get("call", 0)))
         if claim is not None:
             claim.waits.discard(host_id)
@@ -268,28 +260,28 @@ class Room:
         if not body["ok"]:
             active.refusals[host_id] = str(body["why"])
         if not active.waits:
-            self._finish(self.catalog.jobs[str(body["job"])], active)
+            self._finish(self.state.jobs[str(body["job"])], active)
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
         known = self.unroomed.pop((name, host_id), None)
         if why:
-            self.unroomed[name, host_id] = Unroomed(attempt, why, self.catalog.now + RETRY_S)
+            self.unroomed[name, host_id] = Unroomed(attempt, why, self.state.now + RETRY_S)
         if why and (known is None or known.why != why):
-            self.catalog.note(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
+            self.out.log(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 
     def _finish_claims(self) -> None:
         for number, claim in list(self.claims.items()):
-            claim.waits = {h for h in claim.waits if self.catalog.hosts.is_live(h)}
+            claim.waits = {h for h in claim.waits if self.state.hosts.is_live(h)}
             if not claim.waits:
                 del self.claims[number]
                 claim.done(*min(claim.refusals.items(), default=("", "")))
 
     def _ask_again(self, now: float) -> None:
         for (name, host), refused in list(self.unroomed.items()):
-            job = self.catalog.jobs.get(name)
+            job = self.state.jobs.get(name)
             attempt = job.newest if job is not None else None
-            is_live = self.catalog.hosts.is_live(host)
+            is_live = self.state.hosts.is_live(host)
             if job is None or attempt is None or attempt.ordinal != refused.attempt or not is_live:
                 del self.unroomed[name, host]
             elif refused.due_s <= now:
@@ -298,13 +290,13 @@ class Room:
                     del self.unroomed[name, host]  # placement has left it
 
     def _finish(self, job: Job, active: Reservation) -> None:
-        active.waits = {h for h in active.waits if self.catalog.hosts.is_live(h)}
+        active.waits = {h for h in active.waits if self.state.hosts.is_live(h)}
         if active.waits or not active.is_ordered or active.is_claimed:
             return
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            self.catalog.record(RoomClaimed(job.name, attempt.ordinal, tuple(active.ordered)))
+            self.journal.record(RoomClaimed(job.name, attempt.ordinal, tuple(active.ordered)))
             return
         del self.active[job.name]
         host, why = sorted(active.refusals.items())[0]
@@ -319,7 +311,7 @@ class Room:
 
     def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
         """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
-        job = self.catalog.jobs.get(fact.job)
+        job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
             return
@@ -329,7 +321,7 @@ class Room:
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
             del self.active[fact.job]
             for call in active.calls.values():
-                self.catalog.answer(call, {})
+                self.out.answer(call, {})
             if active.late:
                 again = self.active[fact.job] = Reservation(fact.attempt, active.late)
                 again.before = {rank: fact.needs[rank] for rank in active.late}
@@ -345,7 +337,7 @@ class Room:
         self._ask_again(now)
         self._finish_claims()
         for name, active in list(self.active.items()):
-            job = self.catalog.jobs[name]
+            job = self.state.jobs[name]
             attempt = job.attempts[active.attempt]
             if attempt is job.newest:
                 self._order_if_all(job, attempt, active)

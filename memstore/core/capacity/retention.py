@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-from memstore.core.cluster.facts import RestoreDecided
-from memstore.core.cluster.job import Attempt, Job
+from memstore.core.capacity.drop_orders import Drops
+from memstore.core.cluster.job import Job
+from memstore.core.cluster.kept_steps import kept_steps, versions_count
+from memstore.core.cluster.state import ClusterState
+from memstore.core.journal.compaction import compact
+from memstore.core.journal.replication import Journal
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 STEPS_REMEMBERED = 1000  # phases of older steps say nothing that the newest commit does not say
 
 
-def kept_steps(committed: Iterable[StepId], *, keep: int) -> frozenset[StepId]:
-    """Return the newest `keep` committed steps of the lineage.
-
-    The caller passes only committed steps of the newest attempt's lineage, so an older step can
-    leave this set only because a newer one was committed by a fact.
-
-    >>> sorted(s.step for s in kept_steps([StepId(1, 4), StepId(1, 5), StepId(2, 6)], keep=2))
-    [5, 6]
-    """
-    return frozenset(sorted(committed, reverse=True)[:keep])
-
-
 class Retention:
-    """Keeps and drops the steps of all jobs, for the catalog."""
+    """Keeps and drops the steps of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, journal: Journal, drops: Drops) -> None:
+        self.state, self.journal, self.drops = state, journal, drops
 
     def retain(self, job: Job) -> None:
         """Drop copies of steps that are no longer kept: only after a newer commit, never a restorable need (R19)."""
@@ -40,8 +26,7 @@ class Retention:
         if attempt is None:
             return
         has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
-        kept = self.kept(job, attempt)
-        busy = self.busy(job, attempt) | self.catalog.pins.steps(job)
+        kept, busy = kept_steps(job, attempt), self.state.holds.steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
                 continue
@@ -56,7 +41,7 @@ class Retention:
         for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
             del attempt.steps[number]
         attempt.holes = [h for h in attempt.holes if h[1] > newest]  # older ones are below the newest commit anyway
-        self.catalog.compact()
+        compact(self.state, self.journal)
 
     def shed(self, job: Job) -> None:
         """At an attempt's first put, older steps that no lineage can restore any more make room for it (R10, R22).
@@ -69,10 +54,10 @@ class Retention:
         if attempt is None:
             return
         attempt.has_shed = True
-        spans, busy = job.spans(attempt.ordinal), self.busy(job, attempt) | self.catalog.pins.steps(job)
-        kept = self.kept(job, attempt)
+        spans, busy = job.spans(attempt.ordinal), self.state.holds.steps(job)
+        kept = kept_steps(job, attempt)
         # What is kept and what lies beyond it share all versions but the one that the put needs.
-        spare = self.catalog.room.versions(job, attempt) - 1 - len(kept & job.copies.keys())
+        spare = versions_count(job, attempt) - 1 - len(kept & job.copies.keys())
         for step in sorted((s for s in job.copies if s.attempt < attempt.ordinal and s not in busy), reverse=True):
             commit = job.commits.get(step)
             is_whole = commit is not None and len(job.copies[step]) == commit.world_size
@@ -85,28 +70,6 @@ class Retention:
             elif is_beyond:
                 spare -= 1
 
-    def busy(self, job: Job, attempt: Attempt) -> set[StepId]:
-        """Steps that something is about to read or go on from: a restore, a durable write, a rewind under way (R22)."""
-        busy = self.catalog.steps_in_use(job)
-        gathering = self.catalog.attempts.gatherings.get(job.name)
-        if gathering is not None and gathering.rewind_to is not None:
-            busy.add(gathering.rewind_to)
-        decided = [p for p in self.catalog.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
-        busy |= {StepId(p.from_attempt, p.step) for p in decided if p.from_attempt and p.step is not None}
-        if attempt.has_restored and not attempt.has_put and attempt.parent and attempt.parent_step is not None:
-            busy.add(StepId(attempt.parent, attempt.parent_step))
-        return busy
-
-    def kept(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
-        """The committed steps of the lineage that retention keeps."""
-        spans = job.spans(attempt.ordinal)
-        committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
-        return kept_steps(committed, keep=int(attempt.config["keep_steps"]))
-
-    def held(self, job: Job, attempt: Attempt) -> frozenset[StepId]:
-        """The committed steps that keep all their copies: kept ones, and pinned ones of whatever lineage (R29)."""
-        return self.kept(job, attempt) | (job.pinned_steps() & job.commits.keys())
-
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
         by_host: dict[str, list[ShardId]] = {}
@@ -114,5 +77,5 @@ class Retention:
             for host in hosts:
                 by_host.setdefault(host, []).append(ShardId(job.name, step.attempt, step.step, rank))
         for host, shards in sorted(by_host.items()):
-            self.catalog.drops.order(host, shards)
+            self.drops.order(host, shards)
         job.drop_step(step)

@@ -153,6 +153,7 @@ class Job:
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
     past_opened_s: dict[int, float] = field(default_factory=dict)  # by their number: wall clocks, to tell them apart
     pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
+    pin_asked: StepPinned | None = None  # its room is being claimed, or its fact is on its way
     origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
@@ -201,6 +202,11 @@ class Job:
     def pinned_steps(self) -> set[StepId]:
         """Steps that some name keeps."""
         return {StepId(pin.attempt, pin.step) for pin in self.pins.values()}
+
+    def pins_and_asked(self) -> dict[StepId, StepPinned]:
+        """Return one pin of every step that is pinned, or about to be."""
+        pins = [*self.pins.values(), *([self.pin_asked] if self.pin_asked is not None else [])]
+        return {StepId(pin.attempt, pin.step): pin for pin in pins}
 
     @property
     def newest_ordinal(self) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from memstore.core.cluster.job import Job
+from memstore.core.cluster.hosts import HostTable
+from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.text import listed
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 Refusal = tuple[str, str]  # error class and message
 
@@ -52,7 +49,7 @@ def named_step(
     return (mine or found)[-1], None
 
 
-def why_not_whole(catalog: Catalog, job: Job, step: StepId) -> str:
+def why_not_whole(hosts: HostTable, job: Job, step: StepId) -> str:
     """Return "" if hosts that answer hold every chunk of a committed step, else what is missing."""
     commit, copies = job.commits.get(step), job.copies.get(step, {})
     if commit is None or not copies:
@@ -60,17 +57,30 @@ def why_not_whole(catalog: Catalog, job: Job, step: StepId) -> str:
             "no copy of it is left in RAM"
         )  # fmt: skip
     for rank, digest in enumerate(commit.digests):
-        good = whole_or_partly(catalog, job, step, rank, digest)
+        good = whole_or_partly(hosts, job, step, rank, digest)
         if not good or frozenset.intersection(*good.values()):
             missing = "no host that answers has a copy" if not good else "no copy has some of its chunks"
             return f"rank {rank} is not whole in RAM: {missing}"
     return ""
 
 
-def whole_or_partly(catalog: Catalog, job: Job, step: StepId, rank: int, digest: str) -> dict[str, frozenset[int]]:
+def whole_or_partly(hosts: HostTable, job: Job, step: StepId, rank: int, digest: str) -> dict[str, frozenset[int]]:
     """Return the answering hosts with a copy of these bytes, and the chunks that each lacks."""
     return {
         host: copy.missing
         for host, copy in job.copies.get(step, {}).get(rank, {}).items()
-        if copy.spec.digest == digest and catalog.hosts.is_answering(host)
+        if copy.spec.digest == digest and hosts.is_answering(host)
     }
+
+
+def same_number(attempt: Attempt, step: StepId) -> str:
+    """Say why an attempt cannot go on from this step, or "": another launch that had its number put it.
+
+    That launch's hosts came after the number was given away. The next launch gets a higher one, and goes on from there.
+    """
+    if step.attempt < attempt.ordinal:
+        return ""
+    return (
+        f"step {step.step} was put by another launch that had the number {attempt.ordinal} too: its hosts came after "
+        "this launch had begun. Launch the job again: it gets another number, and goes on from that step"
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.reservations import Room
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.targets.targets import ClusterView
 from recovery.inventory import ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +23,17 @@ class Held:
 class CommitRule:
     """The rule for the shards of one step, as the cluster is now. `held` is asked for every seal there is."""
 
-    def __init__(self, catalog: Catalog, job: Job, attempt: Attempt, step: StepId, level: str) -> None:
-        """`attempt` is the newest: it owns the step now, and its seats decide where the copies go (R22)."""
-        self.catalog, self.job, self.attempt, self.step = catalog, job, attempt, step
+    def __init__(
+        self, state: ClusterState, view: ClusterView, room: Room, job: Job, attempt: Attempt, step: StepId, level: str
+    ) -> None:
+        """Prepare to look at a step; `attempt` is the newest: its seats decide where the copies go (R22)."""
+        self.view, self.job, self.attempt, self.step = view, job, attempt, step
         self.copies = job.copies.get(step, {})
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
-        self.domains = catalog.hosts.live_domains(level)
+        self.domains = state.hosts.live_domains(level)
         self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])
         # Who has no room for its share and refused a shard lately would refuse this one too, ten seconds later.
-        unroomed = catalog.room.unroomed
+        unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
 
     def held(self, rank: int) -> Held | None:
@@ -48,7 +49,7 @@ class CommitRule:
         digest = copies[hosts[0]].spec.digest
         if any(copies[h].spec.digest != digest for h in hosts):
             return None
-        wanted = self.catalog.view.wanted(job, self.attempt, rank)
+        wanted = self.view.wanted(job, self.attempt, rank)
         refused: dict[str, str] = {}
         if job.refusals:
             shard = ShardId(job.name, self.step.attempt, self.step.step, rank)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.drop_orders import Drops
+from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import CommitApplied
 from memstore.core.cluster.facts import StepAbandoned, StepCommitted
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body, shard_to_wire
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 SKIPPED = "another rank gave it up"
 WHY_CHARS_MAX = 400
@@ -26,32 +30,36 @@ RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 class Steps:
     """Decides when steps of the current attempts are committed, abandoned or superseded."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, drops: Drops, room: Room,
+        retention: Retention,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.journal = state, out, journal
+        self.view, self.drops, self.room, self.retention = view, drops, room, retention
 
     # -- events -------------------------------------------------------------------------------
 
     def take_copy(self, copy: Copy) -> bool:
         """Count a copy, from wherever it was heard of; False if it is to be freed, as of a step given up (R12)."""
-        shard, catalog = copy.shard, self.catalog
-        if catalog.drops.is_ordered(copy.host, shard):
+        shard, state = copy.shard, self.state
+        if self.drops.is_ordered(copy.host, shard):
             return False
-        removed = catalog.removed.get(shard.job, 0)
+        removed = state.removed.get(shard.job, 0)
         step = StepId(shard.attempt, shard.step)
-        if shard.attempt <= removed and not catalog.expiry.is_back(shard.job, step):
+        if shard.attempt <= removed and not state.is_back(shard.job, step):
             # A host that was out of reach when the job was removed has its room still reserved.
-            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
+            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
             return False
-        job = catalog.jobs.setdefault(shard.job, Job(shard.job))
+        job = state.jobs.setdefault(shard.job, Job(shard.job))
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
-            catalog.tell(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
+            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
             return False
         is_over = step not in job.commits and self._is_given_up(job, step)
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
-        if is_over and step not in catalog.steps_in_use(job):
+        if is_over and step not in state.holds.in_use(job):
             level = "skipped" if job.is_abandoned(step) else "superseded"
-            catalog.tell(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
+            self.out.send(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
             return False
         job.add_copy(copy)
         return True
@@ -72,7 +80,7 @@ class Steps:
         if not self.take_copy(copy):
             return
         shard = copy.shard
-        job = self.catalog.jobs[shard.job]
+        job = self.state.jobs[shard.job]
         attempt = job.attempts.get(shard.attempt)
         if attempt is None or copy.missing:
             return  # what lacks a chunk is mended by repair, or given up
@@ -108,7 +116,7 @@ class Steps:
         ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
             attempt.damaged_s.pop(number, None)
-        elif now - attempt.damaged_s.setdefault(number, now) >= self.catalog.rules.repair_after_s:
+        elif now - attempt.damaged_s.setdefault(number, now) >= self.state.rules.repair_after_s:
             self._give_up(job, attempt, number, "no copy has all chunks of some rank's shard")
 
     def _give_up(self, job: Job, attempt: Attempt, number: int, why: str) -> None:
@@ -116,11 +124,11 @@ class Steps:
         attempt.is_skip_for_room = False
         attempt.steps[number] = "abandoned"
         attempt.holes.append((number, number + 1))
-        self.catalog.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
+        self.journal.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
         """A host answered a fence with everything it has of a job (R21)."""
-        job = self.catalog.jobs.get(name)
+        job = self.state.jobs.get(name)
         if job is not None:
             job.drop_host(host)
         for copy in copies:
@@ -146,7 +154,7 @@ class Steps:
     def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
         """A host says which step its ranks of a job train, put or not."""
         for name, (ordinal, step) in told.items():
-            job = self.catalog.jobs.get(name)
+            job = self.state.jobs.get(name)
             attempt = job.attempts.get(ordinal) if job is not None else None
             if attempt is not None:
                 attempt.told_step = max(attempt.told_step, step)
@@ -159,10 +167,10 @@ class Steps:
         fact = job.commits.get(StepId(attempt.ordinal, job.newest_commit(attempt.ordinal)))
         if fact is not None:
             body = {"job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed"}
-            self.catalog.tell(host, "level", {**body, "degraded": fact.is_degraded, "reason": fact.reason})
+            self.out.send(host, "level", {**body, "degraded": fact.is_degraded, "reason": fact.reason})
         if attempt.holes:
             body = self._abandon_body(job, StepId(attempt.ordinal, attempt.holes[-1][0]), "skipped", SKIPPED)
-            self.catalog.tell(host, "abandon", body)
+            self.out.send(host, "abandon", body)
 
     def evaluate_all(self, job: Job) -> None:
         """Look again at every step that is not finished, oldest first, and at degraded commits."""
@@ -180,7 +188,7 @@ class Steps:
         if commit is not None:
             fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
             if fact is not None and not fact.is_degraded and not self._is_recording(fact):
-                self.catalog.record(fact)
+                self.journal.record(fact)
             return
         attempt = job.attempts.get(step.attempt)
         if attempt is None or attempt is not job.newest:
@@ -192,12 +200,12 @@ class Steps:
         fact = self.commit_rule(job, attempt.world_size, step)
         if fact is not None:
             attempt.steps[step.step] = "committing"
-            self.catalog.record(fact)
+            self.journal.record(fact)
 
     def _is_recording(self, fact: StepCommitted) -> bool:
         """True while a commit fact of the same step has not spread yet."""
         key = (fact.job, fact.attempt, fact.step)
-        undone = self.catalog.log.undone()
+        undone = self.journal.log.undone()
         return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in undone)
 
     # -- the rule -----------------------------------------------------------------------------
@@ -208,17 +216,17 @@ class Steps:
         Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
         each of its ranks. To mend a degraded commit only a whole one will do.
         """
-        if self.catalog.placing.is_stale:
+        if self.state.is_placement_stale:
             return None  # asked again when it is known who is to have copies: with the next tick
-        newest, commit, placement = job.newest, job.commits.get(step), self.catalog.view.placement(job)
+        newest, commit, placement = job.newest, job.commits.get(step), self.view.placement(job)
         if newest is None or placement is None:
             return None
         reasons: list[str] = []
-        if is_finer(placement.level, newest.level_asked, self.catalog.hosts.failure_domains):
+        if is_finer(placement.level, newest.level_asked, self.state.hosts.failure_domains):
             reasons.append(f"copies are spread over {placement.level}s, not {newest.level_asked}s")
         if commit is not None and reasons:
             return None  # no copy more brings it a level further
-        rule = CommitRule(self.catalog, job, newest, step, placement.level)
+        rule = CommitRule(self.state, self.view, self.room, job, newest, step, placement.level)
         held: dict[int, Held] = {}
         first = min(job.short.get(step, 0), world_size)
         for rank in chain(range(first, world_size), range(first)):
@@ -232,14 +240,14 @@ class Steps:
         reasons += [why for shard in shards for why in shard.reasons]
         return StepCommitted(
             job.name, step.attempt, step.step, world_size, tuple(x.digest for x in shards),
-            tuple(x.hosts for x in shards), placement.level, bool(reasons), "; ".join(reasons[:3]), self.catalog.wall_s,
+            tuple(x.hosts for x in shards), placement.level, bool(reasons), "; ".join(reasons[:3]), self.state.wall_s,
         )  # fmt: skip
 
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_committed(self, now: float, fact: StepCommitted, *, is_replay: bool) -> None:
         """The commit has spread: tell the ranks, supersede what is older, let retention drop."""
-        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
         # Progress ends a crash loop; the commit of the restored step itself, or its mending, is none (R25).
@@ -256,12 +264,12 @@ class Steps:
             for number in [n for n in attempt.steps.open if n < fact.step]:
                 attempt.steps[number] = "superseded"
                 self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
-        self.catalog.retention.retain(job)
-        self.catalog.durable.consider(now, job)
+        self.retention.retain(job)
+        self.out.emit(CommitApplied(job))
 
     def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
         """No rank's copy of the step counts any more, nor of those up to where all put again."""
-        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         attempt = job.attempts.get(fact.attempt)
         if attempt is None:
             return
@@ -281,7 +289,7 @@ class Steps:
     def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
         body = {"job": job.name, "attempt": attempt.ordinal, "step": step, "level": level, **extra}
         for host in sorted({seat.host_id for seat in attempt.seats.values()}):
-            self.catalog.tell(host, "level", body)
+            self.out.send(host, "level", body)
 
     def tell_durable(self, job: Job, step: StepId) -> None:
         """The step is on durable storage; tickets rise to that level."""
@@ -298,8 +306,8 @@ class Steps:
 
     def _forget(self, job: Job, step: StepId, level: str, reason: str) -> None:
         body = self._abandon_body(job, step, level, reason)
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "abandon", body)
+        for host in self.state.hosts.live_ids():
+            self.out.send(host, "abandon", body)
         job.drop_step(step)
 
     # -- skip ---------------------------------------------------------------------------------
@@ -307,10 +315,10 @@ class Steps:
     def skip(self, call: Call) -> None:
         """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
         body = call.body
-        job = self.catalog.jobs.get(str(body["job"]))
+        job = self.state.jobs.get(str(body["job"]))
         attempt = job.newest if job is not None else None
         if job is None or attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
+            self.out.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
             return
         step = StepId(attempt.ordinal, int(body["step"]))
         if attempt.steps.newest_decided > step.step:
@@ -331,9 +339,9 @@ class Steps:
             why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
             attempt.given_up[step.step] = attempt.skip_why = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
             attempt.is_skip_for_room = body.get("is_failed") is not True
-            self.catalog.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
-        self.catalog.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
-        self.catalog.answer(call, {"resume": attempt.resume_step})
+            self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
+        self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
+        self.out.answer(call, {"resume": attempt.resume_step})
 
 
 def _gap_limit(attempt: Attempt) -> int:

@@ -10,82 +10,85 @@ by host. While the placement of a job is stale nothing of it is committed: the h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Job
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
+from memstore.core.controller.parts import Parts
+from memstore.core.controller.queries import Queries
 
 
 class Placing:
-    """What follows from changes of hosts, for the catalog."""
+    """What follows from changes of hosts."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.is_stale = False  # hosts changed, and the jobs are placed anew with the next tick
+    def __init__(self, parts: Parts, questions: Queries) -> None:
+        self.state, self.out, self.parts, self.questions = parts.state, parts.out, parts, questions
         self._has_placed = False  # since the last tick
 
     def changed(self, changes: Sequence[Change]) -> None:
         """Hosts changed their status: what they held no longer counts, or counts again (R28)."""
-        catalog = self.catalog
+        state, parts = self.state, self.parts
         for change in changes:
             level = "info" if change.status == "live" else "warning"
-            catalog.note(f"host {change.host_id} is {change.status}: {change.why}", level)
-            catalog.observer.host_changed(change)
+            self.out.log(f"host {change.host_id} is {change.status}: {change.why}", level)
+            parts.observer.host_changed(change)
             if change.status == "dead":
                 self._died(change.host_id)
         moved = [change.host_id for change in changes if change.is_move]
         if moved:
-            catalog.view.news.update(moved)
-            self.is_stale = True
-            for job in catalog.jobs.values():
+            parts.view.news.update(moved)
+            self.state.is_placement_stale = True
+            for job in state.jobs.values():
                 job.placement = None
             if not self._has_placed:
                 self._place_all()
-        elif any(change.status == "live" for change in changes) and not self.is_stale:
-            for job in catalog.room.in_turn():
+        elif any(change.status == "live" for change in changes) and not self.state.is_placement_stale:
+            for job in parts.room.in_turn():
                 self._answers_again(job)
 
     def tick(self, changes: Sequence[Change]) -> None:
         """Time has made hosts silent; whatever changed since the last tick is placed now."""
         self._has_placed = False
         self.changed(changes)
-        if self.is_stale:
+        if self.state.is_placement_stale:
             self._place_all()
 
     def _died(self, host: str) -> None:
-        catalog = self.catalog
-        catalog.log.forget(host)
-        catalog.told.forget_host(host)
-        catalog.repair.host_died(host)
-        for job in catalog.jobs.values():
-            catalog.durable.host_died(job, host)
+        state, parts = self.state, self.parts
+        parts.journal.log.forget(host)
+        parts.told.forget_host(host)
+        parts.repair.host_died(host)
+        for job in state.jobs.values():
+            parts.durable.host_died(job, host)
             job.drop_host(host)
-        catalog.durable_checks.host_died(host)
-        catalog.rounds.source_died(catalog.now, host)
-        catalog.queries.host_died(host)
+        parts.durable_checks.host_died(host)
+        parts.rounds.source_died(state.now, host)
+        parts.reads.host_died(host)
+        self.questions.host_died(host)
 
     def _place_all(self) -> None:
-        self.is_stale, self._has_placed = False, True
-        self.catalog.view.send_news()  # before anybody is told to send something there
-        for job in self.catalog.room.in_turn():
+        self.state.is_placement_stale, self._has_placed = False, True
+        self.parts.view.send_news()  # before anybody is told to send something there
+        for job in self.parts.room.in_turn():
             self.place_anew(job)
 
     def place_anew(self, job: Job) -> None:
         """Place with the fewest moves, claim room there, tell whom it concerns, then see what commits."""
-        catalog, attempt = self.catalog, job.newest
+        parts, attempt = self.parts, job.newest
         job.placement = None
-        if catalog.view.placement(job) is not None and attempt is not None:
+        if parts.view.placement(job) is not None and attempt is not None:
             if attempt.needs or job.copies:
-                catalog.room.order(job, attempt, is_news_only=True)
-            catalog.view.send_targets(job, is_news_only=True)
-        catalog.repair.look_again(job)
-        catalog.repair.consider(catalog.now, job)
-        catalog.steps.evaluate_all(job)
+                parts.room.order(job, attempt, is_news_only=True)
+            parts.view.send_targets(job, is_news_only=True)
+        parts.repair.look_again(job)
+        parts.repair.consider(self.state.now, job)
+        parts.steps.evaluate_all(job)
+
+    def place_all_anew(self) -> None:
+        """Place every job's copies anew: the hosts that may hold them are others now."""
+        for job in list(self.state.jobs.values()):
+            self.place_anew(job)
 
     def _answers_again(self, job: Job) -> None:
         """A host that was suspected was heard of: placement is what it was, what waited for it may go on (R18, R28)."""
-        self.catalog.repair.look_again(job)
-        self.catalog.steps.evaluate_all(job)
+        self.parts.repair.look_again(job)
+        self.parts.steps.evaluate_all(job)

@@ -9,26 +9,24 @@ past, but it changes no decision that was taken since: a commit of a step that w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.job import Job, Seat
+from memstore.core.controller.membership import Placing
+from memstore.core.controller.parts import Parts
 from memstore.core.journal.records import Entry
 from memstore.core.wire.messages import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
 from recovery.inventory import Copy, StepId
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 
 class Takeover:
-    """Settling and late hosts, for the catalog."""
+    """Settling and late hosts; `replay` makes a fact of the past true."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, parts: Parts, placing: Placing, replay: Callable[[f.Fact], None]) -> None:
+        self.state, self.out, self.parts, self.placing, self.replay = parts.state, parts.out, parts, placing, replay
         self.is_settled = False
-        self.alone_since_s = math.inf if catalog.log.term > 1 else catalog.now  # no predecessor has a host any more
+        self.alone_since_s = math.inf if parts.term > 1 else parts.state.now  # no predecessor has a host any more
         self.journals: dict[str, list[Entry]] = {}
         self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
@@ -39,69 +37,69 @@ class Takeover:
 
     def settle(self, event: Event) -> list[Event]:
         """Before serving: gather journals and inventories. When there are enough, return what waited meanwhile."""
-        catalog, hosts = self.catalog, self.catalog.hosts
+        state, parts, hosts = self.state, self.parts, self.state.hosts
         if isinstance(event, HostUp):
             host = event.info.host_id
             if self._is_outdated(event):
                 return []
-            hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
+            hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
             self.dropped[host] = event.dropped
-            self.alone_since_s = min(self.alone_since_s, catalog.now)
-            self.journals[host] = [*self.journals.get(host, ()), *catalog.log.read(event.journal)]
+            self.alone_since_s = min(self.alone_since_s, state.now)
+            self.journals[host] = [*self.journals.get(host, ()), *parts.journal.log.read(event.journal)]
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
         elif isinstance(event, Heard):
-            hosts.heard(catalog.now, event)
+            hosts.heard(state.now, event)
         elif isinstance(event, Tick):
             for beat in event.heard:
-                hosts.heard(catalog.now, beat)
+                hosts.heard(state.now, beat)
         elif isinstance(event, HostLost):
-            hosts.lost(catalog.now, event.host_id, event.why, is_certain=catalog.lease.may_record())
+            hosts.lost(state.now, event.host_id, event.why, is_certain=parts.journal.lease.may_record())
             self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
         elif isinstance(event, LeaseRenewed):
-            catalog.lease.renew(event.until_s)
+            parts.journal.lease.renew(event.until_s)
         else:
             self.early.append(event)
-        is_all_up = catalog.expected_hosts <= set(hosts.live_ids())
-        is_late = catalog.now - catalog.started_s >= catalog.rules.settle_s
+        is_all_up = state.expected_hosts <= set(hosts.live_ids())
+        is_late = state.now - state.started_s >= state.rules.settle_s
         # The first host may have kept up a predecessor's lease until it came here (R17).
-        has_outlasted = catalog.now - self.alone_since_s >= catalog.rules.outlast_s
+        has_outlasted = state.now - self.alone_since_s >= state.rules.outlast_s
         if not hosts.live_ids() or not has_outlasted or not (is_all_up or is_late):
             return []
         self.is_settled = True
         self._rebuild()
-        catalog.observer.settled()
+        parts.observer.settled()
         early, self.early = self.early, []
         return early
 
     def _rebuild(self) -> None:
         """Apply every fact, then count the copies, then go on where the predecessor stopped."""
-        catalog = self.catalog
-        for fact in catalog.log.adopt(self.journals.values()):
-            catalog.apply(fact, is_replay=True)
-        hosts = catalog.hosts.live_ids()
+        state, parts = self.state, self.parts
+        for fact in parts.journal.log.adopt(self.journals.values()):
+            self.replay(fact)
+        hosts = state.hosts.live_ids()
         for host in hosts:
-            catalog.journals.send(host, have=self.journals.get(host, ()))
+            parts.journal.send(host, have=self.journals.get(host, ()))
         for copies in self.copies.values():
             for copy in copies:
-                catalog.steps.take_copy(copy)
+                parts.steps.take_copy(copy)
         for host in hosts:
-            catalog.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
-        for job in catalog.jobs.values():
-            catalog.steps.adopt(job)
+            parts.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
+        for job in state.jobs.values():
+            parts.steps.adopt(job)
         self._look_for_ranks(self.ranks)
         for host, stories in self.dropped.items():
-            catalog.orphans.told(host, stories)
+            parts.orphans.told(host, stories)
         self.journals, self.copies, self.dropped = {}, {}, {}
         self.newcomers.update(hosts)
         self._record_newcomers()
-        catalog.view.settled(hosts)
+        parts.view.settled(hosts)
         self.greet(hosts)
-        for job in catalog.jobs.values():
+        for job in state.jobs.values():
             if job.newest is not None and job.newest.phase != "closed":
                 # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
-                catalog.attempts.fence_all(catalog.now, job.name)
+                parts.attempts.fence_all(state.now, job.name)
 
     def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
         """Whose process its host does not know may be about to come back, or has died unseen (R20).
@@ -109,7 +107,7 @@ class Takeover:
         So it is not gone, but nobody is kept out in its name and it does not count as alive until it is heard of.
         """
         self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
-        for job in self.catalog.jobs.values():
+        for job in self.state.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.host_id in ranks and seat.nonce not in ranks[seat.host_id] and not seat.is_gone:
                     seat.last_active_s = -math.inf
@@ -119,112 +117,112 @@ class Takeover:
         """A process has connected to its host: is it the one of a rank that was missed?"""
         seat = self.missed.pop(nonce, None)
         if seat is not None:
-            seat.last_active_s = max(seat.last_active_s, self.catalog.now)
+            seat.last_active_s = max(seat.last_active_s, self.state.now)
 
     def tick(self) -> None:
         """Hosts that joined since the last one are facts now, and all hear of them."""
         self._record_newcomers()
-        self.catalog.view.send_news()
+        self.parts.view.send_news()
 
     def _record_newcomers(self) -> None:
-        hosts = self.catalog.hosts
+        hosts = self.state.hosts
         labels = {h: dict(hosts.states[h].info.labels) for h in sorted(self.newcomers.difference(hosts.joined))}
         self.newcomers.clear()
         if labels:
-            self.catalog.record(f.HostsJoined(labels))
+            self.parts.journal.record(f.HostsJoined(labels))
 
     def greet(self, hosts: Sequence[str]) -> None:
         """Whatever hosts must know before they serve: their peers, who is fenced, what was committed."""
-        self.catalog.view.greet(hosts)
+        self.parts.view.greet(hosts)
         for host in hosts:
-            self.catalog.orphans.greet(host)
-        for name, attempt in self.catalog.removed.items():  # some were out of reach then: they free its room now
+            self.parts.orphans.greet(host)
+        for name, attempt in self.state.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
-                self.catalog.tell(host, "drop", {"shards": [], "removed": [name, attempt]})
-        for job in self.catalog.room.in_turn():
+                self.out.send(host, "drop", {"shards": [], "removed": [name, attempt]})
+        for job in self.parts.room.in_turn():
             if job.newest is not None:
-                self.catalog.attempts.send_fences(hosts, job.name, job.newest)
-                if not self.catalog.placing.is_stale:  # else the next tick tells them
-                    self.catalog.view.send_targets(job, only=set(hosts))
+                self.parts.attempts.send_fences(hosts, job.name, job.newest)
+                if not self.state.is_placement_stale:  # else the next tick tells them
+                    self.parts.view.send_targets(job, only=set(hosts))
                     if job.newest.needs or job.copies:
-                        self.catalog.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
+                        self.parts.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
                 for host in hosts:
-                    self.catalog.steps.greet(job, host)
+                    self.parts.steps.greet(job, host)
 
     def host_up(self, event: HostUp) -> None:
         """A holder's session began while serving: a newcomer, a late host or one that came back."""
-        catalog, host = self.catalog, event.info.host_id
+        state, parts, host = self.state, self.parts, event.info.host_id
         if self._is_outdated(event):
             return
-        known = catalog.hosts.states.get(host)
+        known = state.hosts.states.get(host)
         if known is not None and known.info.incarnation < event.info.incarnation:
             # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
-            catalog.placing.changed(catalog.hosts.lost(catalog.now, host, "another holder has taken its place"))
-        catalog.journals.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
-        changes = catalog.hosts.up(catalog.now, event.info, event.asked_s, event.up_s, event.idle_s)
-        catalog.log.forget(host)
-        catalog.told.forget_host(host)
-        journal = catalog.log.read(event.journal)
+            self.placing.changed(state.hosts.lost(state.now, host, "another holder has taken its place"))
+        parts.journal.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
+        changes = state.hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
+        parts.journal.log.forget(host)
+        parts.told.forget_host(host)
+        journal = parts.journal.log.read(event.journal)
         is_news = self._merge(journal)
-        for job in catalog.jobs.values():
+        for job in state.jobs.values():
             job.drop_host(host)
-        catalog.drops.forget_host(host)
+        parts.drops.forget_host(host)
         if event.ranks is not None:
             self._look_for_ranks({host: event.ranks})
-        catalog.orphans.told(host, event.dropped)
+        parts.orphans.told(host, event.dropped)
         self.newcomers.add(host)
         if not is_news:  # else all have the whole of it already
-            catalog.journals.send(host, have=journal)
+            parts.journal.send(host, have=journal)
         self.greet([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
-            catalog.steps.sealed(catalog.now, copy)
-        catalog.placing.changed(changes)
+            parts.steps.sealed(state.now, copy)
+        self.placing.changed(changes)
 
     def _is_outdated(self, event: HostUp) -> bool:
         """Refuse a holder whose number is below one that was here: it lost its folder, and takes the next (R3)."""
-        catalog, info = self.catalog, event.info
-        later = catalog.hosts.later_life(info)
+        state, info = self.state, event.info
+        later = state.hosts.later_life(info)
         if later is None:
             return False
-        catalog.note(
+        self.out.log(
             f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
             f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is told to take a higher one",
             "warning",
         )
-        catalog.tell(info.host_id, "outdated", {"above": later.incarnation})
+        self.out.send(info.host_id, "outdated", {"above": later.incarnation})
         return True
 
     def _merge(self, journal: list[Entry]) -> bool:
         """Take facts that only this host had kept, and give them to all (R16); True if there were some."""
-        catalog = self.catalog
-        late = catalog.log.merge(journal, self._is_welcome)
-        before = {name: job.newest for name, job in catalog.jobs.items()}
+        state, parts = self.state, self.parts
+        late = parts.journal.log.merge(journal, self._is_welcome)
+        before = {name: job.newest for name, job in state.jobs.items()}
         for fact in late:
-            catalog.apply(fact, is_replay=True)
+            self.replay(fact)
         if late:
-            catalog.journals.send(*catalog.hosts.live_ids())
-        for name, job in catalog.jobs.items():
+            parts.journal.send(*state.hosts.live_ids())
+        for name, job in state.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
-                catalog.note(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
+                self.out.log(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
                 if job.newest.phase == "closed":
-                    catalog.attempts.send_fences(catalog.hosts.live_ids(), name, job.newest)
+                    parts.attempts.send_fences(state.hosts.live_ids(), name, job.newest)
                 else:
-                    catalog.attempts.fence_all(catalog.now, name)
+                    parts.attempts.fence_all(state.now, name)
         return bool(late)
 
     def _is_welcome(self, fact: f.Fact) -> bool:
         """A late fact may fill a gap; it may not contradict what was decided without it."""
-        job = self.catalog.jobs.get(getattr(fact, "job", ""), Job(""))
+        job = self.state.jobs.get(getattr(fact, "job", ""), Job(""))
         if isinstance(fact, f.HostsJoined):
-            return not fact.labels.keys() <= self.catalog.hosts.joined.keys()
+            return not fact.labels.keys() <= self.state.hosts.joined.keys()
         if isinstance(fact, f.StepUnpinned):
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
             return False  # who gave notice gave it to a controller; a late host's word may be long past
-        if isinstance(fact, f.JobRemoved) or self.catalog.expiry.passes_over(fact):
+        if isinstance(fact, f.JobRemoved) or self.parts.expiry.passes_over(fact):
             return False
         if isinstance(fact, f.JobForked):
-            return fact.job not in self.catalog.jobs
+            return fact.job not in self.state.jobs
         if isinstance(fact, f.StepRetired):
             # No decision: it is true of these bytes whoever is the controller (R25).
             return fact.is_torn or self._is_last_word(fact)
@@ -244,7 +242,7 @@ class Takeover:
 
         Its commit may come with the pin if it is beyond all that are known: of others the pin's end may be forgotten.
         """
-        facts = [entry.fact for entry in self.catalog.log.entries]
+        facts = [entry.fact for entry in self.parts.journal.log.entries]
         at = next(number for number, other in enumerate(facts) if other is fact)
         if any(isinstance(x, f.StepUnpinned) and (x.job, x.name) == (fact.job, fact.name) for x in facts[at:]):
             return False
@@ -257,6 +255,6 @@ class Takeover:
 
     def _is_last_word(self, fact: f.StepRetired) -> bool:
         """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""
-        facts = [entry.fact for entry in self.catalog.log.entries if isinstance(entry.fact, f.StepRetired)]
+        facts = [entry.fact for entry in self.parts.journal.log.entries if isinstance(entry.fact, f.StepRetired)]
         about = [x for x in facts if (x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step)]
         return about[-1] == fact

@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.paths import place_of
+from memstore.core.durable.states import DurableStates
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then the storage counts as unreadable
 PATIENCE_S = 30.0  # a host that hangs is not waited for alone
@@ -45,16 +45,16 @@ class Check:
 
 
 class DurableChecks:
-    """Asks and remembers who wants to know, for the catalog."""
+    """Questions under way, and the hosts whose last look found something wrong."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, states: DurableStates, keys: DurableKeys) -> None:
+        self.state, self.out, self.states, self.keys = state, out, states, keys
         self.checks: list[Check] = []
         self.faults: dict[str, tuple[float, str]] = {}  # host -> when its last look found something wrong, and what
 
     def ask(self, job: Job, step: StepId | None, then: Then) -> bool:
         """Have a host look at a step, or list the markers; False, and `then` is never called, if none can be asked."""
-        check = Check(job.name, step, self.catalog.now, then)
+        check = Check(job.name, step, self.state.now, then)
         if self._ask_next(job, check):
             self.checks.append(check)
         return bool(check.waits)
@@ -63,25 +63,25 @@ class DurableChecks:
         """Ask one more host; False if there is none."""
         place = place_of(job.newest.config) if job.newest is not None else None
         asked = {*check.failed, *check.waits.values()}
-        hosts = self.catalog.hosts
+        hosts = self.state.hosts
         able = [host for host in hosts.live_ids() if hosts.is_answering(host) and host not in asked]
         if place is None or not able or len(asked) >= HOSTS_MAX:
             return False
         marker = job.markers.get(check.step) if check.step is not None else None
-        keys = self.catalog.durable.keys.state(job.name).names if marker is not None and marker.key else {}
+        keys = self.keys.of(job.name).names if marker is not None and marker.key else {}
         wrong = {host for host, key in keys.items() if marker is not None and key != marker.key}
         host = min(able, key=lambda h: (h in wrong, self.faults.get(h, (-math.inf,))[0], h))
-        call, check.asked_s = self.catalog.durable.next_call(), self.catalog.now
+        call, check.asked_s = self.states.next_call(), self.state.now
         check.waits[call] = host
         body = {"job": job.name, "durable": place, "call": call}
         body["check"] = [check.step.attempt, check.step.step] if check.step is not None else None
-        self.catalog.tell(host, "markers", body)
+        self.out.send(host, "markers", body)
         return True
 
     def answered(self, host: str, body: Body, why: str) -> None:
         """A host has looked, and what it listed is known: `why` says what it could not read."""
         call = int(body["call"])
-        check, job = self._waiting(call), self.catalog.jobs.get(str(body["job"]))
+        check, job = self._waiting(call), self.state.jobs.get(str(body["job"]))
         if check is None or job is None:
             return
         lacks = ""
@@ -114,28 +114,28 @@ class DurableChecks:
         host = check.waits.pop(call)
         check.failed[host] = why
         self._suspect(host, check.job, why)
-        if not self._ask_next(self.catalog.jobs[check.job], check) and not check.waits:
+        if not self._ask_next(self.state.jobs[check.job], check) and not check.waits:
             self._end(check, said(check.failed), "")
 
     def _suspect(self, host: str, name: str, why: str) -> None:
         """Ask others first from now on, and say why."""
         if self.faults.get(host, (0.0, ""))[1] != why:
-            self.catalog.note(f"job {name!r}: durable storage as host {host} sees it: {why}", "warning")
-        self.faults[host] = self.catalog.now, why
+            self.out.log(f"job {name!r}: durable storage as host {host} sees it: {why}", "warning")
+        self.faults[host] = self.state.now, why
 
     def _end(self, check: Check, unread: str, lacks: str) -> None:
         """The step is seen now, or is written again from RAM if storage lost it or nobody has its key."""
         self.checks.remove(check)
         for host in check.waits.values():
-            self._suspect(host, check.job, f"no answer for {self.catalog.now - check.since_s:.0f} s")
-        job, step, state = self.catalog.jobs[check.job], check.step, self.catalog.durable.state(check.job)
+            self._suspect(host, check.job, f"no answer for {self.state.now - check.since_s:.0f} s")
+        job, step, state = self.state.jobs[check.job], check.step, self.states.of(check.job)
         if step is None:
             state.unread = unread or state.unread
         elif unread or lacks:
             why = f"step {step.step}: {unread or lacks}"
-            self.catalog.durable.not_there(job, step, why, is_read=not unread, needs_key=check.needs_key)
+            self.states.not_there(job, step, why, is_read=not unread, needs_key=check.needs_key)
         else:
-            state.seen_s[step], state.lacks = self.catalog.now, ""
+            state.seen_s[step], state.lacks = self.state.now, ""
         check.then(unread, lacks)
 
     def host_died(self, host: str) -> None:
@@ -152,7 +152,7 @@ class DurableChecks:
                 late = dict.fromkeys(check.waits.values(), f"no answer within {CHECK_DEADLINE_S:g} s")
                 self._end(check, said({**check.failed, **late}), "")
             elif now - check.asked_s > PATIENCE_S:
-                self._ask_next(self.catalog.jobs[check.job], check)
+                self._ask_next(self.state.jobs[check.job], check)
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is checked any more."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import DurableKeysDiffer
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.messages import Body
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 ASK_S = 5.0  # a host that cannot say its key's name by then writes nothing of this step
 NAMED_MAX = 3  # hosts named for each key
@@ -72,13 +71,13 @@ def _listed(hosts: list[str]) -> str:
 
 
 class DurableKeys:
-    """Asks hosts for the names of their keys, for `DurableOrders`."""
+    """The names of the keys that hosts have, by job."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects) -> None:
+        self.state, self.out = state, out
         self.states: dict[str, KeyState] = {}
 
-    def state(self, job: str) -> KeyState:
+    def of(self, job: str) -> KeyState:
         """Return what is known of a job's keys."""
         return self.states.setdefault(job, KeyState())
 
@@ -87,16 +86,16 @@ class DurableKeys:
         attempt = job.newest
         if attempt is None or not attempt.config.get("durable") or not attempt.config.get("durable_key_file"):
             return
-        state = self.state(job.name)
-        hosts = [host for host in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(host)]
-        state.waits, state.asked_s = set(hosts), self.catalog.now
+        state = self.of(job.name)
+        hosts = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
+        state.waits, state.asked_s = set(hosts), self.state.now
         body = {"job": job.name, "durable": place_of(attempt.config), "what": "key", "step": [0, 0]}
         for host in hosts:
-            self.catalog.tell(host, "persist", body)
+            self.out.send(host, "persist", body)
 
     def answered(self, host: str, body: Body) -> None:
         """A host said the name of its key, or why it has none."""
-        state = self.state(str(body["job"]))
+        state = self.of(str(body["job"]))
         state.names.pop(host, None)
         state.faults.pop(host, None)
         if body["ok"]:
@@ -108,8 +107,8 @@ class DurableKeys:
 
     def is_known(self, job: str) -> bool:
         """True once all hosts that were asked have answered or took too long."""
-        state = self.state(job)
-        if state.waits and self.catalog.now - state.asked_s > ASK_S:
+        state = self.of(job)
+        if state.waits and self.state.now - state.asked_s > ASK_S:
             for host in state.waits:
                 state.names.pop(host, None)
                 state.faults[host] = f"it did not say its key's name within {ASK_S:g} s"
@@ -119,7 +118,7 @@ class DurableKeys:
 
     def lost(self, job: str, host: str) -> None:
         """A host died: its key counts for nothing."""
-        state = self.state(job)
+        state = self.of(job)
         state.names.pop(host, None)
         state.faults.pop(host, None)
         state.waits.discard(host)
@@ -130,8 +129,8 @@ class DurableKeys:
             return
         problem = difference(state.names, state.faults)
         if problem and problem != state.problem:
-            self.catalog.note(f"job {job!r}: {problem}", "warning")
-            self.catalog.observer.durable_keys(job, problem)
+            self.out.log(f"job {job!r}: {problem}", "warning")
+            self.out.emit(DurableKeysDiffer(job, problem))
         state.problem = problem
 
     def forget(self, job: str) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.checks import DurableChecks
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 Look = tuple[str, StepId]  # a job's name, and a step that is looked for
 
@@ -30,17 +29,17 @@ class Question:
 
 
 class LastCopies:
-    """Questions of people, for the catalog."""
+    """Questions of people who are about to free RAM."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks) -> None:
+        self.state, self.out, self.checks = state, out, checks
         self.questions: list[Question] = []
 
     def ask(self, call: Call, jobs: Iterable[Job]) -> None:
         """Answer {lost: job -> what it would lose, in words}; jobs that would lose nothing are left out."""
         question = Question(call, [job.name for job in jobs])
         self.questions.append(question)
-        looks = [(job, step) for job in map(self.catalog.jobs.__getitem__, question.jobs) for step in _instead(job)]
+        looks = [(job, step) for job in map(self.state.jobs.__getitem__, question.jobs) for step in _instead(job)]
         question.waits = {(job.name, step) for job, step in looks}
         for job, step in looks:
             self._look(question, job, step)
@@ -54,7 +53,7 @@ class LastCopies:
             (question.unread if unread else question.lacks)[look] = unread or lacks
             self._finish(question)
 
-        if not self.catalog.durable_checks.ask(job, step, looked):
+        if not self.checks.ask(job, step, looked):
             question.waits.discard(look)
             question.unread[look] = "no host that could look answers"
 
@@ -62,9 +61,9 @@ class LastCopies:
         if question.waits or question not in self.questions:
             return
         self.questions.remove(question)
-        jobs = [self.catalog.jobs[name] for name in question.jobs if name in self.catalog.jobs]
+        jobs = [self.state.jobs[name] for name in question.jobs if name in self.state.jobs]
         lost = {job.name: self._lost(question, job) for job in jobs}
-        self.catalog.answer(question.call, {"lost": {name: words for name, words in lost.items() if words}})
+        self.out.answer(question.call, {"lost": {name: words for name, words in lost.items() if words}})
 
     def _lost(self, question: Question, job: Job) -> list[str]:
         """Return what a job would lose, in words: its newest committed step, and what is pinned."""

@@ -8,51 +8,50 @@ unlisted --a host lists the markers--> listed --newest durable step not seen for
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from memstore.core.cluster.job import Job
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.checks import DurableChecks
+from memstore.core.durable.states import DurableStates
 
 LOOK_EVERY_S = 3600.0  # every slice is opened: a request each, of an object store
 AGAIN_S = 60.0  # after a look that did not find everything
 
 
 class DurableLooks:
-    """Looks of all jobs, for the catalog."""
+    """Looks at the durable storage of all jobs, now and then."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, states: DurableStates, checks: DurableChecks) -> None:
+        self.state, self.states, self.checks = state, states, checks
 
     def tick(self, now: float) -> None:
         """Begin what is due; of a job at most one look at once."""
-        for job in self.catalog.jobs.values():
+        for job in self.state.jobs.values():
             if job.newest is not None and job.newest.config.get("durable") and self._is_due(now, job):
                 self._look(job)
 
     def _is_due(self, now: float, job: Job) -> bool:
-        state, step = self.catalog.durable.state(job.name), job.newest_durable
+        state, step = self.states.of(job.name), job.newest_durable
         is_stale = step is not None and now - state.seen_s.get(step, -math.inf) >= LOOK_EVERY_S
         return now >= state.look_s and (is_stale or self._is_open(job))
 
     def _is_open(self, job: Job) -> bool:
         """True while the last look has not found what should be there."""
-        state = self.catalog.durable.state(job.name)
+        state = self.states.of(job.name)
         return not state.is_listed or bool(state.unread or state.lacks)
 
     def _look(self, job: Job) -> None:
-        state = self.catalog.durable.state(job.name)
+        state = self.states.of(job.name)
 
         def looked(_unread: str, _lacks: str) -> None:
-            state.look_s = self.catalog.now + (AGAIN_S if self._is_open(job) else 0.0)
+            state.look_s = self.state.now + (AGAIN_S if self._is_open(job) else 0.0)
 
-        if self.catalog.durable_checks.ask(job, job.newest_durable, looked):
+        if self.checks.ask(job, job.newest_durable, looked):
             state.look_s = math.inf
 
     def unlisted(self, job: Job) -> str:
         """Say that durable storage may have more than is known; "" if its markers were listed."""
-        if self.catalog.durable.is_known(job):
+        if self.states.is_known(job):
             return ""
-        why = self.catalog.durable.state(job.name).unread
+        why = self.states.of(job.name).unread
         return f"durable markers are not listed yet{f': {why}' if why else ''}"

@@ -1,25 +1,57 @@
-"""What durable storage holds of a job, as a host listed it: its markers, and those that are left alone (R31). Pure."""
+"""What durable storage holds of a job, as a host listed it: its markers, and those that are left alone. Pure (R31).
+
+asked --a host lists--> taken into the job --> whoever asked goes on, with why it could not be read, or ""
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from memstore.core.cluster import text
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.states import DurableStates
 from memstore.core.wire.messages import Body, spec_from_wire
 from recovery.inventory import DurableMarker, StepId
 from recovery.lineage import AttemptFact
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
+LISTINGS_MAX = 10_000  # asked and not answered; beyond that the oldest is forgotten, whose deadline is long over
+
+#: Takes why durable storage could not be read; "" if the job's markers are known now.
+Then = Callable[[str], None]
 
 
 class DurableMarkers:
-    """Takes lists of markers, for the catalog."""
+    """Questions to hosts for a job's markers, and what they listed."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, states: DurableStates) -> None:
+        self.state, self.out, self.states = state, out, states
+        self._then: dict[int, Then] = {}
+
+    def ask(self, host: str, name: str, durable: object, then: Then) -> int:
+        """Have a host list the markers of a job; return the number of the question.
+
+        Args:
+            host: Asked.
+            name: Of the job; it need not be known yet.
+            durable: The storage, as `place_of` returns it.
+            then: Called once the host has answered; never, if the host dies before. The caller keeps the deadline.
+        """
+        call = self.states.next_call()
+        self._then[call] = then
+        if len(self._then) > LISTINGS_MAX:
+            del self._then[next(iter(self._then))]
+        self.out.send(host, "markers", {"job": name, "durable": durable, "call": call})
+        return call
+
+    def answered(self, host_id: str, body: Body) -> str:
+        """Take a list of markers, and let the one who asked for it go on; return why there is none, or ""."""
+        why = self.listed(host_id, body)
+        then = self._then.pop(int(body["call"]), None)
+        if then is not None:
+            then(why)
+        return why
 
     def listed(self, host_id: str, body: Body) -> str:
         """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
@@ -27,18 +59,18 @@ class DurableMarkers:
         Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
         """
         name, call = str(body["job"]), int(body["call"])
-        state = self.catalog.durable.state(name)
+        state = self.states.of(name)
         if not body["ok"]:
             state.unread = str(body["why"])
             return state.unread
         damaged = str(body["why"])  # of markers that are there and say nothing
         state.is_listed = not damaged
         if damaged and damaged != state.unread:
-            self.catalog.note(f"job {name!r}: durable storage: {damaged}", "warning")
+            self.out.log(f"job {name!r}: durable storage: {damaged}", "warning")
         problem, state.unread = state.unread, damaged
         if body["markers"]:
-            self.catalog.jobs.setdefault(name, Job(name))
-        job = self.catalog.jobs.get(name)
+            self.state.jobs.setdefault(name, Job(name))
+        job = self.state.jobs.get(name)
         if job is None:
             return damaged
         known = dict(job.markers)
@@ -48,7 +80,7 @@ class DurableMarkers:
             table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
             step = StepId(int(attempt), int(number))
             if step in job.torn:  # its removal failed, or a late write came after it: once more
-                self.catalog.durable.take_back_again(name, step)
+                self.states.take_back_again(name, step)
                 continue
             if rest:
                 parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
@@ -66,7 +98,7 @@ class DurableMarkers:
         state.seen_s = {step: seen_s for step, seen_s in state.seen_s.items() if step in job.markers}
         state.changed = {s: count for s, count in state.changed.items() if s in job.markers or count >= call}
         if others - state.left_alone:
-            self.catalog.note(
+            self.out.log(
                 f"job {name!r}: durable storage has attempts {text.listed(sorted(others))} of another, older run "
                 "of this name: they are left alone and are not restored",
                 "warning",
@@ -78,7 +110,7 @@ class DurableMarkers:
             why = f"step {newest.step.step} needs key {newest.key}, and {host_id} {have}: give the file of that key"
             state.unread = why
             if why != problem:
-                self.catalog.note(f"job {name!r}: durable {why}", "warning")
+                self.out.log(f"job {name!r}: durable {why}", "warning")
         return "" if body["markers"] else damaged
 
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import PersistAsked
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, why_not_whole
+from memstore.core.durable.checks import DurableChecks
+from memstore.core.durable.keys import DurableKeys
+from memstore.core.durable.states import DurableStates
 from memstore.core.schedule.durable_interval import retire
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 AGAIN_S = 2.0  # between a write that failed and the next one
 WANTED_S = 2.0  # how long a step is wanted without anybody who waits for the answer, unless it is said again
@@ -48,10 +50,12 @@ class Wish:
 
 
 class Persists:
-    """Requests of all jobs, for the catalog."""
+    """Steps that are wanted on durable storage now, of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, states: DurableStates, keys: DurableKeys, checks: DurableChecks
+    ) -> None:
+        self.state, self.out, self.states, self.keys, self.checks = state, out, states, keys, checks
         self.wishes: dict[str, dict[StepId, Wish]] = {}
 
     def ask(self, job: Job, call: Call) -> None:
@@ -59,22 +63,22 @@ class Persists:
         number, within_s, attempt = call.body.get("step"), call.body.get("within_s"), job.newest
         if attempt is None or not attempt.config.get("durable"):
             why = f'job {job.name!r} has no durable storage: connect with Config(durable="/a/shared/directory")'
-            self.catalog.refuse(call, "ConfigError", why)
+            self.out.refuse(call, "ConfigError", why)
             return
         if not isinstance(within_s, int | float) or not 0 < within_s <= WITHIN_MAX_S:
             why = f"within {str(within_s)[:40]} s: the write must have some time, at most {WITHIN_MAX_S:g} s"
-            self.catalog.refuse(call, "ConfigError", why)
+            self.out.refuse(call, "ConfigError", why)
             return
         step, refusal = self._named(job, None if number is None else int(number))
         refusal = refusal if step is None else self._refusal(job, attempt, step)
         if step is None or refusal is not None:
-            self.catalog.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
+            self.out.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
             return
         wish = self.wishes.setdefault(job.name, {}).setdefault(step, Wish())
         wish.calls.append(call)
         if step in job.markers and not wish.is_looked_for:
             wish.is_looked_for = self._look(job, step)
-        self.catalog.durable.consider(self.catalog.now, job)
+        self.out.emit(PersistAsked(job))
 
     def _named(self, job: Job, number: int | None) -> tuple[StepId | None, Refusal | None]:
         return named_step(
@@ -85,7 +89,7 @@ class Persists:
     def want(self, job: Job, step: StepId) -> None:
         """Have a committed step written although nobody waits for the answer; to be said again within WANTED_S."""
         if job.newest is not None and self._refusal(job, job.newest, step) is None:
-            self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.catalog.now + WANTED_S
+            self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.state.now + WANTED_S
 
     def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be made durable"
@@ -96,12 +100,12 @@ class Persists:
             return "RecoveryError", f"{what}: the job went on without it; `memstore export` keeps it in a file"
         if step in job.markers:
             return None
-        lacking = why_not_whole(self.catalog, job, step)
-        if not lacking and not self.catalog.durable.is_whole(job, step):
+        lacking = why_not_whole(self.state.hosts, job, step)
+        if not lacking and not self.states.is_whole(job, step):
             lacking = "no host has all of some rank's shard yet: ask again when repair has ended (`memstore status`)"
         if lacking:
             return "RecoveryError", f"{what}: {lacking}"
-        key, keep = self.catalog.durable.state(job.name).key or "", int(attempt.config["durable_keep"])
+        key, keep = self.states.of(job.name).key or "", int(attempt.config["durable_keep"])
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
         if step in retire({**keys, step: key}, keep, key):
             return "ConfigError", (
@@ -111,7 +115,7 @@ class Persists:
         return None
 
     def _look(self, job: Job, step: StepId) -> bool:
-        return self.catalog.durable_checks.ask(
+        return self.checks.ask(
             job, step, lambda unread, lacks: self._looked(job, step, unread, lacks)
         )  # fmt: skip
 
@@ -122,7 +126,7 @@ class Persists:
             return
         wish.is_looked_for = False
         if unread:
-            wish.tried_s = self.catalog.now
+            wish.tried_s = self.state.now
         elif not lacks:
             self.written(job, step)
 
@@ -131,13 +135,13 @@ class Persists:
         found = (
             step
             for step, wish in self.wishes.get(job.name, {}).items()
-            if not wish.is_looked_for and step not in job.markers and self.catalog.durable.is_whole(job, step)
+            if not wish.is_looked_for and step not in job.markers and self.states.is_whole(job, step)
         )
         return max(found, default=None)
 
     def is_due(self, job: Job, step: StepId) -> bool:
         """True unless a write of it has failed just now."""
-        return self.catalog.now - self.wishes[job.name][step].tried_s >= AGAIN_S
+        return self.state.now - self.wishes[job.name][step].tried_s >= AGAIN_S
 
     def is_wanted(self, job: Job, step: StepId) -> bool:
         """True while somebody waits for a step's write."""
@@ -146,13 +150,13 @@ class Persists:
     def tried(self, job: Job, step: StepId) -> None:
         """A write of the step failed, or is given up."""
         if self.is_wanted(job, step):
-            self.wishes[job.name][step].tried_s = self.catalog.now
+            self.wishes[job.name][step].tried_s = self.state.now
 
     def refuse(self, job: Job, step: StepId, refusal: Refusal) -> None:
         """A step cannot become durable while things are as they are."""
         wish = self.wishes.get(job.name, {}).pop(step, Wish())
         for call in wish.calls:
-            self.catalog.refuse(call, *refusal)
+            self.out.refuse(call, *refusal)
 
     def written(self, job: Job, step: StepId) -> None:
         """The step is on durable storage; older ones that are asked for may not stay there any more."""
@@ -169,12 +173,12 @@ class Persists:
 
     def _answer(self, job: Job, step: StepId, call: Call, problem: str) -> None:
         body = {"job": job.name, "attempt": step.attempt, "step": step.step, "is_durable": not problem}
-        self.catalog.answer(call, {**body, "problem": problem})
+        self.out.answer(call, {**body, "problem": problem})
 
     def tick(self, now: float) -> None:
         """Deadlines, steps that were retired, and markers of which no host was asked."""
         for name, wishes in list(self.wishes.items()):
-            job = self.catalog.jobs[name]
+            job = self.state.jobs[name]
             for step, wish in list(wishes.items()):
                 if step in job.retired and job.newest is not None:
                     self.refuse(job, step, self._refusal(job, job.newest, step) or ("RecoveryError", "it is retired"))
@@ -192,38 +196,33 @@ class Persists:
     def _go_on(self, job: Job, step: StepId, wish: Wish) -> None:
         """Who asked for the newest step goes on to a newer one, once training has left theirs behind."""
         newest = self._named(job, None)[0]
-        if (
-            newest is not None
-            and newest > step
-            and step not in job.markers
-            and not self.catalog.durable.is_whole(job, step)
-        ):
+        if newest is not None and newest > step and step not in job.markers and not self.states.is_whole(job, step):
             calls = wish.take_newest()
             self.wishes[job.name].setdefault(newest, Wish()).calls += calls
 
     def problem(self, job: Job, step: StepId) -> str:
         """Say what a step's write waits for, or why it failed."""
-        state = self.catalog.durable.state(job.name)
+        state = self.states.of(job.name)
         active = state.active
         if active is not None and active.step == step and active.phase == "asking":
-            return f"waiting for the name of the key of {_named(self.catalog.durable.keys.state(job.name).waits)}"
+            return f"waiting for the name of the key of {_named(self.keys.of(job.name).waits)}"
         if active is not None and active.step == step:
             hosts = set(active.waits.values())
             return f"{_named(hosts)} still write{'s' if len(hosts) == 1 else ''}"
         if active is not None and self.is_wanted(job, active.step):
             return f"step {active.step.step} is written first"
         seen = state.problem or state.lacks or state.unread
-        looking = self.catalog.durable_checks.looking(job, step)
+        looking = self.checks.looking(job, step)
         if seen or looking:
             return seen or f"waiting for {_named(looking)}, asked whether durable storage has all of it"
-        lacking = why_not_whole(self.catalog, job, step)
+        lacking = why_not_whole(self.state.hosts, job, step)
         return lacking or f"no host has all of some rank's shard of step {step.step}, or it is not its turn yet"
 
     def forget(self, name: str) -> None:
         """The job was removed."""
         for wish in self.wishes.pop(name, {}).values():
             for call in wish.calls:
-                self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+                self.out.refuse(call, "FencedError", f"job {name!r} was removed")
 
 
 def _named(hosts: Collection[str]) -> str:

@@ -12,55 +12,51 @@ The holders of a shard share its slices, so that each writes a part of it, all a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import DurableWriteEnded
+from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.commit.commits import Steps
 from memstore.core.durable.keys import DurableKeys, chosen
 from memstore.core.durable.paths import place_of
+from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
+from memstore.core.durable.states import DurableStates
 from memstore.core.durable.write_state import MARKER, DurableState, Piece, Write
 from memstore.core.schedule.durable_interval import Decision, Every, next_durable, optimal_every, parse_every, retire
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body, shard_to_wire, spec_to_wire
 from recovery.inventory import DurableMarker, ShardId, StepId
 from recovery.lineage import in_lineage
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
 
 
 class DurableOrders:
-    """Durable writes of all jobs, for the catalog."""
+    """Durable writes of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.states: dict[str, DurableState] = {}
-        self.keys = DurableKeys(catalog)
-        self.calls_count = 0
+    def __init__(
+        self, state: ClusterState, out: Effects, view: ClusterView, steps: Steps, retention: Retention,
+        states: DurableStates, keys: DurableKeys, persists: Persists,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.view, self.steps, self.retention = state, out, view, steps, retention
+        self.states, self.keys, self.persists = states, keys, persists
+        state.holds.add("a durable write", self._held, is_in_use=True)
 
-    def state(self, job: str) -> DurableState:
-        """Return the durable progress of a job, made on first use."""
-        return self.states.setdefault(job, DurableState())
-
-    def is_known(self, job: Job) -> bool:
-        """True if a get would find no other marker of the job on durable storage than those that are known."""
-        attempt = job.newest
-        return attempt is None or attempt.config.get("durable") is None or self.state(job.name).is_listed
-
-    def next_call(self) -> int:
-        """Number a request to list markers, so that a late answer is not taken for another one's."""
-        self.calls_count += 1
-        return self.calls_count
+    def _held(self, job: Job) -> set[StepId]:
+        write = self.states.of(job.name).active
+        return {write.step} if write is not None else set()
 
     def consider(self, now: float, job: Job) -> None:
         """Start the next write if it is due (R31)."""
         attempt = job.newest
         if attempt is None or not attempt.config.get("durable"):
             return
-        state = self.state(job.name)
+        state = self.states.of(job.name)
         self._give_up_retired(now, job, attempt, state)
         if state.active is not None and state.active.phase == "asking" and self.keys.is_known(job.name):
             self._begin(job, attempt, state, state.active)
@@ -69,7 +65,7 @@ class DurableOrders:
         mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
         decision = self._next(now, job, attempt, state, mine)
         if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank
-            decision = self._next(now, job, attempt, state, [s for s in mine if self.is_whole(job, s)])
+            decision = self._next(now, job, attempt, state, [s for s in mine if self.states.is_whole(job, s)])
         if decision.start is None:
             return
         if decision.abandon is not None:
@@ -92,7 +88,7 @@ class DurableOrders:
 
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
         """Write what somebody asked for before what is due; True if nothing else may begin now."""
-        persists = self.catalog.persists
+        persists = self.persists
         if state.active is not None and persists.is_wanted(job, state.active.step):
             return True
         wanted = persists.wanted(job)
@@ -108,7 +104,7 @@ class DurableOrders:
 
     def _spacing(self, job: Job, attempt: Attempt, state: DurableState) -> Every:
         every = parse_every(attempt.config["durable_every"])
-        return optimal_every(state.write_s, self.catalog.cadence.mtbf_s(job)) if every.is_optimal else every
+        return optimal_every(state.write_s, mtbf_s(self.state, job)) if every.is_optimal else every
 
     def _give_up_retired(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> None:
         """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
@@ -134,26 +130,15 @@ class DurableOrders:
 
     def _tell_retired(self, job: Job, write: Write) -> None:
         why = f"it was retired: {job.retired[write.step]}"
-        self.catalog.observer.durable(job.name, write.step, "abandoned", write.since_s, why)
+        self.out.emit(DurableWriteEnded(job.name, write.step, "abandoned", write.since_s, why))
 
     def _remove(self, job: Job, attempt: Attempt, step: StepId, *, is_torn: bool) -> bool:
         """Have what storage holds of a step removed, the marker of a torn one too; False if no host is there."""
-        able = [host for host in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(host)]
+        able = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
         if able:
-            host = min(able, key=self.state(job.name).stuck.__contains__)
+            host = min(able, key=self.states.of(job.name).stuck.__contains__)
             self._tell(job, attempt, host, "remove", step, {"only_unmarked": not is_torn, "is_torn": is_torn})
         return bool(able)
-
-    def is_whole(self, job: Job, step: StepId) -> bool:
-        """True if every shard of a committed step has a host that answers and holds all of it."""
-        ranks, commit = job.copies.get(step, {}), job.commits.get(step)
-        return (
-            commit is not None and len(ranks) == commit.world_size and all(self._writers(job, step, r) for r in ranks)
-        )
-
-    def _writers(self, job: Job, step: StepId, rank: int) -> list[str]:
-        hosts = job.copies.get(step, {}).get(rank, {})
-        return sorted(h for h, c in hosts.items() if not c.missing and self.catalog.hosts.is_answering(h))
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, {}, {})
@@ -165,23 +150,23 @@ class DurableOrders:
 
     def _begin(self, job: Job, attempt: Attempt, state: DurableState, write: Write) -> None:
         """Share the slices among the holders that have the write's key, and order them."""
-        keys, step = self.keys.state(job.name), write.step
-        if not self.is_whole(job, step):
+        keys, step = self.keys.of(job.name), write.step
+        if not self.states.is_whole(job, step):
             state.problem = f"step {step.step} has no live copy of some shard any more"
             self._abandon(job, state, state.problem)
             return
         if attempt.config.get("durable_key_file"):
-            key = chosen(keys.names, [self._writers(job, step, rank) for rank in job.copies[step]], state.key)
+            key = chosen(keys.names, [self.states.writers(job, step, rank) for rank in job.copies[step]], state.key)
             if key is None:
                 why = f"step {step.step} cannot be written under one key. {keys.problem or 'No host said its key'}"
                 self._fail(job, state, write, why)
-                self.catalog.persists.refuse(job, step, ("ConfigError", f"job {job.name!r}: {why}"))
+                self.persists.refuse(job, step, ("ConfigError", f"job {job.name!r}: {why}"))
                 return
             write.key = state.key = key
         write.phase = "writing"
         for rank, hosts in job.copies[step].items():
-            owner = self.catalog.view.owner_host(job, attempt, rank)
-            able = [host for host in self._writers(job, step, rank) if self._has_key(job, write, host)]
+            owner = self.view.owner_host(job, attempt, rank)
+            able = [host for host in self.states.writers(job, step, rank) if self._has_key(job, write, host)]
             able = sorted(able, key=owner.__ne__)  # the owner first: it alone writes a small shard
             spec = write.specs[rank] = hosts[able[0]].spec
             able = [host for host in able if hosts[host].spec == spec]
@@ -191,7 +176,7 @@ class DurableOrders:
         self._order_slices(job, attempt, write, set(write.waits))
 
     def _has_key(self, job: Job, write: Write, host: str) -> bool:
-        return not write.key or self.keys.state(job.name).names.get(host) == write.key
+        return not write.key or self.keys.of(job.name).names.get(host) == write.key
 
     def _order_slices(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece]) -> None:
         """Tell every host which of `pieces` it writes."""
@@ -208,7 +193,7 @@ class DurableOrders:
         for piece in sorted(pieces):
             write.failed.setdefault(piece, set()).add(gone)
             copies, spec = job.copies.get(write.step, {}).get(piece[0], {}), write.specs[piece[0]]
-            holders = [host for host in self._writers(job, write.step, piece[0]) if copies[host].spec == spec]
+            holders = [host for host in self.states.writers(job, write.step, piece[0]) if copies[host].spec == spec]
             able = [h for h in holders if h not in write.failed[piece] and self._has_key(job, write, h)]
             if not able:
                 return False
@@ -219,25 +204,25 @@ class DurableOrders:
 
     def _tell(self, job: Job, attempt: Attempt, host: str, what: str, step: StepId, extra: Body) -> None:
         body = {"job": job.name, "durable": place_of(attempt.config), "what": what, "step": [step.attempt, step.step]}
-        self.catalog.tell(host, "persist", {**body, **extra})
+        self.out.send(host, "persist", {**body, **extra})
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
         """Give the write up, which is no problem by itself: it may have made way for another one."""
         if state.active is not None:
             state.stuck = state.active.stuck()
-            self.catalog.observer.durable(job.name, state.active.step, "abandoned", state.active.since_s, why)
+            self.out.emit(DurableWriteEnded(job.name, state.active.step, "abandoned", state.active.since_s, why))
         self._stop(job, state)
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
         self._stop(job, state)
-        state.problem, state.failed_s = why, self.catalog.now
-        self.catalog.observer.durable(job.name, write.step, "failed", write.since_s, why)
+        state.problem, state.failed_s = why, self.state.now
+        self.out.emit(DurableWriteEnded(job.name, write.step, "failed", write.since_s, why))
         state.failures_count += 1
 
     def _stop(self, job: Job, state: DurableState) -> None:
         """End the write, on every host that is still at it."""
         if state.active is not None:
-            self.catalog.persists.tried(job, state.active.step)
+            self.persists.tried(job, state.active.step)
         if state.active is not None and job.newest is not None:
             for host in sorted(set(state.active.waits.values())):
                 self._tell(job, job.newest, host, "stop", state.active.step, {})
@@ -245,8 +230,8 @@ class DurableOrders:
 
     def persisted(self, now: float, host_id: str, body: Body) -> None:
         """A host wrote a part or the marker, or removed a torn step; or could not."""
-        job = self.catalog.jobs.get(str(body["job"]))
-        state = self.state(str(body["job"]))
+        job = self.state.jobs.get(str(body["job"]))
+        state = self.states.of(str(body["job"]))
         write = state.active
         step = StepId(int(body["step"][0]), int(body["step"][1]))
         attempt = job.newest if job is not None else None
@@ -256,13 +241,13 @@ class DurableOrders:
                 self.consider(now, job)
             return
         if body["what"] == "marker":
-            self.take_back_again(str(body["job"]), step)  # it was written after all, perhaps after the removal
+            self.states.take_back_again(str(body["job"]), step)  # it was written after all, perhaps after the removal
         if body["what"] == "remove":
             if body["ok"]:
                 state.taken_back.add(step)
             else:
                 why = f"torn step {step.step} could not be removed from durable storage by {host_id}: {body['why']}"
-                self.catalog.note(f"job {str(body['job'])!r}: {why}", "warning")
+                self.out.log(f"job {str(body['job'])!r}: {why}", "warning")
             return
         if job is None or attempt is None or write is None or write.step != step:
             return
@@ -287,20 +272,20 @@ class DurableOrders:
             self._give_up_retired(now, job, attempt, state)
             return
         job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key)
-        state.changed[step], state.lacks = self.calls_count, ""
+        state.changed[step], state.lacks = self.states.calls_count, ""
         state.last_done_s = state.seen_s[step] = now
         state.write_s = now - write.since_s
-        self.catalog.observer.durable(job.name, step, "", write.since_s)
-        self.catalog.steps.tell_durable(job, step)
+        self.out.emit(DurableWriteEnded(job.name, step, "", write.since_s))
+        self.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
-        if not self.keys.state(job.name).problem:  # else it is open whose key will be had when a step is needed
+        if not self.keys.of(job.name).problem:  # else it is open whose key will be had when a step is needed
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
-                state.changed[old] = self.calls_count
+                state.changed[old] = self.states.calls_count
                 self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
-        self.catalog.persists.written(job, step)
-        self.catalog.retention.retain(job)
+        self.persists.written(job, step)
+        self.retention.retain(job)
 
     def _piece_failed(
         self, job: Job, attempt: Attempt, state: DurableState, write: Write, host_id: str, piece: Piece, body: Body
@@ -308,34 +293,13 @@ class DurableOrders:
         """Give a slice to another holder of its shard; the write is over if there is none."""
         if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
             why = f"durable write of step {write.step.step} failed on {host_id}: {body['why']}"
-            self.catalog.note(f"job {job.name!r}: {why}", "warning")
+            self.out.log(f"job {job.name!r}: {why}", "warning")
         if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
             return
         self._fail(job, state, write, str(body["why"]))
         self._tell(job, attempt, host_id, "remove", write.step, {"only_unmarked": True})  # full storage needs the room
         if body["key"] != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
             state.last_started_s = state.last_started_step = None
-
-    def not_there(self, job: Job, step: StepId, why: str, *, is_read: bool, needs_key: bool) -> None:
-        """Storage cannot be read, or has not all of a step that was durable: then it is written again from RAM.
-
-        So is one under a key that nobody has, if RAM has all of it: under the present one.
-        """
-        state = self.state(job.name)
-        if is_read:
-            state.lacks = why
-        else:
-            state.unread = why
-        if is_read or (needs_key and self.is_whole(job, step)):
-            job.markers.pop(step, None)
-            state.seen_s.pop(step, None)
-            state.last_started_s = state.last_started_step = None
-
-    def take_back_again(self, name: str, step: StepId) -> None:
-        """A torn step has a marker after all: have it removed once more."""
-        state = self.state(name)
-        state.taken_back.discard(step)
-        state.ordered_back_s.pop(step, None)
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
@@ -354,18 +318,18 @@ class DurableOrders:
 
     def forget(self, name: str) -> None:
         """The job was removed: another one of its name begins anew."""
-        self.states.pop(name, None)
+        self.states.forget(name)
         self.keys.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
         """A writer died: what it owed goes to other holders; if there are none the write is over."""
-        state, attempt = self.state(job.name), job.newest
+        state, attempt = self.states.of(job.name), job.newest
         write = state.active
         self.keys.lost(job.name, host_id)
         state.stuck.discard(host_id)  # its next process has another way to the storage
         if write is None or attempt is None or host_id not in write.waits.values():
             return
-        hosts = self.catalog.hosts
+        hosts = self.state.hosts
         others = [host for host in hosts.live_ids() if host != host_id and hosts.is_answering(host)]
         if write.waits.get(MARKER) == host_id and others and write.step not in job.torn:
             self._order_marker(job, attempt, others[0], write)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked, StepCommitted, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Seat
+from memstore.core.cluster.state import ClusterState
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import shard_to_wire
 from recovery.inventory import Copy, ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 MAKE_AGAIN_S = 2.0  # an order may have died with a holder, or found no room for a manifest
 LAUNCHER = "fork"  # of the attempt that stands for where the fork came from
 
 
 class ForkMaking:
-    """Forks that a fact knows, for the catalog."""
+    """Forks that a fact knows."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Room) -> None:
+        self.state, self.out, self.journal, self.view, self.room = state, out, journal, view, room
         self.waiting: dict[str, list[Call]] = {}  # by new job: for it to be whole
         self.ordered_s: dict[str, float] = {}
 
     def apply(self, fact: JobForked, *, is_replay: bool) -> None:
         """The word has spread: the job is there, and hosts make its manifests."""
-        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         if fact.attempt in job.attempts:
             return
-        origin = self.catalog.jobs.get(fact.from_job)
+        origin = self.state.jobs.get(fact.from_job)
         job.origin, job.home = fact, origin.placement or origin.home if origin is not None else None
         seats = {rank: Seat(rank, host, "", is_gone=True) for rank, host in enumerate(fact.seats)}
         attempt = stand_in(fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, seats, fact.needs)
@@ -41,13 +43,13 @@ class ForkMaking:
             fact.is_degraded, fact.reason, fact.wall_s,
         )  # fmt: skip
         if not is_replay:
-            self.catalog.room.order(job, attempt)  # a holder that was replaced since it claimed has forgotten it
-            self._make(self.catalog.now, job)
+            self.room.order(job, attempt)  # a holder that was replaced since it claimed has forgotten it
+            self._make(self.state.now, job)
 
     def _unmade(self, job: Job) -> dict[int, list[str]]:
         """Rank -> hosts that are to make the fork's shard: while none is whole, all whose origin's has more of it."""
         fact, newest = job.origin, job.newest
-        origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
+        origin = self.state.jobs.get(fact.from_job) if fact is not None else None
         if fact is None or newest is None or origin is None or newest.has_shed:
             return {}
         step, from_step = StepId(fact.attempt, fact.step), StepId(fact.from_attempt, fact.step)
@@ -57,11 +59,11 @@ class ForkMaking:
         for rank in range(fact.world_size):
             have, there = job.copies.get(step, {}).get(rank, {}), origin.copies.get(from_step, {}).get(rank, {})
             if any(not copy.missing for copy in have.values()):
-                wanted = self.catalog.view.wanted(job, newest, rank)
+                wanted = self.view.wanted(job, newest, rank)
                 hosts = [h for h in fact.hosts[rank] if h not in have and h in wanted and h in there]
             else:
                 hosts = [h for h in there if h not in have or have[h].missing - there[h].missing]
-            found[rank] = [h for h in hosts if self.catalog.hosts.is_answering(h)]
+            found[rank] = [h for h in hosts if self.state.hosts.is_answering(h)]
         return {rank: hosts for rank, hosts in found.items() if hosts}
 
     def _make(self, now: float, job: Job) -> None:
@@ -69,7 +71,7 @@ class ForkMaking:
         fact = job.origin
         if fact is not None and where:
             self.ordered_s[job.name] = now
-            origin = self.catalog.jobs[fact.from_job]
+            origin = self.state.jobs[fact.from_job]
             self.order(job, origin, StepId(fact.from_attempt, fact.step), where)
 
     def is_whole(self, job: Job) -> bool:
@@ -88,8 +90,8 @@ class ForkMaking:
         fact = job.origin
         if fact is None or self.is_whole(job):
             return False
-        catalog = self.catalog
-        late = catalog.hosts.dead_since(catalog.now - catalog.rules.repair_after_s) | catalog.view.late_hosts()
+        state = self.state
+        late = state.hosts.dead_since(state.now - state.rules.repair_after_s) | self.view.late_hosts()
         if not late.isdisjoint(h for hosts in fact.hosts for h in hosts):
             return True
         made = job.copies.get(StepId(fact.attempt, fact.step), {})
@@ -98,7 +100,7 @@ class ForkMaking:
 
     def tick(self, now: float) -> None:
         """Order again what is not made yet; answer who waits for it."""
-        for job in [job for job in self.catalog.jobs.values() if job.origin is not None]:
+        for job in [job for job in self.state.jobs.values() if job.origin is not None]:
             self._retire_torn(job)
             if self._unmade(job):
                 if now - self.ordered_s.get(job.name, -MAKE_AGAIN_S) >= MAKE_AGAIN_S:
@@ -110,13 +112,13 @@ class ForkMaking:
     def _retire_torn(self, job: Job) -> None:
         """What its origin's step was seen to be after the fork, a fork's is too: a fact that outlives the origin."""
         fact = job.origin
-        origin = self.catalog.jobs.get(fact.from_job) if fact is not None else None
+        origin = self.state.jobs.get(fact.from_job) if fact is not None else None
         if fact is None or origin is None or StepId(fact.attempt, fact.step) in job.torn:
             return
         from_step = StepId(fact.from_attempt, fact.step)
         torn = StepRetired(job.name, fact.attempt, fact.step, origin.retired.get(from_step, ""), is_torn=True)
-        if from_step in origin.torn and torn not in self.catalog.log.undone():
-            self.catalog.record(torn)
+        if from_step in origin.torn and torn not in self.journal.log.undone():
+            self.journal.record(torn)
 
     def _answer(self, job: Job, call: Call) -> None:
         fact = job.origin
@@ -124,7 +126,7 @@ class ForkMaking:
             return
         copies = job.copies.get(StepId(fact.attempt, fact.step), {})
         nbytes = sum(next(iter(hosts.values())).spec.nbytes for hosts in copies.values())
-        self.catalog.answer(
+        self.out.answer(
             call,
             {
                 "job": fact.job, "attempt": fact.attempt, "step": fact.step, "from_job": fact.from_job,
@@ -149,14 +151,14 @@ class ForkMaking:
                 orders.setdefault(host, []).append(item)
         for host, shards in sorted(orders.items()):
             body = {"job": job.name, "call": call, "what": "look" if call else "make", "shards": shards}
-            self.catalog.tell(host, "fork", body)
+            self.out.send(host, "fork", body)
         return set(orders)
 
     def forget(self, name: str) -> None:
         """The fork was removed."""
         self.ordered_s.pop(name, None)
         for call in self.waiting.pop(name, []):
-            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
 
 
 def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:

@@ -10,52 +10,38 @@ not dropped before that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 from memstore.config import check_name
+from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked
 from memstore.core.cluster.job import Call, Job, Seat
+from memstore.core.cluster.pending_fork import PendingFork
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, whole_or_partly, why_not_whole
+from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
 from memstore.core.history.fork_copy import ForkMaking, stand_in
+from memstore.core.journal.replication import Journal
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body
 from memstore.errors import ConfigError
 from placement.domains import is_finer
 from recovery.inventory import StepId
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 ASK_LIMIT_S = 60.0  # until every host has claimed the room and looked at its copies
 
 
-@dataclass(slots=True)
-class Pending:
-    """A fork that no fact knows yet."""
-
-    calls: list[Call]
-    nonce: str
-    job: Job  # as it will be; the catalog does not know it yet
-    origin: str
-    step: StepId  # of the origin
-    since_s: float
-    number: int = 0  # of the order to look
-    markers_call: int = 0
-    claimed: set[str] = field(default_factory=set)
-    waits: set[str] = field(default_factory=set)
-    found: dict[int, dict[str, str]] = field(default_factory=dict)  # rank -> host with all chunks -> digest there
-    is_recorded: bool = False
-
-
 class Forks:
-    """Forks of all jobs, for the catalog."""
+    """Forks of all jobs; those that no fact knows stand in `ClusterState.pending_forks`."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.pending: dict[str, Pending] = {}  # by the new job's name
-        self.making = ForkMaking(catalog)
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Room,
+        markers: DurableMarkers,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.journal = state, out, journal
+        self.view, self.room, self.markers = view, room, markers
+        self.making = ForkMaking(state, out, journal, view, room)
+        state.holds.add("a fork", self.needed, is_in_use=True)
         self.count = 0
 
     # -- asked --------------------------------------------------------------------------------
@@ -66,10 +52,10 @@ class Forks:
         try:
             check_name("job", name)
         except ConfigError as error:
-            self.catalog.refuse(call, "ConfigError", str(error))
+            self.out.refuse(call, "ConfigError", str(error))
             return
         name = str(name)
-        known, pending = self.catalog.jobs.get(name), self.pending.get(name)
+        known, pending = self.state.jobs.get(name), self.state.pending_forks.get(name)
         if pending is not None and pending.nonce == nonce:
             pending.calls.append(call)
             return
@@ -78,20 +64,20 @@ class Forks:
             return
         step, refusal = self._find(job, name, call)
         if step is None or refusal is not None:
-            self.catalog.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no such step")))
+            self.out.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no such step")))
             return
-        pending = self.pending[name] = Pending(
-            [call], nonce, self._draft(job, step, name), job.name, step, self.catalog.now
+        pending = self.state.pending_forks[name] = PendingFork(
+            [call], nonce, self._draft(job, step, name), job.name, step, self.state.now
         )
         durable = place_of(job.newest.config) if job.newest is not None else None
         if durable is None:
             self._claim(pending)
             return
-        pending.markers_call = self.catalog.durable.next_call()
-        self.catalog.tell(call.host_id, "markers", {"job": name, "durable": durable, "call": pending.markers_call})
+        asked, pending.is_listing = pending, True
+        self.markers.ask(call.host_id, name, durable, lambda why: self._markers_listed(asked, why))
 
     def _find(self, job: Job, name: str, call: Call) -> tuple[StepId | None, Refusal | None]:
-        if name in self.catalog.jobs or name in self.pending:
+        if name in self.state.jobs or name in self.state.pending_forks:
             return None, self._exists(name)
         step, refusal = named_step(
             job, None if call.body["step"] is None else int(call.body["step"]), call.body.get("of_attempt"),
@@ -104,7 +90,7 @@ class Forks:
             return None, ("RecoveryError", f"{what}: the job has copies and no attempt: connect to it first")
         if step in job.retired:
             return None, ("RecoveryError", f"{what}: it is retired: {job.retired[step]}")
-        lacking = why_not_whole(self.catalog, job, step)
+        lacking = why_not_whole(self.state.hosts, job, step)
         if lacking:
             return None, ("RecoveryError", f"{what}: {lacking}")
         split = [rank for rank in range(job.commits[step].world_size) if not self._hosts(job, step, rank)]
@@ -114,7 +100,7 @@ class Forks:
         return step, None
 
     def _exists(self, name: str) -> Refusal:
-        job = self.catalog.jobs.get(name)
+        job = self.state.jobs.get(name)
         what = "is being forked" if job is None else "exists"
         if job is not None and not job.attempts and job.markers:
             what = "has steps on durable storage"
@@ -123,8 +109,8 @@ class Forks:
     def _hosts(self, job: Job, step: StepId, rank: int) -> list[str]:
         """Hosts with the whole shard: those that are to hold it, or whoever does if none of these has it."""
         digest = job.commits[step].digests[rank]
-        whole = [h for h, lacks in whole_or_partly(self.catalog, job, step, rank, digest).items() if not lacks]
-        wanted = self.catalog.view.wanted(job, job.newest, rank) if job.newest is not None else []
+        whole = [h for h, lacks in whole_or_partly(self.state.hosts, job, step, rank, digest).items() if not lacks]
+        wanted = self.view.wanted(job, job.newest, rank) if job.newest is not None else []
         return sorted(h for h in whole if h in wanted) or sorted(whole)
 
     def _draft(self, origin: Job, step: StepId, name: str) -> Job:
@@ -134,10 +120,10 @@ class Forks:
         commit, newest = origin.commits[step], origin.newest
         seats = {}
         for rank in range(commit.world_size):
-            hosts, owner = self._hosts(origin, step, rank), self.catalog.view.owner_host(origin, newest, rank)
+            hosts, owner = self._hosts(origin, step, rank), self.view.owner_host(origin, newest, rank)
             seats[rank] = Seat(rank, owner if owner in hosts else hosts[0], "", is_gone=True)
         job = Job(name, home=origin.placement or origin.home)
-        ordinal = self.catalog.removed.get(name, 0) + 1
+        ordinal = self.state.removed.get(name, 0) + 1
         job.attempts[ordinal] = attempt = stand_in(
             ordinal, commit.world_size, {**newest.config, "durable": None}, newest.level_asked, seats,
             [self._chunks(origin, step, rank) for rank in range(commit.world_size)],
@@ -148,30 +134,30 @@ class Forks:
     def _chunks(self, job: Job, step: StepId, rank: int) -> int:
         return next(copy.spec.chunks_count for copy in job.copies[step][rank].values())
 
-    def markers_listed(self, name: str, call: int, why: str) -> None:
-        """Durable storage said whether it has a job of the new name: its history would be mixed with the fork's."""
-        pending = self.pending.get(name)
-        if pending is None or pending.markers_call != call:
+    def _markers_listed(self, pending: PendingFork, why: str) -> None:
+        """Go on if durable storage has no job of the new name, whose history would be mixed with the fork's."""
+        name = pending.job.name
+        if self.state.pending_forks.get(name) is not pending or not pending.is_listing:
             return
-        pending.markers_call = 0
+        pending.is_listing = False
         if why:
             what = f"whether job {name!r} has steps on durable storage cannot be told: {why}"
             self._refuse(pending, "RecoveryError", what)
-        elif name in self.catalog.jobs:
+        elif name in self.state.jobs:
             self._refuse(pending, *self._exists(name))
         else:
             self._claim(pending)
 
     # -- room, then a look --------------------------------------------------------------------
 
-    def _claim(self, pending: Pending) -> None:
+    def _claim(self, pending: PendingFork) -> None:
         job = pending.job
         if job.newest is not None:
-            pending.claimed = self.catalog.room.claim(job, job.newest, lambda h, why: self._claimed(pending, h, why))
+            pending.claimed = self.room.claim(job, job.newest, lambda h, why: self._claimed(pending, h, why))
 
-    def _claimed(self, pending: Pending, host: str, why: str) -> None:
+    def _claimed(self, pending: PendingFork, host: str, why: str) -> None:
         """Every host has room for what the fork would take if its origin dropped the chunks, or one has not."""
-        if self.pending.get(pending.job.name) is not pending:
+        if self.state.pending_forks.get(pending.job.name) is not pending:
             return
         if why:
             self._refuse(
@@ -180,7 +166,7 @@ class Forks:
                 f"room of its own for the day when that drops them: {why}",
             )  # fmt: skip
             return
-        origin = self.catalog.jobs.get(pending.origin)
+        origin = self.state.jobs.get(pending.origin)
         if origin is None or pending.step not in origin.copies:
             self._refuse(pending, "RecoveryError", f"step {pending.step.step} of job {pending.origin!r} is gone")
             return
@@ -193,7 +179,7 @@ class Forks:
 
     def looked(self, host: str, body: Body) -> None:
         """A host says which of the origin's shards it has whole, and their digests under the new name."""
-        pending = self.pending.get(str(body["job"]))
+        pending = self.state.pending_forks.get(str(body["job"]))
         if pending is None or pending.number != body["call"] or host not in pending.waits:
             return
         pending.waits.discard(host)
@@ -202,13 +188,13 @@ class Forks:
                 pending.found[int(rank)][host] = str(digest)
         self._progress(pending)
 
-    def _progress(self, pending: Pending) -> None:
+    def _progress(self, pending: PendingFork) -> None:
         """All hosts have looked: the fact, or a refusal."""
-        pending.waits = {h for h in pending.waits if self.catalog.hosts.is_live(h)}
+        pending.waits = {h for h in pending.waits if self.state.hosts.is_live(h)}
         if pending.waits or not pending.number or pending.is_recorded:
             return
         found = {
-            rank: {h: d for h, d in hosts.items() if self.catalog.hosts.is_live(h)}
+            rank: {h: d for h, d in hosts.items() if self.state.hosts.is_live(h)}
             for rank, hosts in pending.found.items()
         }
         lost = [rank for rank, hosts in found.items() if len(set(hosts.values())) != 1]
@@ -216,25 +202,25 @@ class Forks:
             what = f"rank {lost[0]} of step {pending.step.step} of job {pending.origin!r} is not whole on any host now"
             self._refuse(pending, "RecoveryError", f"{what}: repair is under way, ask again in a moment")
             return
-        origin = self.catalog.jobs.get(pending.origin)
+        origin = self.state.jobs.get(pending.origin)
         why = origin.retired.get(pending.step) if origin is not None else None
         if why is not None:  # since it was asked for
             what = f"step {pending.step.step} of job {pending.origin!r} is retired"
             self._refuse(pending, "RecoveryError", f"{what}: {why}")
             return
         pending.is_recorded = True
-        self.catalog.record(self._fact(pending, found))
+        self.journal.record(self._fact(pending, found))
 
-    def _fact(self, pending: Pending, found: dict[int, dict[str, str]]) -> JobForked:
-        job, placement = pending.job, self.catalog.view.placement(pending.job)
+    def _fact(self, pending: PendingFork, found: dict[int, dict[str, str]]) -> JobForked:
+        job, placement = pending.job, self.view.placement(pending.job)
         attempt = next(iter(job.attempts.values()))
         short = [
-            f"rank {rank} has {len(self.catalog.hosts.domains(hosts))} of {attempt.replicas} copies"
+            f"rank {rank} has {len(self.state.hosts.domains(hosts))} of {attempt.replicas} copies"
             for rank, hosts in found.items()
-            if len(self.catalog.hosts.domains(hosts)) < attempt.replicas
+            if len(self.state.hosts.domains(hosts)) < attempt.replicas
         ]
         level = placement.level if placement is not None else "host"
-        if is_finer(level, attempt.level_asked, self.catalog.hosts.failure_domains):
+        if is_finer(level, attempt.level_asked, self.state.hosts.failure_domains):
             short.insert(0, f"copies are spread over {level}s, not {attempt.level_asked}s")
         return JobForked(
             job=job.name, attempt=attempt.ordinal, step=pending.step.step, world_size=attempt.world_size,
@@ -244,32 +230,32 @@ class Forks:
             seats=tuple(attempt.seats[rank].host_id for rank in range(attempt.world_size)),
             needs=tuple(attempt.needs[rank] for rank in range(attempt.world_size)),
             level=level, level_asked=attempt.level_asked, is_degraded=bool(short),
-            reason="; ".join(short[:3]), config=attempt.config, nonce=pending.nonce, wall_s=self.catalog.wall_s,
+            reason="; ".join(short[:3]), config=attempt.config, nonce=pending.nonce, wall_s=self.state.wall_s,
         )  # fmt: skip
 
-    def _refuse(self, pending: Pending, error: str, why: str) -> None:
+    def _refuse(self, pending: PendingFork, error: str, why: str) -> None:
         """Nothing is left of it: hosts give the room back."""
         job = pending.job
-        self.pending.pop(job.name, None)
+        self.state.pending_forks.pop(job.name, None)
         for host in sorted(pending.claimed):
             removed = [job.name, max(job.attempts)]
             # The name and the number are free again: the next job of this name is not fenced by it.
-            self.catalog.tell(host, "drop", {"shards": [], "removed": removed, "is_refused_fork": True})
+            self.out.send(host, "drop", {"shards": [], "removed": removed, "is_refused_fork": True})
         for call in pending.calls:
-            self.catalog.refuse(call, error, why)
+            self.out.refuse(call, error, why)
 
     # -- the fact -----------------------------------------------------------------------------
 
     def apply_forked(self, fact: JobForked, *, is_replay: bool) -> None:
         """The word has spread: who asked waits for the manifests."""
-        pending = self.pending.pop(fact.job, None)
+        pending = self.state.pending_forks.pop(fact.job, None)
         if pending is not None:
             self.making.waiting.setdefault(fact.job, []).extend(pending.calls)
         self.making.apply(fact, is_replay=is_replay)
 
     def tick(self, now: float) -> None:
         """Give up what no fact knows after a while."""
-        for pending in list(self.pending.values()):
+        for pending in list(self.state.pending_forks.values()):
             self._progress(pending)
             if not pending.is_recorded and now - pending.since_s > ASK_LIMIT_S:
                 late = ", ".join(sorted(pending.waits or pending.claimed)) or "asked for durable markers"
@@ -281,24 +267,20 @@ class Forks:
 
     def needed(self, job: Job) -> set[StepId]:
         """Steps of a job that a fork is being made of: not dropped now."""
-        steps = {p.step for p in self.pending.values() if p.origin == job.name}
-        facts = [fact for fact in self.of(job) if self.making.needs_origin(self.catalog.jobs[fact.job], job)]
+        steps = {p.step for p in self.state.pending_forks.values() if p.origin == job.name}
+        facts = [fact for fact in self.state.forks_of(job) if self.making.needs_origin(self.state.jobs[fact.job], job)]
         return steps | {StepId(fact.from_attempt, fact.step) for fact in facts}
 
     def unfinished(self, job: Job) -> list[str]:
         """The forks of a job that are not whole yet, and may be."""
-        pending = [name for name, p in self.pending.items() if p.origin == job.name]
-        made = [fact.job for fact in self.of(job) if self.making.needs_origin(self.catalog.jobs[fact.job], job)]
+        pending = [name for name, p in self.state.pending_forks.items() if p.origin == job.name]
+        jobs = self.state.jobs
+        made = [fact.job for fact in self.state.forks_of(job) if self.making.needs_origin(jobs[fact.job], job)]
         return pending + made
-
-    def of(self, job: Job) -> Iterable[JobForked]:
-        """The forks that the store has of a job."""
-        facts = (other.origin for other in self.catalog.jobs.values())
-        return (fact for fact in facts if fact is not None and fact.from_job == job.name)
 
     def forget(self, name: str) -> None:
         """A job was removed, under either name."""
         self.making.forget(name)
-        for pending in list(self.pending.values()):
+        for pending in list(self.state.pending_forks.values()):
             if name in (pending.origin, pending.job.name) and not pending.is_recorded:
                 self._refuse(pending, "FencedError", f"job {name!r} was removed")

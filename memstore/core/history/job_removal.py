@@ -10,25 +10,32 @@ never expired: nobody can tell a finished run from one whose owner is away for a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from memstore.core.attempts.join import Attempts
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import JobForgotten, JobKept
 from memstore.core.cluster.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import listed_pins
+from memstore.core.durable.checks import DurableChecks
+from memstore.core.history.fork_request import Forks
+from memstore.core.journal.replication import Journal
+from memstore.core.restore.single_read import job_of
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 
 CHECK_AGAIN_S = 600.0
 
 
 class Expiry:
-    """Removes jobs, for the catalog."""
+    """Removes jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, checks: DurableChecks, attempts: Attempts,
+        forks: Forks,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.journal = state, out, journal
+        self.checks, self.attempts, self.forks = checks, attempts, forks
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
         self.checking: set[str] = set()  # jobs whose newest step is looked for on the storage
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
@@ -36,7 +43,7 @@ class Expiry:
 
     def tick(self, now: float) -> None:
         """Remove what has been over for its time; a new controller begins to count anew."""
-        over = {job.name: job for job in self.catalog.jobs.values() if self._is_over(job)}
+        over = {job.name: job for job in self.state.jobs.values() if self._is_over(job)}
         self.over_since_s = {name: self.over_since_s.get(name, now) for name in over}
         for name, job in over.items():
             attempt = job.newest
@@ -49,19 +56,19 @@ class Expiry:
         step = job.newest_committed
         if step is None or job.name in self.checking or now - self.kept_s.get(job.name, -CHECK_AGAIN_S) < CHECK_AGAIN_S:
             return
-        if self.catalog.durable_checks.ask(job, step, lambda unread, lacks: self._checked(job, step, unread, lacks)):
+        if self.checks.ask(job, step, lambda unread, lacks: self._checked(job, step, unread, lacks)):
             self.checking.add(job.name)
 
     def _checked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
         """A host looked at the storage: why it could not be read, or what it lacks of the step."""
         self.checking.discard(job.name)
         if unread or lacks:
-            self.kept_s[job.name] = self.catalog.now
+            self.kept_s[job.name] = self.state.now
             why = f"step {step.step}: {unread or lacks}"
-            self.catalog.note(f"job {job.name!r}: closed and over, and its RAM is kept: {why}", "warning")
-            self.catalog.observer.not_expired(job.name, step, unread or lacks)
+            self.out.log(f"job {job.name!r}: closed and over, and its RAM is kept: {why}", "warning")
+            self.out.emit(JobKept(job.name, step, unread or lacks))
         elif self._is_over(job) and job.newest_committed == step:
-            self.catalog.note(f"job {job.name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
+            self.out.log(f"job {job.name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
             self.remove(job)
 
     def _is_over(self, job: Job) -> bool:
@@ -73,62 +80,83 @@ class Expiry:
 
     def is_in_use(self, job: Job) -> bool:
         """True if somebody connects to the job, reads, restores, writes or forks it."""
-        is_joining = job.name in self.catalog.attempts.gatherings or job.name in self.catalog.attempts.opening
-        is_read = any(shard.job == job.name for _, shard, _ in self.catalog.queries.reads.values())
-        is_used = is_read or bool(self.catalog.steps_in_use(job)) or bool(self.catalog.forks.unfinished(job))
+        is_joining = job.name in self.attempts.gatherings or job.name in self.attempts.opening
+        is_read = any(read.shard.job == job.name for read in self.state.reads.values())
+        is_used = is_read or bool(self.state.holds.in_use(job)) or bool(self.forks.unfinished(job))
         return is_joining or is_used
+
+    def ask(self, call: Call) -> None:
+        """Drop every copy of a job in RAM, and its facts."""
+        name = str(call.body.get("job", ""))
+        is_story = name in self.state.stories.keys() - self.state.jobs.keys()
+        job = Job(name) if is_story else job_of(self.state, self.out, call)
+        if job is None:
+            return
+        attempt = job.newest
+        seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
+        alive = [s for s in seats if s.is_alive and self.state.hosts.is_live(s.host_id)]
+        if alive and not call.body.get("force"):
+            seat = alive[0]
+            self.out.refuse(
+                call, "JobBusyError",
+                f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is "
+                "alive. Stop it first, or pass --force as well",
+            )  # fmt: skip
+            return
+        unfinished = self.forks.unfinished(job)
+        if unfinished:
+            self.out.refuse(
+                call, "JobBusyError",
+                f"job {job.name!r} is being forked to {unfinished[0]!r}, which is not whole yet: ask again later, "
+                "or remove that one first",
+            )  # fmt: skip
+            return
+        if job.pins and not call.body.get("force"):
+            self.out.refuse(
+                call, "JobBusyError",
+                f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
+                f"`memstore unpin {job.name} NAME`, or pass --force as well",
+            )  # fmt: skip
+            return
+        pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
+        self.remove(job, (call, {"job": job.name, "pins": pins}))
 
     def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
         self.removing.setdefault(job.name, []).extend(waiting)
-        undone = [fact for fact in self.catalog.log.undone() if getattr(fact, "job", "") == job.name]
+        undone = [fact for fact in self.journal.log.undone() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in undone]
-        fact = JobRemoved(job.name, max(job.newest_ordinal, self.catalog.removed.get(job.name, 0), *begun), story)
+        fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
         if fact not in undone:
-            self.catalog.record(fact)
+            self.journal.record(fact)
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is checked any more."""
         self.checking.discard(name)
         self.kept_s.pop(name, None)
 
-    def is_back(self, name: str, step: StepId) -> bool:
-        """True if durable storage has brought the step of a removed job back, to a later one of its name (R31)."""
-        job = self.catalog.jobs.get(name)
-        if job is None:
-            return False
-        restored = ((a.parent, a.parent_step) for a in job.attempts.values() if a.has_restored)
-        return step in job.commits or step in job.markers or (step.attempt, step.step) in restored
-
     def passes_over(self, fact: Fact) -> bool:
         """True if a fact was decided of a job while the word of its end was spreading: it has no effect (R16)."""
         name = getattr(fact, "job", "")
-        removed = self.catalog.removed.get(name, 0)
+        removed = self.state.removed.get(name, 0)
         if isinstance(fact, JobRemoved) or getattr(fact, "attempt", removed + 1) > removed:
             return False
         if isinstance(fact, StepRetired):
-            return name not in self.catalog.jobs  # else it is true of the bytes, wherever they come from
+            return name not in self.state.jobs  # else it is true of the bytes, wherever they come from
         if isinstance(fact, StepCommitted | StepPinned):
-            return not self.is_back(name, StepId(fact.attempt, fact.step))
+            return not self.state.is_back(name, StepId(fact.attempt, fact.step))
         return True
 
     def apply(self, fact: JobRemoved, *, is_replay: bool) -> None:
         """The fact has spread: forget the job and drop every copy."""
-        catalog, job = self.catalog, self.catalog.jobs.pop(fact.job, None)
-        catalog.removed[fact.job] = max(fact.attempt, catalog.removed.get(fact.job, 0))
-        parts = (
-            catalog.attempts, catalog.mesh_orders, catalog.room, catalog.cadence, catalog.rounds, catalog.pins,
-            catalog.forks, self, catalog.durable_checks, catalog.persists, catalog.durable, catalog.drains,
-            catalog.view.twins, catalog.queries, catalog.told,
-        )  # fmt: skip
-        for part in parts:
-            part.forget(fact.job)
-        catalog.orphans.removed(fact, is_replay=is_replay)
+        state, job = self.state, self.state.jobs.pop(fact.job, None)
+        state.removed[fact.job] = max(fact.attempt, state.removed.get(fact.job, 0))
+        self.out.emit(JobForgotten(fact, is_replay))
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()
         shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
-        for host in catalog.hosts.live_ids():
-            catalog.tell(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
+        for host in state.hosts.live_ids():
+            self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
         for call, body in self.removing.pop(fact.job, []):
-            catalog.answer(call, {**body, "shards": len(shards)})
+            self.out.answer(call, {**body, "shards": len(shards)})

@@ -9,56 +9,53 @@ get that finds nothing fails with it on all ranks, until the job begins afresh o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobRemoved
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.history.job_removal import Expiry
+from memstore.core.journal.replication import Journal
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 GRACE_S = 600.0  # for a launch to come after the last of the job's hosts; at most the time that makes an orphan
 STEPS_TOLD_MAX = 3
 
 
 class Orphans:
-    """Drops forgotten jobs and remembers them, for the catalog."""
+    """Drops forgotten jobs and remembers them; what became of each stands in `ClusterState.stories`."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: Expiry) -> None:
+        self.state, self.out, self.journal, self.expiry = state, out, journal, expiry
         self.used: set[str] = set()  # jobs that somebody asked for since this controller began
-        self.stories: dict[str, str] = {}  # job -> what became of it
         self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story
 
     def tick(self) -> None:
         """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
-        ttl_s = self.catalog.rules.orphan_ttl_s
-        if not ttl_s or all(state.idle_s < ttl_s for state in self.catalog.hosts.states.values()):
+        ttl_s = self.state.rules.orphan_ttl_s
+        if not ttl_s or all(state.idle_s < ttl_s for state in self.state.hosts.states.values()):
             return
-        for job in list(self.catalog.jobs.values()):
+        for job in list(self.state.jobs.values()):
             idle_s = self._idle_s(job)
             if idle_s is not None and not self._is_removed(job):
                 story = self._story(job, idle_s)
-                self.catalog.note(
-                    f"job {job.name!r}: {story or 'it never committed a step, and was forgotten'}", "warning"
-                )
-                self.catalog.expiry.remove(job, story=story)
+                self.out.log(f"job {job.name!r}: {story or 'it never committed a step, and was forgotten'}", "warning")
+                self.expiry.remove(job, story=story)
 
     def _idle_s(self, job: Job) -> float | None:
         """For how long no holder of the job's hosts had run before they came; None where it is no orphan."""
         if job.name in self.used:
             return None
-        ttl_s, hosts = self.catalog.rules.orphan_ttl_s, self.catalog.hosts.states
+        ttl_s, hosts = self.state.rules.orphan_ttl_s, self.state.hosts.states
         named = self._named(job)
-        if not named or not named <= hosts.keys() or job.pins or self.catalog.expiry.is_in_use(job):
+        if not named or not named <= hosts.keys() or job.pins or self.expiry.is_in_use(job):
             return None
         seats = job.newest.seats.values() if job.newest is not None and job.newest.phase != "closed" else ()
         if any(seat.is_alive for seat in seats):
             self.used.add(job.name)
         states = [hosts[host] for host in named]
         since_s = max(state.since_s for state in states)
-        is_early = self.catalog.now - since_s < min(GRACE_S, ttl_s)
+        is_early = self.state.now - since_s < min(GRACE_S, ttl_s)
         if job.name in self.used or is_early or any(state.status != "live" for state in states):
             return None
         idle_s = min(state.idle_s for state in states)
@@ -72,7 +69,7 @@ class Orphans:
         return named | {seat.host_id for seat in job.newest.seats.values()} if job.newest is not None else named
 
     def _is_removed(self, job: Job) -> bool:
-        return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.catalog.log.undone())
+        return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.journal.log.undone())
 
     def _story(self, job: Job, idle_s: float) -> str:
         """Say what went, when and why; nothing where nothing was ever committed."""
@@ -82,55 +79,55 @@ class Orphans:
         newest = ", ".join(f"{step.step} (attempt {step.attempt})" for step in steps)
         what = "committed steps" if job.commits else "steps"
         return (
-            f"its {what} {newest} were dropped from RAM on {_date(self.catalog.wall_s)}: no holder of hosts "
+            f"its {what} {newest} were dropped from RAM on {_date(self.state.wall_s)}: no holder of hosts "
             f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and nobody asked for the job then; "
-            f"orphan_ttl_s is {self.catalog.rules.orphan_ttl_s:g}"
+            f"orphan_ttl_s is {self.state.rules.orphan_ttl_s:g}"
         )
 
     # -- what is remembered -------------------------------------------------------------------
 
     def asked(self, name: str) -> None:
         """Somebody asks for a job: it is none that was forgotten."""
-        if name in self.catalog.jobs:
+        if name in self.state.jobs:
             self.used.add(name)
 
     def told(self, host: str, stories: Mapping[str, str]) -> None:
         """A host shows what it remembers of jobs; one that went on, or was removed, since is told to forget."""
         for name, story in stories.items():
             if name in self.ended or self._goes_on(name):
-                self.catalog.tell(host, "dropped", {"job": name, "story": ""})
+                self.out.send(host, "dropped", {"job": name, "story": ""})
             else:
-                self.stories.setdefault(name, story)
+                self.state.stories.setdefault(name, story)
 
     def removed(self, fact: JobRemoved, *, is_replay: bool) -> None:
         """A job is gone: by the rule, with its story; by name, without one."""
         self.used.discard(fact.job)
-        before = self.stories.pop(fact.job, "")
+        before = self.state.stories.pop(fact.job, "")
         self.ended.add(fact.job)
         if fact.story:
             self.ended.discard(fact.job)
-            self.stories[fact.job] = fact.story
+            self.state.stories[fact.job] = fact.story
         if fact.story != before and not is_replay:
             self._tell_all(fact.job, fact.story)
 
     def begun(self, name: str) -> None:
         """An attempt was opened, or a step committed: what came before counts no more if it goes on without it."""
-        if name in self.stories and self._goes_on(name):
-            del self.stories[name]
+        if name in self.state.stories and self._goes_on(name):
+            del self.state.stories[name]
             self._tell_all(name, "")
 
     def greet(self, host: str) -> None:
         """A host may have been away when a story began."""
-        for name, story in self.stories.items():
-            self.catalog.tell(host, "dropped", {"job": name, "story": story})
+        for name, story in self.state.stories.items():
+            self.out.send(host, "dropped", {"job": name, "story": story})
 
     def _tell_all(self, name: str, story: str) -> None:
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "dropped", {"job": name, "story": story})
+        for host in self.state.hosts.live_ids():
+            self.out.send(host, "dropped", {"job": name, "story": story})
 
     def _goes_on(self, name: str) -> bool:
         """True if a launch of the job said that it starts over, or has committed something."""
-        job = self.catalog.jobs.get(name)
+        job = self.state.jobs.get(name)
         return job is not None and (bool(job.commits) or any(a.is_fresh for a in job.attempts.values()))
 
 

@@ -6,18 +6,19 @@ asked --whole in RAM--> room claimed on every host --StepPinned spread--> pinned
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from memstore.config import check_name
+from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import StepPinned, StepUnpinned
 from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import named_step, why_not_whole
 from memstore.core.cluster.text import listed_pins
+from memstore.core.journal.replication import Journal
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 
 @dataclass(slots=True)
@@ -29,22 +30,16 @@ class Pending:
 
 
 class Pins:
-    """Pins of all jobs, for the catalog."""
+    """Pins of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, room: Room, retention: Retention) -> None:
+        self.state, self.out, self.journal, self.room, self.retention = state, out, journal, room, retention
         self.pending: dict[str, Pending] = {}  # by job: one at a time
         self.unpinning: dict[tuple[str, str], list[Call]] = {}
+        state.holds.add("a pin", self._held, is_in_use=False)
 
-    def facts(self, job: Job) -> list[StepPinned]:
-        """Return one pin of every step that is pinned, or about to be."""
-        pending = self.pending.get(job.name)
-        pins = [*job.pins.values(), *([pending.fact] if pending is not None else [])]
-        return list({StepId(pin.attempt, pin.step): pin for pin in pins}.values())
-
-    def steps(self, job: Job) -> set[StepId]:
-        """Return the steps that are pinned, or about to be."""
-        return {StepId(pin.attempt, pin.step) for pin in self.facts(job)}
+    def _held(self, job: Job) -> set[StepId]:
+        return set(job.pins_and_asked())
 
     # -- pin ----------------------------------------------------------------------------------
 
@@ -54,7 +49,7 @@ class Pins:
         try:
             name = check_name("pin", body.get("name"))
         except ConfigError as error:
-            self.catalog.refuse(call, "ConfigError", str(error))
+            self.out.refuse(call, "ConfigError", str(error))
             return
         step, refusal = named_step(
             job, None if body["step"] is None else int(body["step"]), body.get("of_attempt"),
@@ -62,7 +57,7 @@ class Pins:
         )  # fmt: skip
         if step is None or attempt is None:
             what = f"job {job.name!r} has copies and no attempt: connect to it first"
-            self.catalog.refuse(call, *(refusal or ("RecoveryError", what)))
+            self.out.refuse(call, *(refusal or ("RecoveryError", what)))
             return
         known = job.pins.get(name)
         if known is not None and (known.attempt, known.step) == (step.attempt, step.step):
@@ -74,15 +69,15 @@ class Pins:
             return
         refusal = self._refusal(job, step, name)
         if refusal is not None:
-            self.catalog.refuse(call, *refusal)
+            self.out.refuse(call, *refusal)
             return
         needs = tuple(
             next(iter(job.copies[step][rank].values())).spec.chunks_count
             for rank in range(job.commits[step].world_size)
         )
-        fact = StepPinned(job.name, name, step.attempt, step.step, needs, self.catalog.wall_s)
-        self.pending[job.name] = Pending(fact, [call])
-        self.catalog.room.claim(job, attempt, lambda host, why: self._claimed(job, host, why))
+        fact = StepPinned(job.name, name, step.attempt, step.step, needs, self.state.wall_s)
+        self.pending[job.name], job.pin_asked = Pending(fact, [call]), fact
+        self.room.claim(job, attempt, lambda host, why: self._claimed(job, host, why))
 
     def _refusal(self, job: Job, step: StepId, name: str) -> tuple[str, str] | None:
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be pinned"
@@ -96,21 +91,22 @@ class Pins:
             return "JobBusyError", f"another pin of job {job.name!r} is being made: ask again in a moment"
         if step in job.retired:
             return "RecoveryError", f"{what}: it is retired: {job.retired[step]}"
-        lacking = why_not_whole(self.catalog, job, step)
+        lacking = why_not_whole(self.state.hosts, job, step)
         return ("RecoveryError", f"{what}: {lacking}") if lacking else None
 
     def _claimed(self, job: Job, host: str, why: str) -> None:
         """Every host has the room, or one has not: then nothing has changed (R10)."""
         pending = self.pending[job.name]
         if not why:
-            self.catalog.record(pending.fact)
+            self.journal.record(pending.fact)
             return
         del self.pending[job.name]
+        job.pin_asked = None
         if job.newest is not None:
-            self.catalog.room.order(job, job.newest)  # the others give the room back
+            self.room.order(job, job.newest)  # the others give the room back
         step, pins = pending.fact.step, f"; its pins are {listed_pins(job)}" if job.pins else ""
         for call in pending.calls:
-            self.catalog.refuse(
+            self.out.refuse(
                 call, "CapacityError",
                 f"step {step} of job {job.name!r} cannot be pinned: a pin takes room of its own, and it does not fit "
                 f"on {host}: {why}{pins}",
@@ -118,11 +114,12 @@ class Pins:
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:
         """The name has spread: retention leaves the step alone."""
-        job = self.catalog.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         job.pins[fact.name] = fact
         pending = self.pending.get(fact.job)
         if not is_replay and pending is not None and pending.fact == fact:
             del self.pending[fact.job]
+            job.pin_asked = None
             for call in pending.calls:
                 self._answer(call, fact)
 
@@ -133,22 +130,22 @@ class Pins:
         name = str(call.body.get("name"))
         if name not in job.pins:
             have = listed_pins(job) or "none"
-            self.catalog.refuse(call, "ConfigError", f"job {job.name!r} has no pin {name!r}: it has {have}")
+            self.out.refuse(call, "ConfigError", f"job {job.name!r} has no pin {name!r}: it has {have}")
             return
         waiting = self.unpinning.setdefault((job.name, name), [])
         waiting.append(call)
         if len(waiting) == 1:
-            self.catalog.record(StepUnpinned(job.name, name))
+            self.journal.record(StepUnpinned(job.name, name))
 
     def apply_unpinned(self, fact: StepUnpinned, *, is_replay: bool) -> None:
         """The name is gone: the step goes too if nothing else keeps it, and so does its room."""
-        job = self.catalog.jobs.get(fact.job)
+        job = self.state.jobs.get(fact.job)
         pin = job.pins.pop(fact.name, None) if job is not None else None
         if is_replay or job is None:
             return
-        self.catalog.retention.retain(job)
+        self.retention.retain(job)
         if job.newest is not None:
-            self.catalog.room.order(job, job.newest)
+            self.room.order(job, job.newest)
         for call in self.unpinning.pop((fact.job, fact.name), []):
             if pin is not None:
                 self._answer(call, pin)
@@ -162,11 +159,11 @@ class Pins:
         for key in [key for key in self.unpinning if key[0] == name]:
             calls = calls + self.unpinning.pop(key)
         for call in calls:
-            self.catalog.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
 
     def _answer(self, call: Call, pin: StepPinned) -> None:
         body = {"job": pin.job, "name": pin.name, "attempt": pin.attempt, "step": pin.step}
-        self.catalog.answer(call, body)
+        self.out.answer(call, body)
 
     @staticmethod
     def _step(pin: StepPinned) -> StepId:

@@ -1,8 +1,8 @@
 """What a holder's procedures ask for. A procedure yields effects; the shell or the simulator carries each one out.
 
-A procedure is a generator: `reply = yield Ask(peer, body)`. It touches the holder's state only between two yields, and
-only one procedure runs at a time, so it needs no lock. An effect is carried out while others run: it may block for as
-long as it takes. Its value is what the yield gives; a MemstoreError that it ends with is raised at the yield.
+A procedure is a generator: `reply = yield Ask(peer, request)`. It touches the holder's state only between two yields,
+and only one procedure runs at a time, so it needs no lock. An effect is carried out while others run: it may block for
+as long as it takes. Its value is what the yield gives; a MemstoreError that it ends with is raised at the yield.
 
 What cannot wait is no effect: a report is queued and a pin is let go by a plain call, also when a procedure is closed.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
 from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
@@ -128,7 +129,7 @@ class Ask(Effect):
     """Send a peer one request and give its reply; TransportError if there is none, or the peer's own error."""
 
     peer: Peer
-    body: Body
+    request: Request[Any]
     limit_s: float = CALL_TIMEOUT_S
 
 

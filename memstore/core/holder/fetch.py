@@ -27,8 +27,10 @@ from memstore.core.holder.effects import (
     Warn,
 )
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import Body, shard_to_wire, spec_from_wire
-from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError, TransportError
+from memstore.core.wire.peer_messages import FetchManifest, ManifestFound, Verified, Verify
+from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.2
@@ -99,9 +101,8 @@ def _manifest_of(body: Body, source: str, shard: ShardId, digest: str) -> Steps[
     if source == DURABLE:
         return (yield ReadDurableManifest(body["durable"], shard, spec_from_wire(body["spec"])))  # type: ignore[no-any-return]
     peer = yield Reach(source)
-    data = (yield Ask(peer, {"do": "manifest", "shard": shard_to_wire(shard), "digest": digest}))["manifest"]
-    if type(data) is not bytes:
-        raise ProtocolError(f"host {source} sent a {type(data).__name__} for a manifest")
+    found: ManifestFound = yield Ask(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
+    data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
             f"the manifest of {shard_to_wire(shard)} from host {source} has digest {shard_digest(data)}, "
@@ -178,5 +179,5 @@ def _from(body: Body, host: str, draft: Draft, indices: list[int], sizes: list[i
     bad = yield ReceiveChunks(peer, draft, spec.digest, indices)
     if not bad:
         return []
-    answer = yield Ask(peer, {"do": "verify", "shard": shard_to_wire(draft.shard), "digest": spec.digest})
-    return sorted({int(i) for i in answer["missing"]}.intersection(bad))
+    answer: Verified = yield Ask(peer, Verify(shard=WireShard.of(draft.shard), digest=spec.digest))
+    return sorted(set(answer.missing).intersection(bad))

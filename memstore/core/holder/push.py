@@ -9,6 +9,7 @@ given up, and said so: refused for good, for 10 s without room, or out of reach 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memstore.core.holder.effects import (
@@ -26,8 +27,20 @@ from memstore.core.holder.effects import (
     Unexpected,
 )
 from memstore.core.holder.state import HolderState, Replication
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import shard_to_wire
-from memstore.errors import MemstoreError, PeerRefused, TransportError
+from memstore.core.wire.peer_messages import (
+    Abort,
+    Admitted,
+    ChunksMissing,
+    CopySealed,
+    HasCopy,
+    Offer,
+    Ping,
+    Refused,
+    Seal,
+)
+from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
@@ -132,7 +145,7 @@ def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[
         raise
     try:
         if push.target in silent_since_s:
-            yield Ask(peer, {"do": "ping"}, limit_s=state.limits.suspect_after_s)
+            yield Ask(peer, Ping(), limit_s=state.limits.suspect_after_s)
         yield from _offer(state, push, peer, source, attempt)
     except PeerRefused:
         silent_since_s.pop(push.target, None)
@@ -151,35 +164,36 @@ def _is_given_up(state: HolderState, target: str) -> bool:
 
 def _offer(state: HolderState, push: Push, peer: Peer, source: Source, attempt: int) -> Steps[None]:
     """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
-    shard, sender = shard_to_wire(push.shard), state.host_id
-    offer = {
-        "do": "offer", "shard": shard, "digest": source.digest, "attempt": attempt, "sender": sender,
-        "count": len(source.sizes),
-    }  # fmt: skip
-    reply = yield Ask(peer, offer)
-    if not reply["ok"]:
-        raise PeerRefused(str(reply["why"]), is_final=bool(reply["is_final"]))
-    if reply["have"]:
+    shard, sender = WireShard.of(push.shard), state.host_id
+    offer = Offer(
+        shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(source.sizes)
+    )
+    reply: Admitted | HasCopy | Refused = yield Ask(peer, offer)
+    if isinstance(reply, Refused):
+        raise PeerRefused(reply.why, is_final=reply.is_final)
+    if isinstance(reply, HasCopy):
         return
     try:
         yield from _send_and_seal(state, push, peer, source)
     except MemstoreError:
         with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
-            yield Ask(peer, {"do": "abort", "shard": shard, "sender": sender})
+            yield Ask(peer, Abort(shard=shard, sender=sender))
         raise
 
 
 def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -> Steps[None]:
     """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged."""
-    wanted = list(range(len(source.sizes)))
+    wanted: Sequence[int] = range(len(source.sizes))
     for _ in range(SEAL_ROUNDS_MAX):
         yield SendChunks(peer, source, wanted, push.is_repair)
         manifest = yield ReadManifest(source)
-        seal = {"do": "seal", "shard": shard_to_wire(push.shard), "sender": state.host_id, "manifest": manifest}
-        reply = yield Ask(peer, seal)
-        if reply["ok"]:
+        seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
+        reply: CopySealed | ChunksMissing | Refused = yield Ask(peer, seal)
+        if isinstance(reply, Refused):
+            raise PeerRefused(reply.why, is_final=reply.is_final)
+        if isinstance(reply, CopySealed):
             return
-        wanted = [int(i) for i in reply["missing"]]
-        if not wanted:
-            raise PeerRefused(str(reply["why"]), is_final=True)
+        wanted = reply.chunks
+        if not set(wanted).issubset(range(len(source.sizes))):
+            raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memstore.core.cluster import facts as f
+from memstore.core.cluster.state import ClusterState
+from memstore.core.journal.replication import Journal
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 JOURNAL_NBYTES_MIN = 64 << 10  # journals shorter than this are not worth rewriting
 
 
-def compact(catalog: Catalog) -> None:
+def compact(state: ClusterState, journal: Journal) -> None:
     """Forget facts that are not needed, and have the journals rewritten once they are half as long."""
-    if catalog.log.journal_nbytes < JOURNAL_NBYTES_MIN:
+    if journal.log.journal_nbytes < JOURNAL_NBYTES_MIN:
         return
-    catalog.log.shorten(lambda fact: shorter(catalog, fact))
-    if catalog.log.compact(lambda fact: is_needed(catalog, fact)):
-        catalog.journals.shorten()
+    journal.log.shorten(lambda fact: shorter(state, fact))
+    if journal.log.compact(lambda fact: is_needed(state, fact)):
+        journal.shorten()
 
 
-def shorter(catalog: Catalog, fact: f.Fact) -> f.Fact:
+def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
     """Return what is still needed of a fact; the fact itself where that is all of it.
 
     Of an attempt that is over, its number, its parent, its key and what it was asked for stay: lineage, crash loops and
@@ -31,7 +29,7 @@ def shorter(catalog: Catalog, fact: f.Fact) -> f.Fact:
     """
     if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
         return fact
-    job = catalog.jobs.get(fact.job)
+    job = state.jobs.get(fact.job)
     attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
     if job is None or attempt is None or newest is None or fact.attempt >= newest.ordinal:
         return fact
@@ -41,9 +39,9 @@ def shorter(catalog: Catalog, fact: f.Fact) -> f.Fact:
     return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), copiers=())
 
 
-def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
+def is_needed(state: ClusterState, fact: f.Fact) -> bool:
     """Return whether a successor would know less without this fact."""
-    job = catalog.jobs.get(getattr(fact, "job", ""))
+    job = state.jobs.get(getattr(fact, "job", ""))
     if isinstance(fact, f.StepCommitted):
         return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
     if isinstance(fact, f.StepAbandoned):
@@ -58,5 +56,5 @@ def is_needed(catalog: Catalog, fact: f.Fact) -> bool:
     if isinstance(fact, f.HostsJoined | f.JobRemoved):
         return True
     if isinstance(fact, f.HostDraining):
-        return fact.until_s is not None and catalog.drains.until_s.get(fact.host_id) == fact.until_s
+        return fact.until_s is not None and state.draining.get(fact.host_id) == fact.until_s
     return job is not None

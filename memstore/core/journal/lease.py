@@ -9,18 +9,17 @@ They are asked only while the membership's word is running out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.state import ClusterState
 
 
 class Lease:
-    """Of one term."""
+    """The lease of one controller term."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.until_s = catalog.now  # by the membership's word
+    def __init__(self, state: ClusterState, out: Effects) -> None:
+        self.state, self.out = state, out
+        self.until_s = state.now  # by the membership's word
         self.is_outranked = False  # some holder obeys a higher term: nothing is recorded under this one any more
         self._asked_s = -math.inf
 
@@ -35,15 +34,15 @@ class Lease:
         """
         if self.is_outranked:
             return False
-        now = self.catalog.now
-        return now <= self.until_s or self.catalog.hosts.was_with_all(now - self.catalog.rules.lease_s)
+        now = self.state.now
+        return now <= self.until_s or self.state.hosts.was_with_all(now - self.state.rules.lease_s)
 
     def tick(self) -> None:
         """Have every host echo the time of now while the membership's word is running out."""
-        now, lease_s = self.catalog.now, self.catalog.rules.lease_s
+        now, lease_s = self.state.now, self.state.rules.lease_s
         if now < self.until_s - lease_s / 2 or now < self._asked_s + lease_s / 6:
             return
         self._asked_s = now
         body = {"clock_s": now}
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "clock", body)
+        for host in self.state.hosts.live_ids():
+            self.out.send(host, "clock", body)

@@ -1,6 +1,6 @@
 """What the holders' journals are given: new facts, what one lacks, what is to stay of them. Pure (R16).
 
-    recorded --end of the event--> sent to all live holders
+    decided --within the lease--> recorded --end of the event, or an answer--> sent to all live holders
     a session begins --> what its journal lacks, or all of it
     half of the bytes are not needed --> holders are told what to keep
 
@@ -10,25 +10,36 @@ Read `fact_log.py` for when a fact takes effect, `records.py` for what is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact
+from memstore.core.cluster.state import ClusterState
+from memstore.core.journal.fact_log import FactLog
+from memstore.core.journal.lease import Lease
 from memstore.core.journal.records import Entry, paged
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
+class Journal:
+    """The facts of one controller term, and the copies of them that the holders keep."""
 
-class Journals:
-    """Keeps the journals of all holders, for the catalog."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
+        self.state, self.out = state, out
+        self.log = FactLog(term)
+        self.lease = Lease(state, out)
         self.unsent: list[Entry] = []  # facts of this event: they go out together at its end
+        out.before_answer = self.send_facts
 
     def record(self, fact: Fact) -> None:
-        """Give a fact its place; it is on its way before anybody is answered."""
-        self.unsent.append(self.catalog.log.append(fact))
+        """Record a decision; it takes effect once it has spread. Without a lease it waits for one."""
+        if self.lease.may_record():
+            self.unsent.append(self.log.append(fact))
+        else:
+            self.log.waiting.append(fact)
+
+    def record_waiting(self) -> None:
+        """Record what was decided without a lease, now that there is one."""
+        while self.log.waiting and self.lease.may_record():
+            self.unsent.append(self.log.append(self.log.waiting.pop(0)))
 
     def send_facts(self) -> None:
         """Give all live holders the facts that they were not sent yet, in one message."""
@@ -36,27 +47,27 @@ class Journals:
             return
         body = {"reset": False, "records": [entry.record for entry in self.unsent], "seq": self.unsent[-1].seq}
         self.unsent = []
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "journal", body)
+        for host in self.state.hosts.live_ids():
+            self.out.send(host, "journal", body)
 
     def send(self, *hosts: str, have: Sequence[Entry] | None = None) -> None:
         """Give hosts the whole journal in place of their own, or what theirs lacks if it is the first part of it."""
         self.send_facts()
-        log = self.catalog.log
+        log = self.log
         missing = log.missing(have) if have is not None else None
         *pages, last = paged(entry.record for entry in (log.entries if missing is None else missing))
         bodies = [{"is_page": True, "records": page} for page in pages]
         for body in (*bodies, {"reset": missing is None, "records": last, "seq": log.last_seq}):
             for host in hosts:
-                self.catalog.tell(host, "journal", body)
+                self.out.send(host, "journal", body)
 
     def shorten(self) -> None:
         """Have all live holders keep what the log still has: they have it, and are not sent it again."""
         self.send_facts()
-        log = self.catalog.log
+        log = self.log
         body = {
             "keep": [[entry.term, entry.seq] for entry in log.entries], "short": log.shortened_records(),
             "records": [], "seq": log.last_seq,
         }  # fmt: skip
-        for host in self.catalog.hosts.live_ids():
-            self.catalog.tell(host, "journal", body)
+        for host in self.state.hosts.live_ids():
+            self.out.send(host, "journal", body)

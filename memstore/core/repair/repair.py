@@ -8,21 +8,22 @@ steps: kept steps are rebuilt before them, and their copies give way where a hos
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.drop_orders import Drops
+from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import StepCommitted
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.kept_steps import redundant_steps
+from memstore.core.cluster.state import ClusterState
+from memstore.core.commit.commits import Steps
+from memstore.core.repair.pushes import Pushes
 from memstore.core.repair.stand_ins import StandIns
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body, shard_to_wire
 from recovery.inventory import Copy, ShardId, StepId
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
-PUSHES_PER_SOURCE_MAX = 2
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
 LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
@@ -40,47 +41,49 @@ class Pass:
 class Repair:
     """Compares desired with actual copies and orders the difference."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.pushes: dict[tuple[ShardId, str], tuple[str, float]] = {}  # (shard, target) -> (source, deadline)
-        self.refused_s: dict[tuple[ShardId, str], float] = {}
-        self.vain_s: dict[ShardId, float] = {}  # copies for which no stand-in was found, and when
+    def __init__(
+        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Room, steps: Steps
+    ) -> None:
+        self.state, self.out = state, out
+        self.view, self.drops, self.room, self.steps = view, drops, room, steps
+        self.pushes = Pushes()
         self.passes: dict[tuple[str, StepId], Pass] = {}
-        self._load: Counter[str] = Counter()  # pushes by source
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
         self._is_over = False  # in that look: no rank finishes the open steps
 
     def tick(self, now: float) -> None:
         """Consider every job; forget pushes and refusals that are too old."""
-        self.pushes = {
+        pushes = self.pushes
+        pushes.under_way = {
             (shard, target): (source, deadline)
-            for (shard, target), (source, deadline) in self.pushes.items()
+            for (shard, target), (source, deadline) in pushes.under_way.items()
             if deadline > now and self._has_copy(shard, source)
         }
-        self.refused_s = {key: s for key, s in self.refused_s.items() if now - s <= REFUSAL_TTL_S}
-        self.vain_s = {shard: s for shard, s in self.vain_s.items() if now - s <= REFUSAL_TTL_S}
-        for job in self.catalog.jobs.values():
+        pushes.refused_s = {key: s for key, s in pushes.refused_s.items() if now - s <= REFUSAL_TTL_S}
+        pushes.vain_s = {shard: s for shard, s in pushes.vain_s.items() if now - s <= REFUSAL_TTL_S}
+        for job in self.state.jobs.values():
             self.consider(now, job)
 
     def _has_copy(self, shard: ShardId, host: str) -> bool:
         """False once the copy was ordered to go: its push ends without a word, and must not keep others waiting."""
-        job = self.catalog.jobs.get(shard.job)
+        job = self.state.jobs.get(shard.job)
         return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
     def consider(self, now: float, job: Job) -> None:
         """Order what is missing of one job, newest step first."""
         attempt = job.newest
-        if attempt is None or attempt.phase == "fencing" or self.catalog.staging.is_due(job.name):
+        if attempt is None or attempt.phase == "fencing" or self._is_restoring(job):
             return
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
-            job.home = self.catalog.view.placement(job)
+            job.home = self.view.placement(job)
         self._forget(job)
         if not job.hurt and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
             return
-        held, is_ended = self.catalog.retention.held(job, attempt), self._is_ended(attempt)
+        held, is_ended = redundant_steps(job, attempt), self._is_ended(attempt)
         self._is_over = is_ended
-        self._load, self._awaiting = Counter(source for source, _ in self.pushes.values()), set()
+        self.pushes.count_load()
+        self._awaiting = set()
         for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
             phase = attempt.steps.get(step.step) if step.attempt == attempt.ordinal else None
             is_open = phase in ("open", "committing")
@@ -88,17 +91,22 @@ class Repair:
             if is_due and (is_open or step in held) and job.settled.get(step) != job.changes.get(step):
                 self._consider_step(now, job, attempt, step, may_drop=step in held or phase == "open")
             if step in job.hurt and phase == "open":
-                self.catalog.steps.give_up_damaged(now, job, attempt, step.step)
+                self.steps.give_up_damaged(now, job, attempt, step.step)
+
+    def _is_restoring(self, job: Job) -> bool:
+        """Return whether all ranks of a job have asked for a step and do not have it yet."""
+        active = self.state.rounds.get(job.name)
+        return active is not None and active.is_due
 
     def _is_ended(self, attempt: Attempt) -> bool:
         """True if no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
-        live = self.catalog.hosts.is_live
+        live = self.state.hosts.is_live
         return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
 
     def fact(self, name: str) -> None:
         """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
-        if name in self.catalog.jobs:
-            self.look_again(self.catalog.jobs[name])
+        if name in self.state.jobs:
+            self.look_again(self.state.jobs[name])
 
     def look_again(self, job: Job) -> None:
         """Something beside the copies has changed: hosts, seats, pins, what is kept."""
@@ -121,14 +129,14 @@ class Repair:
         A killed holder is replaced within seconds and adopts its arena: copying everything away at
         once would be work for nothing, in the moment when a restore needs the network.
         """
-        late = self.catalog.hosts.dead_since(now - self.catalog.rules.repair_after_s)
+        late = self.state.hosts.dead_since(now - self.state.rules.repair_after_s)
         return bool(late) and any(seat.host_id in late for seat in attempt.seats.values())
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
-        if self.catalog.view.placement(job) is None:
+        if self.view.placement(job) is None:
             return
         commit, found = job.commits.get(step), job.copies[step]
-        stand_ins = StandIns(self, now, job, attempt, step)
+        stand_ins = StandIns(self.state, self.view, self.room, self.pushes, job, attempt, step)
         look = self.passes.setdefault((job.name, step), Pass(job.changes[step]))
         ranks = sorted(found)
         begin = bisect_left(ranks, look.next_rank)
@@ -147,14 +155,14 @@ class Repair:
         look: StandIns, *, may_drop: bool,
     ) -> bool:  # fmt: skip
         """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
-        hosts, copies = self.catalog.hosts, job.copies[step].get(rank, {})
+        hosts, copies = self.state.hosts, job.copies[step].get(rank, {})
         shard = ShardId(job.name, step.attempt, step.step, rank)
         good = {
             h: c
             for h, c in copies.items()
             if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
         }
-        wanted = self.catalog.view.wanted(job, attempt, rank)
+        wanted = self.view.wanted(job, attempt, rank)
         seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
         stand_ins = look.of(shard, wanted, good) if commit else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
@@ -166,9 +174,9 @@ class Repair:
             if is_free and self._push(now, shard, target, good, attempt):
                 look.pushed(shard, target)
         is_over = may_drop and not lacking and bool(surplus)
-        if is_over and not self.catalog.queries.is_read(shard) and self._is_safe(wanted, attempt):
+        if is_over and not self.state.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
-                self.catalog.drops.order(host, [shard])
+                self.drops.order(host, [shard])
                 job.drop_copy(shard, host)
         return not lacking and not surplus and not stand_ins  # these are free when the probation ends
 
@@ -177,60 +185,56 @@ class Repair:
 
         While the cluster cannot hold that many apart, every copy more is worth its room.
         """
-        hosts = self.catalog.hosts
+        hosts = self.state.hosts
         return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
 
     def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> bool:
         """Order a push, if a source is free; True if that was done."""
-        hosts = self.catalog.hosts
-        if (shard, target) in self.pushes or (shard, target) in self.refused_s or not hosts.is_answering(target):
+        hosts = self.state.hosts
+        pushes, key = self.pushes, (shard, target)
+        if key in pushes.under_way or key in pushes.refused_s or not hosts.is_answering(target):
             return False
-        is_open = StepId(shard.attempt, shard.step) not in self.catalog.jobs[shard.job].commits
+        is_open = StepId(shard.attempt, shard.step) not in self.state.jobs[shard.job].commits
         # An open step's owner pushes there anyway, and waits for it. Of a kept one a stand-in is sought first; where
         # none is found, a copy that may be gone soon is better than none.
         is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
-        if is_last_resort and shard not in self.vain_s:
+        if is_last_resort and shard not in self.pushes.vain_s:
             return False
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
         # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
         if not sources and target in good:
             sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
-        free = [h for h in sources if self._load[h] < PUSHES_PER_SOURCE_MAX]
+        free = [h for h in sources if self.pushes.is_free(h)]
         if not free:
             return False
-        source = min(free, key=lambda h: (self._load[h], h))
-        self._load[source] += 1
-        self.pushes[shard, target] = (source, now + PUSH_DEADLINE_S)
+        source = min(free, key=lambda h: (self.pushes.load[h], h))
+        self.pushes.load[source] += 1
+        self.pushes.under_way[shard, target] = (source, now + PUSH_DEADLINE_S)
         digest = good[source].spec.digest
-        self.catalog.tell(
+        self.out.send(
             source, "push", {"shard": shard_to_wire(shard), "digest": digest, "target": target, "is_repair": True}
         )
         return True
 
-    def is_source_free(self, good: Iterable[str]) -> bool:
-        """True if one of these hosts may send a copy now."""
-        answering = self.catalog.hosts.is_answering
-        return any(answering(host) and self._load[host] < PUSHES_PER_SOURCE_MAX for host in good)
-
     def pushed(self, shard: ShardId, target: str) -> None:
         """The target sealed the shard."""
-        self.pushes.pop((shard, target), None)
+        self.pushes.under_way.pop((shard, target), None)
 
     def push_failed(self, now: float, shard: ShardId, body: Body) -> None:
         """A push was refused or broke: count the step without it, try again later (R18)."""
         target, why = str(body["target"]), str(body["why"])
-        job = self.catalog.jobs.get(shard.job)
-        self.pushes.pop((shard, target), None)
+        job = self.state.jobs.get(shard.job)
+        self.pushes.under_way.pop((shard, target), None)
         if job is None:
             return
-        self.refused_s[shard, target] = now
-        if body.get("is_final", True) and self.catalog.hosts.is_answering(target):
+        self.pushes.refused_s[shard, target] = now
+        if body.get("is_final", True) and self.state.hosts.is_answering(target):
             kept = {
                 key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
             }
             job.refusals = {**kept, (shard, target): why}
             self._make_room(job, shard, target)
-            self.catalog.steps.evaluate(job, StepId(shard.attempt, shard.step))
+            self.steps.evaluate(job, StepId(shard.attempt, shard.step))
 
     def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
         """A host refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
@@ -241,27 +245,26 @@ class Repair:
         attempt, spec = job.newest, job.spec(shard)
         if attempt is None or spec is None or not self._is_ended(attempt):
             return
-        retention = self.catalog.retention
-        if StepId(shard.attempt, shard.step) not in retention.held(job, attempt):
+        if StepId(shard.attempt, shard.step) not in redundant_steps(job, attempt):
             return
-        if self.catalog.room.order(job, attempt, only=(target,), is_news_only=True):
+        if self.room.order(job, attempt, only=(target,), is_news_only=True):
             return
         here = {rank for rank, seat in attempt.seats.items() if seat.host_id == target}
         committing = {StepId(attempt.ordinal, n) for n, phase in attempt.steps.items() if phase == "committing"}
-        spared, wanted = job.commits.keys() | committing | retention.busy(job, attempt), spec.chunks_count
+        spared, wanted = job.commits.keys() | committing | self.state.holds.steps(job), spec.chunks_count
         unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
         for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):
             for rank in sorted(job.on_host[target][step] - here):
                 other = ShardId(job.name, step.attempt, step.step, rank)
-                if wanted > 0 and not self.catalog.queries.is_read(other):
+                if wanted > 0 and not self.state.is_read(other):
                     wanted -= job.copies[step][rank][target].spec.chunks_count
-                    self.catalog.drops.order(target, [other])
+                    self.drops.order(target, [other])
                     job.drop_copy(other, target)
 
     def host_died(self, host_id: str) -> None:
         """Pushes from or to a dead host will not finish."""
-        self.pushes = {
+        self.pushes.under_way = {
             (shard, target): (source, deadline)
-            for (shard, target), (source, deadline) in self.pushes.items()
+            for (shard, target), (source, deadline) in self.pushes.under_way.items()
             if host_id not in (source, target)
         }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from memstore.core.capacity.reservations import Room
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.repair.pushes import Pushes
+from memstore.core.targets.targets import ClusterView
 from recovery.inventory import Copy, ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.repair.repair import Repair
 
 ASKED_MAX = 8  # hosts looked at for one copy
 SEARCHES_MAX = 32  # copies of a step in one look for which a host is sought among all; the next goes on with others
@@ -19,9 +19,13 @@ SEARCHES_MAX = 32  # copies of a step in one look for which a host is sought amo
 class StandIns:
     """One look at a step of a job: what is the same for all its shards is found once."""
 
-    def __init__(self, repair: Repair, now: float, job: Job, attempt: Attempt, step: StepId) -> None:
-        self.repair, self.now, self.job, self.attempt, self.step = repair, now, job, attempt, step
-        self.hosts, self.view = repair.catalog.hosts, repair.catalog.view
+    def __init__(
+        self, state: ClusterState, view: ClusterView, room: Room, pushes: Pushes, job: Job, attempt: Attempt,
+        step: StepId,
+    ) -> None:  # fmt: skip
+        self.hosts, self.view, self.room, self.pushes = state.hosts, view, room, pushes
+        self.now, self.job, self.attempt, self.step = state.now, job, attempt, step
+        now = self.now
         self.flaky = {h for h, s in self.hosts.states.items() if s.deaths_s and self.hosts.is_on_probation(now, h)}
         self._searches_left = SEARCHES_MAX
         self._beside: dict[str, set[ShardId]] = {}  # host -> the job's shards there that placement does not ask of it
@@ -43,21 +47,21 @@ class StandIns:
 
         def may(host: str) -> bool:
             is_free = host not in wanted and host not in self.flaky and self.hosts.is_answering(host)
-            is_refused = (shard, host) in self.repair.refused_s
+            is_refused = (shard, host) in self.pushes.refused_s
             return is_free and not is_refused and taken.isdisjoint(self.hosts.domains([host]))
 
         begun = {*good, *(() if has_all else self._pushed.get(shard, ()))}
         known = [h for h in begun if may(h)]
         known.sort(key=lambda h: (h not in good, self._places.get(h) in near, self._load(h), h))
         found = self._with_room(shard, known)[:count]
-        is_vain = shard in self.repair.vain_s or not self._searches_left or not self.repair.is_source_free(good)
+        is_vain = shard in self.pushes.vain_s or not self._searches_left or not self._is_source_free(good)
         if has_all or len(found) == count or is_vain:
             return found
         self._searches_left -= 1
         others = self._far_first(near, (h for h in self._by_load if h not in begun and may(h)))
         found = [*found, *self._with_room(shard, others)][:count]
         if len(found) < count:
-            self.repair.vain_s[shard] = self.now
+            self.pushes.vain_s[shard] = self.now
         return found
 
     def _far_first(self, near: set[str | None], able: Iterable[str]) -> list[str]:
@@ -83,18 +87,22 @@ class StandIns:
             held = {
                 ShardId(job.name, s.attempt, s.step, r) for s, ranks in job.on_host.get(host, {}).items() for r in ranks
             }
-            held |= {s for s, target in self.repair.pushes if target == host and s.job == job.name}
+            held |= {s for s, target in self.pushes.under_way if target == host and s.job == job.name}
             self._beside[host] = {
                 s for s in held if s.rank not in here and host not in self.view.wanted(job, attempt, s.rank)
             }
         specs = map(job.spec, self._beside[host] | {shard})
         taken = sum(spec.chunks_count for spec in specs if spec is not None)
-        return taken <= sum(self.repair.catalog.room.need(job, attempt, rank) for rank in here)
+        return taken <= sum(self.room.need(job, attempt, rank) for rank in here)
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """A copy was ordered meanwhile."""
         if target in self._beside and target not in self.view.wanted(self.job, self.attempt, shard.rank):
             self._beside[target].add(shard)
+
+    def _is_source_free(self, good: Iterable[str]) -> bool:
+        """Return whether one of these hosts may send a copy now."""
+        return any(self.hosts.is_answering(host) and self.pushes.is_free(host) for host in good)
 
     def _load(self, host: str) -> int:
         return len(self.job.on_host.get(host, {}).get(self.step, ()))
@@ -111,7 +119,7 @@ class StandIns:
     @cached_property
     def _pushed(self) -> dict[ShardId, list[str]]:
         found: dict[ShardId, list[str]] = {}
-        for shard, target in self.repair.pushes:
+        for shard, target in self.pushes.under_way:
             found.setdefault(shard, []).append(target)
         return found
 

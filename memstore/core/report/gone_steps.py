@@ -9,36 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.states import DurableStates
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
 from recovery.lineage import Span, in_lineage
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 DURABLE_STORAGE = "durable storage"
 AWAITED_MAX = 32  # hosts named
 
 
-def without_bytes(catalog: Catalog, job: Job) -> dict[StepId, list[str]]:
+def without_bytes(state: ClusterState, states: DurableStates, job: Job) -> dict[StepId, list[str]]:
     """Return the committed steps that nothing here has a byte of, with what may still have one: [] if it is gone."""
     steps = [step for step in job.commits if step not in job.copies and step not in job.markers]
-    storage = [] if not steps or catalog.durable.is_known(job) else [DURABLE_STORAGE]
-    return {step: [*storage, *_late_hosts(catalog, job, step)][:AWAITED_MAX] for step in steps}
+    storage = [] if not steps or states.is_known(job) else [DURABLE_STORAGE]
+    return {step: [*storage, *_late_hosts(state, job, step)][:AWAITED_MAX] for step in steps}
 
 
-def gone_steps(catalog: Catalog, job: Job) -> frozenset[StepId]:
+def gone_steps(state: ClusterState, states: DurableStates, job: Job) -> frozenset[StepId]:
     """Return the committed steps of which no byte is left in any tier, nor can come back with a host."""
-    return frozenset(step for step, awaited in without_bytes(catalog, job).items() if not awaited)
+    return frozenset(step for step, awaited in without_bytes(state, states, job).items() if not awaited)
 
 
-def _late_hosts(catalog: Catalog, job: Job, step: StepId) -> list[str]:
+def _late_hosts(state: ClusterState, job: Job, step: StepId) -> list[str]:
     """Return the hosts that the fact names and that are neither here without the step nor known to be dead."""
     named = {host for hosts in job.commits[step].hosts for host in hosts}
-    return sorted(host for host in named if catalog.hosts.may_bring_back(catalog.now, host))
+    return sorted(host for host in named if state.hosts.may_bring_back(state.now, host))
 
 
 def spans_of(

@@ -10,20 +10,21 @@ import functools
 import statistics
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
+from memstore.core.cluster import events as e
 from memstore.core.cluster import facts as f
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.hosts import Change
-from memstore.core.cluster.job import Attempt, Job, Seat
+from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.departures import Departures
+from memstore.core.repair.pushes import Pushes
 from memstore.core.report.event_ring import Chronicle
 from memstore.core.report.redundancy import Watch
 from memstore.core.wire.measured import seconds
 from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-    from memstore.core.restore.staging import Round
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
 SKIPS_MAX = 64
@@ -41,7 +42,7 @@ def aside(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concaten
         except Exception as exc:
             problem = f"{method.__name__}: {exc!r}"
             if problem != self.problem:
-                self.catalog.note(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
+                self.out.log(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
             self.problem = problem
 
     return wrapped
@@ -61,12 +62,12 @@ class Putting:
 
 
 class Observer:
-    """Happenings of all jobs and hosts, for the catalog."""
+    """Happenings of all jobs and hosts."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.chronicle = Chronicle(catalog.log.term)
-        self.watch = Watch(catalog, self)
+    def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
+        self.state, self.out, self.term = state, out, term
+        self.chronicle = Chronicle(term)
+        self.watch = Watch(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
         self.problem = ""  # the last mistake in telling; tests look at it
@@ -76,7 +77,7 @@ class Observer:
 
     def add(self, kind: str, **fields: Any) -> None:
         """Note one thing that happened now."""
-        self.chronicle.add(kind, self.catalog.wall_s, **fields)
+        self.chronicle.add(kind, self.state.wall_s, **fields)
 
     # -- puts -----------------------------------------------------------------------------------
 
@@ -87,14 +88,14 @@ class Observer:
         Its form: {stall_s, age_s}, seconds that put blocked and since it began.
         """
         self.watch.sealed(copy, host)
-        job = self.catalog.jobs.get(copy.shard.job)
+        job = self.state.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
         if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
         if copy.shard.step <= job.newest_commit(attempt.ordinal):
             return  # told again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
-        began_s = self.catalog.now - seconds(put.get("age_s"))
+        began_s = self.state.now - seconds(put.get("age_s"))
         putting = self.puts.setdefault(key, Putting(began_s))
         putting.began_s = min(putting.began_s, began_s)
         rank = copy.shard.rank
@@ -120,7 +121,7 @@ class Observer:
                 "max": rounded(putting.stalls_s[slowest]),
                 "median": rounded(statistics.median(putting.stalls_s.values())),
             },
-            seconds={"sealed": rounded(self.catalog.now - putting.began_s)},
+            seconds={"sealed": rounded(self.state.now - putting.began_s)},
         )  # fmt: skip
         if putting.unchanged:
             self._unchanged(job, step, putting.unchanged)
@@ -135,26 +136,28 @@ class Observer:
         )  # fmt: skip
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, first {ranks[0]},"
         text = f"{who} put at step {step.step} the bytes of step {befores[ranks[0]]}: {why}"
-        self.catalog.note(f"job {job!r}: {text}", "warning")
+        self.out.log(f"job {job!r}: {text}", "warning")
 
     @aside
-    def twins_differ(
-        self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int], names: tuple[str, ...], chunks: int
-    ) -> None:
+    def twins_differ(self, event: e.ReplicasDiffer) -> None:
         """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
+        job, attempt, step, ranks, names, chunks = (
+            event.job, event.attempt, event.step, event.ranks, event.names, event.chunks_count,
+        )  # fmt: skip
         self.add(
             "twins_differ", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
             names=list(names), chunks=chunks, shard=attempt.shard_of[ranks[0]] if attempt.shard_of else 0,
         )  # fmt: skip
         where = ", ".join(names) or f"{chunks} chunks"
         text = f"ranks {ranks[0]} and {ranks[1]} name one shard and put different bytes at step {step}: {where}"
-        self.catalog.note(f"job {job.name!r}: {text}", "warning")
+        self.out.log(f"job {job.name!r}: {text}", "warning")
 
     @aside
-    def twins_agree(self, job: Job, attempt: Attempt, step: int, ranks: tuple[int, int]) -> None:
-        """They put equal bytes again."""
+    def twins_agree(self, event: e.ReplicasAgree) -> None:
+        """Two ranks put equal bytes again."""
         self.add(
-            "twins_agree", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
+            "twins_agree", job=event.job.name, attempt=event.attempt.ordinal, step=event.step, rank=event.ranks[0],
+            ranks=list(event.ranks),
         )  # fmt: skip
 
     @aside
@@ -169,7 +172,7 @@ class Observer:
     @aside
     def fact(self, fact: f.Fact) -> None:
         """A decision has spread and is about to take effect."""
-        job = self.catalog.jobs.get(getattr(fact, "job", ""))
+        job = self.state.jobs.get(getattr(fact, "job", ""))
         if isinstance(fact, f.StepCommitted) and job is not None:
             self._committed(job, fact)
         elif isinstance(fact, f.StepAbandoned):
@@ -197,8 +200,8 @@ class Observer:
         elif isinstance(fact, f.JobRemoved):
             self.add("dropped", job=fact.job, why=fact.story) if fact.story else self.add("removed", job=fact.job)
         elif isinstance(fact, f.HostDraining):
-            due_s = None if fact.until_s is None else rounded(fact.until_s - self.catalog.wall_s)
-            is_known = self.catalog.drains.is_draining(fact.host_id)
+            due_s = None if fact.until_s is None else rounded(fact.until_s - self.state.wall_s)
+            is_known = self.state.is_draining(fact.host_id)
             if due_s is not None and not is_known:
                 self.add("drain", host=fact.host_id, due_s=due_s)
             elif due_s is None and is_known:
@@ -209,7 +212,7 @@ class Observer:
     def _committed(self, job: Job, fact: f.StepCommitted) -> None:
         step = StepId(fact.attempt, fact.step)
         putting, before = self.puts.get((job.name, step)), job.commits.get(step)
-        took_s = rounded(self.catalog.now - putting.began_s) if putting is not None else None
+        took_s = rounded(self.state.now - putting.began_s) if putting is not None else None
         place = {"job": job.name, "attempt": fact.attempt, "step": fact.step}
         if before is not None and before.is_degraded and not fact.is_degraded:
             self.add("redundant", **place, copies=fewest(fact.hosts), seconds=phases(redundant=took_s))
@@ -257,8 +260,9 @@ class Observer:
     # -- restores -------------------------------------------------------------------------------
 
     @aside
-    def restored(self, active: Round, shared: Body) -> None:
+    def restored(self, event: e.RoundReleased) -> None:
         """A round was released: every rank has the step (R23)."""
+        active, shared = event.round, event.answer
         self.add(
             "restore", job=active.job, attempt=active.attempt, step=int(shared["step"]), verdict=shared["verdict"],
             of_attempt=shared["attempt"], ranks=len(active.calls), adopted=active.is_adopting,
@@ -269,51 +273,53 @@ class Observer:
         )  # fmt: skip
 
     @aside
-    def restore_failed(self, active: Round, name: str, message: str) -> None:
+    def restore_failed(self, event: e.RoundFailed) -> None:
         """A round ended with the same error on all ranks."""
-        waited_s = rounded(self.catalog.now - active.since_s)
+        active = event.round
+        waited_s = rounded(self.state.now - active.since_s)
         self.add(
-            "restore_failed", job=active.job, attempt=active.attempt, error=name, why=message[:1000],
+            "restore_failed", job=active.job, attempt=active.attempt, error=event.error, why=event.message[:1000],
             phase=active.phase, seconds={"waited": waited_s},
         )  # fmt: skip
 
     @aside
     def tick(self) -> None:
         """After everybody's turn: what began or ended meanwhile."""
-        self.watch.tick(self.catalog.now)
+        self.watch.tick(self.state.now)
 
     # -- hosts, storage -------------------------------------------------------------------------
 
     @aside
     def settled(self) -> None:
         """A controller begins to serve (R17)."""
-        catalog = self.catalog
+        state = self.state
         self.add(
-            "term", term=catalog.log.term, hosts=catalog.hosts.live_ids()[:NAMED_MAX], jobs=len(catalog.jobs),
-            seconds={"settling": rounded(catalog.now - catalog.started_s)},
+            "term", term=self.term, hosts=state.hosts.live_ids()[:NAMED_MAX], jobs=len(state.jobs),
+            seconds={"settling": rounded(state.now - state.started_s)},
         )  # fmt: skip
 
     @aside
-    def rank_died(self, job: Job, seat: Seat) -> None:
+    def rank_died(self, event: e.RankDied) -> None:
         """Note, once, that the process of a rank has ended without closing its store."""
-        if seat.is_gone:
+        if not event.is_news:
             return
-        attempt = job.newest_ordinal
+        seat, attempt = event.seat, event.job.newest_ordinal
         self.add(
-            "rank_dead", job=job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id, pid=seat.pid
-        )
+            "rank_dead", job=event.job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id,
+            pid=seat.pid,
+        )  # fmt: skip
 
     @aside
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
-        held = sum(newest_held(job, change.host_id) for job in self.catalog.jobs.values())
+        held = sum(newest_held(job, change.host_id) for job in self.state.jobs.values())
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @aside
     def heard(self, host: str, stats: Any) -> None:
         """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
-        state = self.catalog.hosts.states.get(host)
+        state = self.state.hosts.states.get(host)
         found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
         if state is None:
             return
@@ -332,22 +338,24 @@ class Observer:
         self.scrubbed[key] = found
 
     @aside
-    def not_expired(self, job: str, step: StepId, why: str) -> None:
+    def not_expired(self, event: e.JobKept) -> None:
         """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
-        self.add("not_expired", job=job, attempt=step.attempt, step=step.step, why=why[:300])
+        step = event.step
+        self.add("not_expired", job=event.job, attempt=step.attempt, step=step.step, why=event.why[:300])
 
     @aside
-    def durable_keys(self, job: str, why: str) -> None:
+    def durable_keys(self, event: e.DurableKeysDiffer) -> None:
         """Hosts do not have one durable_key_file (R31)."""
-        self.add("durable_keys", job=job, why=why[:300])
+        self.add("durable_keys", job=event.job, why=event.why[:300])
 
     @aside
-    def durable(self, job: str, step: StepId, outcome: str, since_s: float, why: str = "") -> None:
-        """A durable write ended: "" as asked, "failed" or "abandoned" (R31)."""
-        took_s = rounded(self.catalog.now - since_s)
-        kind = f"durable_{outcome}" if outcome else "durable"
-        reason = {"why": why[:300]} if why else {}
-        self.add(kind, job=job, attempt=step.attempt, step=step.step, seconds={"write": took_s}, **reason)
+    def durable(self, event: e.DurableWriteEnded) -> None:
+        """A durable write ended as asked, failed or was abandoned (R31)."""
+        took_s = rounded(self.state.now - event.since_s)
+        kind = f"durable_{event.outcome}" if event.outcome else "durable"
+        reason = {"why": event.why[:300]} if event.why else {}
+        step = event.step
+        self.add(kind, job=event.job, attempt=step.attempt, step=step.step, seconds={"write": took_s}, **reason)
 
 
 def newest_held(job: Job, host: str) -> int:

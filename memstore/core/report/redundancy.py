@@ -5,16 +5,15 @@ Looks at the catalog on ticks and seals, for the observer; changes nothing in it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.departures import Departures
+from memstore.core.repair.pushes import Pushes
 from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-    from memstore.core.report.recorder import Observer
 
 LOOK_S = 1.0  # how often jobs are counted through
 ROWS_MAX = 32  # steps named in one happening
@@ -30,10 +29,10 @@ class Mending:
 
 
 class Watch:
-    """Conditions of all jobs, for the observer."""
+    """Conditions of all jobs; `add` takes an event that begins or ends one."""
 
-    def __init__(self, catalog: Catalog, observer: Observer) -> None:
-        self.catalog, self.observer = catalog, observer
+    def __init__(self, state: ClusterState, pushes: Pushes, departures: Departures, add: Callable[..., None]) -> None:
+        self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.mending: dict[str, Mending] = {}
         self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
@@ -41,69 +40,66 @@ class Watch:
 
     def sealed(self, copy: Copy, host: str) -> None:
         """A copy arrived: if repair ordered it there, it is one of its own."""
-        if (copy.shard, host) in self.catalog.repair.pushes and self._is_kept(copy.shard):
+        if (copy.shard, host) in self.pushes.under_way and self._is_kept(copy.shard):
             mending = self._begin(copy.shard.job)
             mending.shards, mending.nbytes = mending.shards + 1, mending.nbytes + copy.spec.nbytes
 
     def tick(self, now: float) -> None:
         """After repair had its turn: what it has under way, and who is short of copies."""
-        busy = {shard.job for shard, _ in self.catalog.repair.pushes if self._is_kept(shard)}
+        busy = {shard.job for shard, _ in self.pushes.under_way if self._is_kept(shard)}
         for name in sorted(busy):
             self._begin(name)
         for name in [n for n in self.mending if n not in busy]:
             self._end(name)
         if now - self.looked_s >= LOOK_S:
             self.looked_s = now
-            for name in [n for n in self.short_s if n not in self.catalog.jobs]:
+            for name in [n for n in self.short_s if n not in self.state.jobs]:
                 del self.short_s[name]
-            for job in self.catalog.jobs.values():
+            for job in self.state.jobs.values():
                 self._look(job)
             self._look_at_drains()
 
     def short_for_s(self, job: str) -> float:
         """Seconds since the job's newest commit has had too few or too near copies; 0 while it has enough."""
-        return self.catalog.now - self.short_s[job] if job in self.short_s else 0.0
+        return self.state.now - self.short_s[job] if job in self.short_s else 0.0
 
     # -- hosts that are to go -------------------------------------------------------------------
 
     def _look_at_drains(self) -> None:
         """Tell once of every host with notice whether it can go, and again when that has changed."""
-        drains = self.catalog.drains
-        self.drained = {host: rows for host, rows in self.drained.items() if drains.is_draining(host)}
-        for host in drains.until_s:
-            remains = drains.remains(host)
+        self.drained = {host: rows for host, rows in self.drained.items() if self.state.is_draining(host)}
+        for host in self.state.draining:
+            remains = self.departures.remains(host)
             was_ready = host in self.drained and not self.drained[host]
-            if not self.catalog.hosts.is_live(host) or remains.may_come or (was_ready and not remains.short):
+            if not self.state.hosts.is_live(host) or remains.may_come or (was_ready and not remains.short):
                 continue
             rows = [{**row, "step": 0} for row in remains.short]  # the step changes with every commit
             if host not in self.drained or rows != self.drained[host]:
                 self.drained[host] = rows
-                self.observer.add(
-                    "drained", host=host, short=remains.short[:ROWS_MAX], durable=remains.durable[:ROWS_MAX]
-                )
+                self._add("drained", host=host, short=remains.short[:ROWS_MAX], durable=remains.durable[:ROWS_MAX])
 
     # -- repair ---------------------------------------------------------------------------------
 
     def _is_kept(self, shard: ShardId) -> bool:
-        job = self.catalog.jobs.get(shard.job)
+        job = self.state.jobs.get(shard.job)
         return job is not None and StepId(shard.attempt, shard.step) in job.commits
 
     def _begin(self, name: str) -> Mending:
         if name not in self.mending:
-            self.mending[name] = Mending(self.catalog.now)
-            self.observer.add("repair", job=name, missing=self._missing(name))
+            self.mending[name] = Mending(self.state.now)
+            self._add("repair", job=name, missing=self._missing(name))
         return self.mending[name]
 
     def _end(self, name: str) -> None:
         done = self.mending.pop(name)
-        took_s = round(self.catalog.now - done.since_s, 6)
-        self.observer.add(
+        took_s = round(self.state.now - done.since_s, 6)
+        self._add(
             "repaired", job=name, shards=done.shards, nbytes=done.nbytes, missing=self._missing(name),
             seconds={"repair": took_s},
         )  # fmt: skip
 
     def _missing(self, name: str) -> int:
-        job = self.catalog.jobs.get(name)
+        job = self.state.jobs.get(name)
         return sum(self.short_shards(job).values()) if job is not None else 0
 
     # -- copies ---------------------------------------------------------------------------------
@@ -122,13 +118,13 @@ class Watch:
         commit = job.commits[step] if step is not None else None
         is_short = commit is not None and (bool(short) or commit.is_degraded)
         if commit is not None and is_short and job.name not in self.short_s:
-            self.short_s[job.name] = self.catalog.now
-            self.observer.add(
+            self.short_s[job.name] = self.state.now
+            self._add(
                 "degraded", job=job.name, attempt=commit.attempt, step=commit.step, shards=len(short),
                 missing=sum(short.values()), why=commit.reason if commit.is_degraded else "copies were lost",
             )  # fmt: skip
         elif job.name in self.short_s and not is_short:
             since_s = self.short_s.pop(job.name)
             ended = {} if commit is None else {"attempt": commit.attempt, "step": commit.step}
-            took_s = round(self.catalog.now - since_s, 6)
-            self.observer.add("whole", job=job.name, **ended, seconds={"degraded": took_s})
+            took_s = round(self.state.now - since_s, 6)
+            self._add("whole", job=job.name, **ended, seconds={"degraded": took_s})

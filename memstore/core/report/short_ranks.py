@@ -6,23 +6,34 @@ Follows `repair.py`, which orders the copies, and decides nothing. Read `problem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from memstore.core.capacity.reservations import Room
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.repair.pushes import Pushes
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body
 from recovery.inventory import ShardId, StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 RANKS_NAMED_MAX = 64  # looked at for one status; how many there are is counted beside it
 
 
-def short_rows(catalog: Catalog, job: Job, short: Mapping[int, int]) -> list[Body]:
+@dataclass(frozen=True, slots=True)
+class RepairView:
+    """What tells why a copy is not made: hosts, targets, room and what repair leaves alone."""
+
+    state: ClusterState
+    view: ClusterView
+    room: Room
+    pushes: Pushes
+
+
+def short_rows(look: RepairView, job: Job, short: Mapping[int, int]) -> list[Body]:
     """Return rows {attempt, step, ranks, hosts, targets, why_not}; ranks in the same state share one.
 
     Args:
-        catalog: Of the job.
+        look: At the store.
         job: Has a newest committed step.
         short: The ranks that lack copies of it; the first RANKS_NAMED_MAX are named.
 
@@ -33,11 +44,11 @@ def short_rows(catalog: Catalog, job: Job, short: Mapping[int, int]) -> list[Bod
     step, attempt = job.newest_committed, job.newest
     if step is None or attempt is None:
         return []
-    waits = _waits(catalog, job, attempt, step) if short else ""
+    waits = _waits(look, job, attempt, step) if short else ""
     found: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[int]] = {}
     for rank in sorted(short)[:RANKS_NAMED_MAX]:
         shard = ShardId(job.name, step.attempt, step.step, rank)
-        found.setdefault(_state(catalog, job, attempt, shard, waits), []).append(rank)
+        found.setdefault(_state(look, job, attempt, shard, waits), []).append(rank)
     return [
         {
             "attempt": step.attempt, "step": step.step, "ranks": ranks, "hosts": list(hosts), "targets": list(targets),
@@ -47,42 +58,43 @@ def short_rows(catalog: Catalog, job: Job, short: Mapping[int, int]) -> list[Bod
     ]  # fmt: skip
 
 
-def _waits(catalog: Catalog, job: Job, attempt: Attempt, step: StepId) -> str:
+def _waits(look: RepairView, job: Job, attempt: Attempt, step: StepId) -> str:
     """Return why repair of the whole step has not begun, or ""."""
     if step in job.retired:
         return "the step is retired"
-    if catalog.staging.is_due(job.name):
+    active, state = look.state.rounds.get(job.name), look.state
+    if active is not None and active.is_due:
         return "after the restore that is under way"
-    late_s = catalog.rules.repair_after_s
-    late = catalog.hosts.dead_since(catalog.now - late_s) & {seat.host_id for seat in attempt.seats.values()}
+    late_s = state.rules.repair_after_s
+    late = state.hosts.dead_since(state.now - late_s) & {seat.host_id for seat in attempt.seats.values()}
     return f"{', '.join(sorted(late)[:3])} died within {late_s:g} s and may be back with its copies" if late else ""
 
 
 def _state(
-    catalog: Catalog, job: Job, attempt: Attempt, shard: ShardId, waits: str
+    look: RepairView, job: Job, attempt: Attempt, shard: ShardId, waits: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Return the hosts with a whole copy of a shard, those that are to get one, and what keeps them from it."""
     copies = job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
     hosts = tuple(sorted(host for host, copy in copies.items() if not copy.missing))
     if not copies:
         return hosts, (), "no copy is left in RAM to rebuild it from"
-    lacking = [host for host in dict.fromkeys(catalog.view.wanted(job, attempt, shard.rank)) if host not in hosts]
+    lacking = [host for host in dict.fromkeys(look.view.wanted(job, attempt, shard.rank)) if host not in hosts]
     if not lacking:
         return hosts, (), "; ".join(["no other host may hold it", *([waits] if waits else [])])
-    reasons = {host: _why_not(catalog, job, shard, host) for host in lacking}
+    reasons = {host: _why_not(look, job, shard, host) for host in lacking}
     targets = tuple(host for host in lacking if not reasons[host])
     kept_from = [f"{host}: {why}" for host, why in reasons.items() if why]
     return hosts, targets, "; ".join([*kept_from, *([waits] if waits else [])])
 
 
-def _why_not(catalog: Catalog, job: Job, shard: ShardId, host: str) -> str:
+def _why_not(look: RepairView, job: Job, shard: ShardId, host: str) -> str:
     """Return why repair cannot copy a shard to a host now, or ""."""
-    unroomed = catalog.room.unroomed.get((job.name, host))
+    unroomed = look.room.unroomed.get((job.name, host))
     refusal = unroomed.why if unroomed is not None else job.refusals.get((shard, host), "")
     if refusal:
         return refusal
-    state = catalog.hosts.states.get(host)
+    hosts, state = look.state.hosts, look.state.hosts.states.get(host)
     if state is None or state.status != "live":
         return f"{state.status}, {state.why}" if state is not None else "it is not here"
-    is_passed_over = catalog.hosts.is_on_probation(catalog.now, host) and shard not in catalog.repair.vain_s
+    is_passed_over = hosts.is_on_probation(look.state.now, host) and shard not in look.pushes.vain_s
     return "it died 3 times within 10 minutes, another host is sought" if is_passed_over else ""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import launches
+from memstore.core.capacity.reservations import Room
 from memstore.core.cluster.job import Attempt, Job
-from memstore.core.report.short_ranks import short_rows
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.departures import Departures
+from memstore.core.durable.keys import DurableKeys
+from memstore.core.durable.states import DurableStates
+from memstore.core.repair.pushes import Pushes
+from memstore.core.report.redundancy import Watch
+from memstore.core.report.short_ranks import RepairView, short_rows
 from memstore.core.report.survival import held_for, survival, survival_odds
 from memstore.core.report.timeline import fewest_copies, timeline
+from memstore.core.targets.drain import Drains
+from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body
 from placement.domains import is_finer
 from recovery.inventory import StepId
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +44,49 @@ class StatusReport:
     catalog hears nobody meanwhile.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Room, pushes: Pushes,
+        states: DurableStates, keys: DurableKeys, departures: Departures, attempts: Attempts, watch: Watch,
+    ) -> None:  # fmt: skip
+        self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
+        self.states, self.keys, self.departures, self.attempts, self.watch = states, keys, departures, attempts, watch
         self._shards: dict[str, Shards] = {}
 
     def body(self) -> Body:
         """The answer to `memstore status`, but for the problems that follow from it."""
-        now = self.catalog.now
-        self._shards = {name: shards for name, shards in self._shards.items() if name in self.catalog.jobs}
+        now = self.state.now
+        self._shards = {name: shards for name, shards in self._shards.items() if name in self.state.jobs}
         hosts, holds = [], self._holds()
-        pushes = Counter(source for source, _ in self.catalog.repair.pushes.values())
-        for host, state in sorted(self.catalog.hosts.states.items()):
-            info, remains = state.info, self.catalog.drains.remains(host)
+        pushes = Counter(source for source, _ in self.pushes.under_way.values())
+        for host, state in sorted(self.state.hosts.states.items()):
+            info, remains = state.info, self.departures.remains(host)
             hosts.append(
                 {
                     "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
                     "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
                     "is_explicit": info.is_explicit, "holds": holds.get(host, []),
-                    "drains_s": self.catalog.drains.due_s(host), "drain_left": remains.shards_count,
+                    "drains_s": self.drains.due_s(host), "drain_left": remains.shards_count,
                     "drain_may_come": remains.may_come, "drain_short": remains.short, "drain_durable": remains.durable,
-                    "is_on_probation": self.catalog.hosts.is_on_probation(now, host),
+                    "is_on_probation": self.state.hosts.is_on_probation(now, host),
                     "up_s": now - state.began_s,
                     "pushes": pushes[host],
                 }
             )  # fmt: skip
         return {
-            "term": self.catalog.log.term,
-            "serving_s": now - self.catalog.started_s,
+            "term": self.term,
+            "serving_s": now - self.state.started_s,
             "hosts": hosts,
-            "job_defaults": dict(self.catalog.rules.job_defaults),
-            "failure_domains": list(self.catalog.rules.failure_domains),
-            "launches": launches(self.catalog),
-            "jobs": [self._job(job) for _, job in sorted(self.catalog.jobs.items())],
+            "job_defaults": dict(self.state.rules.job_defaults),
+            "failure_domains": list(self.state.rules.failure_domains),
+            "launches": launches(self.state, self.attempts),
+            "jobs": [self._job(job) for _, job in sorted(self.state.jobs.items())],
         }
 
     def _holds(self) -> dict[str, list[str]]:
         """Host -> hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
         table: dict[str, dict[str, None]] = {}
-        for job in self.catalog.jobs.values():
+        for job in self.state.jobs.values():
             newest, attempt = job.newest_committed, job.newest
             if newest is not None and attempt is not None:
                 for host, owners in self._looked(job, attempt, newest).holds.items():
@@ -85,14 +96,14 @@ class StatusReport:
     def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
         rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
         when = (
-            job.commits[step], job.changes.get(step), step in job.copies, self.catalog.hosts.changes_count,
+            job.commits[step], job.changes.get(step), step in job.copies, self.state.hosts.changes_count,
             attempt.replicas, rank_hosts,
         )  # fmt: skip
         known = self._shards.get(job.name)
         if known is None or known.when != when:
             known = self._shards[job.name] = Shards(
-                when, fewest_copies(self.catalog, job, step), self.catalog.observer.watch.short_shards(job),
-                self._survives(job, step), held_for(rank_hosts, job.copies.get(step, {}), self.catalog.hosts.states),
+                when, fewest_copies(self.state, job, step), self.watch.short_shards(job),
+                self._survives(job, step), held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
             )  # fmt: skip
         return known
 
@@ -103,7 +114,7 @@ class StatusReport:
             [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
             for rank in range(commit.world_size)
         ]
-        topology = self.catalog.hosts.topology(self.catalog.hosts.live_ids())
+        topology = self.state.hosts.topology(self.state.hosts.live_ids())
         return [
             {"level": row.level, "tolerated": row.tolerated_count, "fatal": list(row.fatal)}
             for row in survival(shards, topology)
@@ -111,12 +122,12 @@ class StatusReport:
 
     def _job(self, job: Job) -> Body:
         attempt = job.newest
-        body: Body = {"job": job.name, "attempt": None, **timeline(self.catalog, job)}
+        body: Body = {"job": job.name, "attempt": None, **timeline(self.state, self.states, job)}
         if attempt is None:
             return body
         newest, on_storage = job.newest_committed, job.newest_durable
-        placement = self.catalog.placement(job)
-        durable = self.catalog.durable.state(job.name)
+        placement = self.view.placement(job)
+        durable = self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
@@ -124,21 +135,21 @@ class StatusReport:
             attempt=attempt.ordinal,
             phase=attempt.phase,
             world_size=attempt.world_size,
-            ranks_alive=sum(s.is_alive and self.catalog.hosts.is_live(s.host_id) for s in attempt.seats.values()),
-            **self.catalog.view.twins.status(job, attempt),
+            ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.seats.values()),
+            **self.view.twins.status(job, attempt),
             rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
             training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,
             committed_attempt=newest.attempt if newest is not None else None,
-            committed_s=self.catalog.age_s(job.commits[newest].wall_s) if newest is not None else None,
+            committed_s=self.state.age_s(job.commits[newest].wall_s) if newest is not None else None,
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
             retired=job.retired.get(newest, "") if newest is not None else "",
             is_torn=newest in job.torn,
             copies=looked.copies if looked is not None else 0,
             missing_copies=sum(short.values()),
             short_shards=len(short),
-            short=short_rows(self.catalog, job, short),
-            short_s=self.catalog.observer.watch.short_for_s(job.name),
+            short=short_rows(RepairView(self.state, self.view, self.room, self.pushes), job, short),
+            short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             keep_steps=int(attempt.config["keep_steps"]),
             survives=looked.survives if looked is not None else [],
@@ -148,20 +159,20 @@ class StatusReport:
             level=placement.level if placement is not None else None,
             level_asked=attempt.level_asked,
             is_level_finer=placement is not None
-            and is_finer(placement.level, attempt.level_asked, self.catalog.hosts.failure_domains),
+            and is_finer(placement.level, attempt.level_asked, self.state.hosts.failure_domains),
             targets={h: list(t) for h, t in placement.targets.items()} if placement is not None else {},
             warnings=list(placement.warnings) if placement is not None else [],
             unmet=[f"{u.owner} -> {u.target}: {u.why}" for u in placement.unmet] if placement is not None else [],
             durable=attempt.config.get("durable"),
             durable_step=on_storage.step if on_storage is not None else None,
-            durable_seen_s=self.catalog.now - seen_s if seen_s is not None else None,
+            durable_seen_s=self.state.now - seen_s if seen_s is not None else None,
             durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
-            durable_keys=self.catalog.durable.keys.state(job.name).problem,
+            durable_keys=self.keys.of(job.name).problem,
             durable_abandoned=durable.abandoned_count,
-            durable_s=self.catalog.now - durable.last_done_s if durable.last_done_s is not None else None,
+            durable_s=self.state.now - durable.last_done_s if durable.last_done_s is not None else None,
             resume_step=attempt.resume_step,
-            is_restoring=job.name in self.catalog.rounds.active,
+            is_restoring=job.name in self.state.rounds,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
             skip_why=attempt.skip_why,
             is_skip_for_room=attempt.is_skip_for_room,
@@ -170,13 +181,13 @@ class StatusReport:
 
     def _refusals(self, job: Job) -> list[str]:
         """Rows "host: why" of who takes no copy; a host without room for the job says why, not only that (R10)."""
-        unroomed = {host: row.why for (name, host), row in self.catalog.room.unroomed.items() if name == job.name}
+        unroomed = {host: row.why for (name, host), row in self.room.unroomed.items() if name == job.name}
         found = {host: why for (_, host), why in job.refusals.items()}
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
     def odds_table(self, job: Job, replicas: int) -> list[list[Any]]:
         """Rows of the newest committed step: hosts lost at once, chance that every shard keeps a copy, is it exact."""
-        step, hosts = job.newest_committed, self.catalog.hosts.live_ids()
+        step, hosts = job.newest_committed, self.state.hosts.live_ids()
         if step is None:
             return []
         ranks = job.copies.get(step, {})

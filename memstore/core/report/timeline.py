@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.states import DurableStates
 from memstore.core.report.gone_steps import spans_of, without_bytes
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
 from recovery.lineage import Span, in_lineage
 
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
-
 ATTEMPTS_SHOWN_MAX = 100  # the newest
 ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 
-def timeline(catalog: Catalog, job: Job) -> Body:
+def timeline(state: ClusterState, states: DurableStates, job: Job) -> Body:
     """Return what is known of a job's steps and attempts, newest first.
 
     Keys: `steps`, `gone` (a row for each run of committed steps of which no byte is left), `attempts`, `pins` by name,
     and `origin`, where the job was forked from.
     """
-    fact, awaited = job.origin, without_bytes(catalog, job)
+    fact, awaited = job.origin, without_bytes(state, states, job)
     gone = {step for step, hosts in awaited.items() if not hosts}
     return {
-        "steps": step_rows(catalog, job, awaited),
+        "steps": step_rows(state, job, awaited),
         "gone": gone_rows(job, gone),
-        "attempts": attempt_rows(catalog, job),
+        "attempts": attempt_rows(state, job),
         "pins": {name: {"attempt": p.attempt, "step": p.step} for name, p in sorted(job.pins.items())},
         "origin": {"job": fact.from_job, "attempt": fact.from_attempt, "step": fact.step} if fact is not None else None,
     }
 
 
-def attempt_rows(catalog: Catalog, job: Job) -> list[Body]:
+def attempt_rows(state: ClusterState, job: Job) -> list[Body]:
     """Every attempt that a fact or a durable marker names, newest first."""
     spans = _spans(job)
     lineage = {span.attempt for span in spans}
-    rows = [_attempt_row(catalog, job, attempt) for attempt in job.attempts.values()]
+    rows = [_attempt_row(state, job, attempt) for attempt in job.attempts.values()]
     rows += [
         {
             "attempt": past.attempt, "parent": past.parent, "parent_step": past.parent_step, "phase": "past",
@@ -53,14 +52,14 @@ def attempt_rows(catalog: Catalog, job: Job) -> list[Body]:
     return [{**row, "in_lineage": row["attempt"] in lineage} for row in rows[:ATTEMPTS_SHOWN_MAX]]
 
 
-def _attempt_row(catalog: Catalog, job: Job, attempt: Attempt) -> Body:
+def _attempt_row(state: ClusterState, job: Job, attempt: Attempt) -> Body:
     abandoned = [n for n, phase in attempt.steps.items() if phase == "abandoned"]
     return {
         "attempt": attempt.ordinal, "parent": attempt.parent, "parent_step": attempt.parent_step,
         "phase": attempt.phase, "world_size": attempt.world_size, "is_fresh": attempt.is_fresh,
         "is_fork": job.origin is not None and job.origin.attempt == attempt.ordinal,
         "abandoned": sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
-        "age_s": catalog.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
+        "age_s": state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
     }  # fmt: skip
 
 
@@ -77,17 +76,17 @@ def _spans(job: Job) -> tuple[Span, ...]:
     return job.spans(job.newest.ordinal) if job.newest is not None else ()
 
 
-def step_rows(catalog: Catalog, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:
+def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:
     """Every step that has a copy or a durable marker, or a commit that a late host may bring back, newest first.
 
     Args:
-        catalog: Of the job.
+        state: Of the store.
         job: Of the steps.
         awaited: As `without_bytes` returns it.
     """
     spans = _spans(job)
     forks: dict[StepId, list[str]] = {}
-    for fact in catalog.forks.of(job):
+    for fact in state.forks_of(job):
         forks.setdefault(StepId(fact.from_attempt, fact.step), []).append(fact.job)
     rows = []
     for step in sorted({*job.commits, *job.markers, *job.copies}, reverse=True):
@@ -107,13 +106,13 @@ def step_rows(catalog: Catalog, job: Job, awaited: Mapping[StepId, list[str]]) -
                 "retired": job.retired.get(step, ""),
                 "pins": sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
                 "forks": sorted(forks.get(step, [])),
-                "copies": fewest_copies(catalog, job, step) if commit is not None else 0,
+                "copies": fewest_copies(state, job, step) if commit is not None else 0,
                 "shards": len(ranks),
                 "world_size": commit.world_size if commit is not None else None,
                 "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
                 "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
                 "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
-                "age_s": catalog.age_s(commit.wall_s) if commit is not None else None,
+                "age_s": state.age_s(commit.wall_s) if commit is not None else None,
             }
         )  # fmt: skip
     return rows
@@ -138,10 +137,10 @@ def step_state(job: Job, step: StepId) -> str:
     return phase if phase in ("abandoned", "superseded") else "open"
 
 
-def fewest_copies(catalog: Catalog, job: Job, step: StepId) -> int:
+def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:
     """Distinct host-level domains of the shard with the fewest."""
     commit, ranks = job.commits[step], job.copies.get(step, {})
     if len(ranks) < commit.world_size:
         return 0
     whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
-    return min(len(catalog.hosts.domains(hosts)) for hosts in whole)
+    return min(len(state.hosts.domains(hosts)) for hosts in whole)

@@ -10,65 +10,92 @@ gathering --all ranks--> listing (durable markers) --> planning --fact spread-->
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from memstore.core.attempts.attempt_numbers import same_number
-from memstore.core.attempts.roll_call import ran_out_text, roll_call
-from memstore.core.cluster.facts import RestoreDecided, StepRetired
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import RoundFailed
+from memstore.core.cluster.facts import RestoreDecided, RestoreReleased, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Restore
+from memstore.core.cluster.reading import Round
+from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.step_lookup import same_number
 from memstore.core.cluster.text import listed, plural
+from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
-from memstore.core.restore.staging import Round
+from memstore.core.journal.replication import Journal
+from memstore.core.restore.awaited import awaited_text, ran_out_text
+from memstore.core.restore.single_read import SingleReads
+from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
+from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.messages import Body
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
 STAGE_LIMIT_S = 600.0  # for a get that names no deadline of its own
 
 
 class Rounds:
-    """The rounds of all jobs, for the catalog."""
+    """The rounds of all jobs; they stand in `ClusterState.rounds`."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.active: dict[str, Round] = {}
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, markers: DurableMarkers,
+        staging: Staging, reads: SingleReads,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.journal, self.view = state, out, journal, view
+        self.markers, self.staging, self.reads = markers, staging, reads
+        state.holds.add("a restore", self._held, is_in_use=True)
+        state.holds.add("a restore that was decided", self._decided, is_in_use=False)
+        state.holds.add("the attempt that restored it", self._restored, is_in_use=False)
+
+    def _held(self, job: Job) -> set[StepId]:
+        active = self.state.rounds.get(job.name)
+        return {active.plan.step} if active is not None and active.plan is not None and active.plan.step else set()
+
+    def _decided(self, job: Job) -> set[StepId]:
+        facts = [p for p in self.journal.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
+        return {StepId(p.from_attempt, p.step) for p in facts if p.from_attempt and p.step is not None}
+
+    def _restored(self, job: Job) -> set[StepId]:
+        attempt = job.newest
+        if attempt is None or not attempt.has_restored or attempt.has_put:
+            return set()
+        if not attempt.parent or attempt.parent_step is None:
+            return set()
+        return {StepId(attempt.parent, attempt.parent_step)}
 
     # -- gathering ----------------------------------------------------------------------------
 
     def get(self, now: float, call: Call) -> None:
         """A rank called get(); the round closes for all ranks at once."""
         body, name = call.body, str(call.body["job"])
-        job = self.catalog.jobs[name]
+        job = self.state.jobs[name]
         attempt = job.newest
         if attempt is None or attempt.ordinal != body["attempt"]:
-            self.catalog.refuse(call, "FencedError", f"job {name!r}: a newer attempt was opened")
+            self.out.refuse(call, "FencedError", f"job {name!r}: a newer attempt was opened")
             return
         only_step = body.get("step")
         rank = int(body["rank"])
-        if only_step is None and self._is_over(attempt, rank) and name not in self.active:
+        if only_step is None and self._is_over(attempt, rank) and name not in self.state.rounds:
             self._repeat(call, attempt)
             return
         if only_step is None and attempt.has_put:
-            self.catalog.refuse(
+            self.out.refuse(
                 call, "RecoveryError",
                 f"job {name!r}: get() after this attempt's first put would go back in time: use store.rewind(step) to "
                 "continue from an older step, or get(step=S) to read one",
             )  # fmt: skip
             return
-        active = self.active.get(name)
+        active = self.state.rounds.get(name)
         if active is None or active.attempt != attempt.ordinal:
             attempt.rounds_count += 1
-            active = self.active[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
+            active = self.state.rounds[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
         is_agreement = bool(body.get("is_agreement"))
         if not active.calls:
             active.is_agreement = is_agreement
         if active.only_step != only_step or active.is_agreement != is_agreement:
             verbs = {True: "agree()", False: "get()"}
-            self.catalog.refuse(
+            self.out.refuse(
                 call, "RecoveryError",
                 f"job {name!r}: this rank calls {verbs[is_agreement]} for step {only_step}, the ranks waiting "
                 f"{verbs[active.is_agreement]} for {active.only_step}: all ranks must call the same",
@@ -80,8 +107,8 @@ class Rounds:
 
     def attempt_open(self, now: float, name: str) -> None:
         """Plan as soon as all ranks ask and every holder is fenced: from those inventories only (R21)."""
-        active = self.active.get(name)
-        job = self.catalog.jobs[name]
+        active = self.state.rounds.get(name)
+        job = self.state.jobs[name]
         attempt = job.newest
         if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
             return
@@ -97,37 +124,35 @@ class Rounds:
     def _repeat(self, call: Call, attempt: Attempt) -> None:
         """Give a rank what the others have: no barrier, they may be training already."""
         if attempt.parent is None or attempt.parent_step is None or call.body.get("is_agreement"):
-            self.catalog.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
+            self.out.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
             return
         call.body.update(step=attempt.parent_step, of_attempt=attempt.parent)
-        self.catalog.queries.ask("read", call)
+        self.reads.ask(call)
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
-        hosts = [h for h in self.catalog.hosts.live_ids() if self.catalog.hosts.is_answering(h)]
+        hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
         if attempt.config.get("durable") is None or not hosts:
             self._plan(now, active)
             return
         active.enter(now, "listing")
-        active.unread, active.markers_call = "", self.catalog.durable.next_call()
-        body = {"job": job.name, "durable": place_of(attempt.config), "call": active.markers_call}
-        first = attempt.seats[0].host_id
-        self.catalog.tell(first if first in hosts else hosts[0], "markers", body)
+        active.unread, first = "", attempt.seats[0].host_id
 
-    def markers_listed(self, now: float, job: str, call: int, why: str) -> None:
-        """The durable markers of the job are in the catalog now, or `why` says why not."""
-        active = self.active.get(job)
-        if active is not None and active.phase == "listing" and call == active.markers_call:
-            active.unread = why
-            self._plan(now, active)
+        def listed(why: str) -> None:
+            if self.state.rounds.get(job.name) is active and active.phase == "listing" and call == active.markers_call:
+                active.unread = why
+                self._plan(self.state.now, active)
+
+        host = first if first in hosts else hosts[0]
+        call = active.markers_call = self.markers.ask(host, job.name, place_of(attempt.config), listed)
 
     # -- planning -----------------------------------------------------------------------------
 
     def _plan(self, now: float, active: Round, *, is_grace_over: bool = False) -> None:
-        job = self.catalog.jobs[active.job]
+        job = self.state.jobs[active.job]
         attempt = job.attempts[active.attempt]
         inventory = job.inventory(
-            live=self.catalog.hosts.live_ids(),
-            silent=() if is_grace_over else self.catalog.view.silent_hosts(job),
+            live=self.state.hosts.live_ids(),
+            silent=() if is_grace_over else self.view.silent_hosts(job),
         )
         spans = job.spans(attempt.ordinal)
         only = None
@@ -152,12 +177,12 @@ class Rounds:
             result = self._plan_in_place(active, job, attempt, inventory, result)
         else:
             active.homes = {rank: call.host_id for rank, call in active.calls.items()}
-        late = frozenset() if is_grace_over else self.catalog.view.awaited_hosts(job, result)
+        late = frozenset() if is_grace_over else self.view.awaited_hosts(job, result)
         active.plan, active.planned_s = replace(result, wait_for=late), now
         if late:
             if active.phase != "waiting":
                 names = ", ".join(sorted(late))
-                self.catalog.note(f"job {job.name!r}: get waits for hosts {names}: they may have a newer step")
+                self.out.log(f"job {job.name!r}: get waits for hosts {names}: they may have a newer step")
                 active.enter(now, "waiting")
         elif result.verdict == "none":
             self._nothing(now, active, job, result)
@@ -173,7 +198,7 @@ class Rounds:
         active.homes = {}
         for rank, spec in sorted(result.specs.items()):
             held = [c.host for c in copies.get(rank, {}).values() if c.spec.digest == spec.digest and not c.missing]
-            live = sorted(h for h in held if self.catalog.hosts.is_answering(h))
+            live = sorted(h for h in held if self.state.hosts.is_answering(h))
             active.homes[rank] = live[0] if live else seated[rank % len(seated)]
         return plan(
             inventory, job.spans_to_read(attempt.ordinal, step), world_size=len(result.specs),
@@ -182,14 +207,14 @@ class Rounds:
 
     def plan_again(self, now: float, active: Round) -> None:
         """The next candidate, or the same one from other sources, under a new number (R23)."""
-        attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        attempt = self.state.jobs[active.job].attempts[active.attempt]
         attempt.rounds_count += 1
         active.number = attempt.rounds_count
         self._plan(now, active)
 
     def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
         # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
-        story = self.catalog.orphans.stories.get(job.name)
+        story = self.state.stories.get(job.name)
         if story is not None and not job.has_history:
             self.fail(
                 active, "RecoveryError",
@@ -213,7 +238,7 @@ class Rounds:
 
     def _restore_nothing(self, now: float, active: Round) -> None:
         active.enter(now, "deciding")
-        self.catalog.record(RestoreDecided(active.job, active.attempt, active.number, None, None, self.catalog.wall_s))
+        self.journal.record(RestoreDecided(active.job, active.attempt, active.number, None, None, self.state.wall_s))
 
     def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, result: RecoveryPlan) -> None:
         step = result.step
@@ -239,24 +264,24 @@ class Rounds:
             )
             if self._has_another(active, job, attempt, step):
                 fact = StepRetired(job.name, step.attempt, step.step, reason)
-                self.catalog.record(fact)
+                self.journal.record(fact)
                 job.retire(fact)  # at once, for this round's next plan; the fact is for those to come
                 self._plan(now, active)
                 return
             active.notes.append(f"step {step.step} was {reason}; no other step is whole, so it is restored again")
-            self.catalog.note(f"job {job.name!r}: {active.notes[-1]}", "warning")
+            self.out.log(f"job {job.name!r}: {active.notes[-1]}", "warning")
         active.enter(now, "deciding")
         if not active.is_adopting:
-            self.catalog.staging.start(now, active)
+            self._act(now, active, self.staging.start(now, active))
             return
-        self.catalog.record(
-            RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.catalog.wall_s)
+        self.journal.record(
+            RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.state.wall_s)
         )
 
     def _has_another(self, active: Round, job: Job, attempt: Attempt, step: StepId) -> bool:
         """Whether a get that did without this step would have another one; the only one is better than none (R25)."""
         other = plan(
-            job.inventory(live=self.catalog.hosts.live_ids(), silent=self.catalog.view.silent_hosts(job)),
+            job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
             job.spans(attempt.ordinal), world_size=attempt.world_size,
             rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
             not_steps=(*active.failed_steps, step),
@@ -267,7 +292,7 @@ class Rounds:
         window_s = float(attempt.config["crash_window_s"])
         recent = [
             r for r in job.restores
-            if r.step == step and abs(self.catalog.wall_s - r.wall_s) <= window_s  # clocks may have been set back
+            if r.step == step and abs(self.state.wall_s - r.wall_s) <= window_s  # clocks may have been set back
             # An attempt that was closed by all its ranks did not die of what it restored.
             and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
         ]  # fmt: skip
@@ -275,7 +300,7 @@ class Rounds:
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
         """The decision has spread: bind the lineage, then stage (R22, R23)."""
-        job = self.catalog.jobs.get(fact.job)
+        job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
             return
@@ -286,25 +311,62 @@ class Rounds:
             job.restores.append(Restore(StepId(fact.from_attempt, fact.step), fact.attempt, fact.wall_s))
         attempt.has_restored, attempt.is_released = True, fact.step is None
         attempt.rounds_count = max(attempt.rounds_count, fact.round)
-        active = self.active.get(fact.job)
+        active = self.state.rounds.get(fact.job)
         if is_replay or active is None or active.number != fact.round or active.phase != "deciding":
             return
         if fact.step is None:
-            del self.active[fact.job]
+            del self.state.rounds[fact.job]
             for call in active.calls.values():
-                self.catalog.answer(call, {"step": None})
+                self.out.answer(call, {"step": None})
         else:
-            self.catalog.staging.start(now, active)
+            self._act(now, active, self.staging.start(now, active))
+
+    # -- staging ------------------------------------------------------------------------------
+
+    def staged(self, now: float, body: Body) -> None:
+        """Take a host's report on one rank's shard."""
+        active = self._current(body)
+        if active is not None:
+            self._act(now, active, self.staging.staged(now, active, body))
+
+    def checked(self, now: float, body: Body) -> None:
+        """Take a rank's word on its `into=`."""
+        active = self._current(body)
+        if active is not None:
+            self._act(now, active, self.staging.checked(now, active, body))
+
+    def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
+        """Let ranks go on: enough journals say that everything was staged, so no rank can get another step (R23)."""
+        job = self.state.jobs.get(fact.job)
+        if job is not None and fact.attempt in job.attempts:
+            job.attempts[fact.attempt].is_released = True
+        active = self.state.rounds.get(fact.job)
+        if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
+            self._act(now, active, Released())
+
+    def _current(self, body: Body) -> Round | None:
+        active = self.state.rounds.get(str(body["job"]))
+        return active if active is not None and active.number == body["round"] else None
+
+    def _act(self, now: float, active: Round, outcome: Outcome) -> None:
+        """Do what staging said is to become of a round."""
+        if isinstance(outcome, PlanAgain):
+            self.plan_again(now, active)
+        elif isinstance(outcome, Failed):
+            self.fail(active, outcome.error, outcome.message)
+        elif isinstance(outcome, Released):
+            del self.state.rounds[active.job]
+            self.staging.release(now, active)
 
     # -- ends ---------------------------------------------------------------------------------
 
     def fail(self, active: Round, name: str, message: str, *, is_end: bool = True) -> None:
         """End a round with the same error on all ranks; their get is not over where that is no `is_end`."""
-        self.active.pop(active.job, None)
+        self.state.rounds.pop(active.job, None)
         if is_end:
-            self.catalog.observer.restore_failed(active, name, message)
+            self.out.emit(RoundFailed(active, name, message))
         for call in active.calls.values():
-            self.catalog.refuse(call, name, message)
+            self.out.refuse(call, name, message)
 
     def forget(self, name: str) -> None:
         """The job was removed."""
@@ -312,60 +374,60 @@ class Rounds:
 
     def rank_gone(self, job: Job, rank: int) -> None:
         """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""
-        active = self.active.get(job.name)
+        active = self.state.rounds.get(job.name)
         if active is None or rank not in active.calls or active.phase == "releasing":
             return
         if active.phase in ("gathering", "listing", "waiting"):
             del active.calls[rank]
             active.phase = "gathering"
             if not active.calls:
-                del self.active[job.name]
+                del self.state.rounds[job.name]
             return
         self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
 
     def torn(self, now: float, job: Job, step: StepId) -> None:
         """A rank of an older attempt saw it torn while it is being restored: the next candidate (R25)."""
-        active = self.active.get(job.name)
+        active = self.state.rounds.get(job.name)
         under_way = ("deciding", "staging", "checking")
         if active is not None and active.phase in under_way and active.plan and active.plan.step == step:
             self.plan_again(now, active)
 
     def abort(self, job: str, name: str, message: str) -> None:
         """End a round that can no longer mean anything."""
-        if job in self.active:
-            self.fail(self.active[job], name, message)
+        if job in self.state.rounds:
+            self.fail(self.state.rounds[job], name, message)
 
     def withdraw(self, call: Call) -> None:
         """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
-        active = self.active.get(str(call.body["job"]))
-        self.catalog.answer(call, {})
+        active = self.state.rounds.get(str(call.body["job"]))
+        self.out.answer(call, {})
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
             return
-        attempt = self.catalog.jobs[active.job].attempts[active.attempt]
+        attempt = self.state.jobs[active.job].attempts[active.attempt]
         if len(active.calls) == attempt.world_size:
-            active.ran_out_on = (roll_call(self.catalog, active.job, "get") or {}).get("awaited", "")
+            active.ran_out_on = awaited_text(self.state, self.state.jobs[active.job], attempt)
         gone = active.calls.pop(int(call.body["rank"]), None)
         active.withdrawn.add(int(call.body["rank"]))
         missing = [r for r in range(attempt.world_size) if r not in active.calls and r not in active.withdrawn]
         if gone is not None:
             why = f"after {call.body['timeout_s']:g} s {ran_out_text(missing, attempt.world_size, active.ran_out_on)}"
-            self.catalog.refuse(gone, "GatherTimeout", f"get() of job {active.job!r}: {why}")
+            self.out.refuse(gone, "GatherTimeout", f"get() of job {active.job!r}: {why}")
         if not active.calls:
-            del self.active[active.job]
+            del self.state.rounds[active.job]
         elif active.phase != "gathering":
             active.phase = "gathering"
 
     def tick(self, now: float) -> None:
         """Deadlines of listing and of the grace for late hosts; hosts lost while staging."""
-        for active in list(self.active.values()):
+        for active in list(self.state.rounds.values()):
             waited_s = now - active.phase_since_s
             if active.phase == "listing" and waited_s > MARKERS_DEADLINE_S:
                 active.notes.append(f"durable storage did not list its markers within {MARKERS_DEADLINE_S:g} s")
                 self._plan(now, active)
             elif active.phase == "waiting":
-                self._plan(now, active, is_grace_over=waited_s > self.catalog.rules.recovery_grace_s)
+                self._plan(now, active, is_grace_over=waited_s > self.state.rules.recovery_grace_s)
             elif active.phase in ("staging", "checking"):
-                dead = [c.host_id for c in active.calls.values() if not self.catalog.hosts.is_live(c.host_id)]
+                dead = [c.host_id for c in active.calls.values() if not self.state.hosts.is_live(c.host_id)]
                 limit_s = max(float(c.body.get("timeout_s", STAGE_LIMIT_S)) for c in active.calls.values())
                 if dead:
                     why = f"host {dead[0]} died while the step was being restored: restart"
@@ -376,11 +438,11 @@ class Rounds:
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
                 elif active.phase == "checking":
-                    self.catalog.staging.tick(now, active)
+                    self.staging.tick(now, active)
 
     def source_died(self, now: float, host_id: str) -> None:
         """A host died: rounds that fetch from it are planned again."""
-        for active in list(self.active.values()):
+        for active in list(self.state.rounds.values()):
             if active.phase != "staging" or active.plan is None:
                 continue
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)

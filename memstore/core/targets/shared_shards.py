@@ -7,20 +7,20 @@ host is: the chunks are there already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed
 from memstore.core.wire.messages import Body
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 NAMED_MAX = 10  # tensors named in one happening
 NAME_CHARS_MAX = 200
@@ -48,10 +48,10 @@ class Differing:
 
 
 class Twins:
-    """Natural replicas of all jobs, for the catalog."""
+    """Ranks with equal state, of all jobs."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, state: ClusterState, out: Effects) -> None:
+        self.state, self.out = state, out
         self.routes: dict[str, Routes] = {}
         self.differing: dict[str, dict[tuple[int, int], Differing]] = {}
 
@@ -83,17 +83,13 @@ class Twins:
             )
         return None
 
-    def chosen(self, fact: AttemptOpened) -> AttemptOpened:
-        """Return the fact with its copiers, for the hosts that its ranks are on."""
-        if not fact.shard_of:
-            return fact
-        catalog, replicas = self.catalog, int(fact.config["replicas"])
-        eligible = catalog.view.eligible_hosts(fact.hosts, replicas, level_asked=fact.level_asked)
-        topology = catalog.hosts.topology(catalog.hosts.live_ids())
+    def chosen(self, fact: AttemptOpened, eligible: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks that copy, for the hosts that the ranks of the attempt are on."""
+        hosts, replicas = self.state.hosts, int(fact.config["replicas"])
+        topology = hosts.topology(hosts.live_ids())
         level = spread_level(topology, replicas, among=eligible).level
-        leaving = {host for host in set(fact.hosts) if catalog.drains.is_draining(host)}
-        ranks = choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
-        return replace(fact, copiers=ranks)
+        leaving = {host for host in set(fact.hosts) if self.state.is_draining(host)}
+        return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
     def joined(self, attempt: Attempt, rank: int) -> Body:
         """What a rank is told of its shard; rank 0 keeps the list of all copiers, for readers of its shard (R27)."""
@@ -138,7 +134,7 @@ class Twins:
         known = self.routes.get(job.name)
         if known is not None and known.placement is placement and known.attempt == attempt.ordinal:
             return known
-        domains = self.catalog.hosts.topology(placement.targets).domains(placement.level)
+        domains = self.state.hosts.topology(placement.targets).domains(placement.level)
         twins: dict[int, tuple[str, ...]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
@@ -147,13 +143,12 @@ class Twins:
         known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
         return known
 
-    def rows(self, job: Job, attempt: Attempt) -> dict[str, list[list[Any]]]:
+    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[list[Any]]]:
         """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
         table: dict[str, list[list[Any]]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
-                targets = self.catalog.view.guests(job, attempt, rank)
-                row = [rank, targets, [other for other in ranks if other != rank]]
+                row = [rank, guests(rank), [other for other in ranks if other != rank]]
                 table.setdefault(attempt.seats[rank].host_id, []).append(row)
         return table
 
@@ -162,8 +157,8 @@ class Twins:
     def told(self, call: Call) -> None:
         """A rank names what it and another copier put differently, or its holder says that they are equal again."""
         body = call.body
-        self.catalog.answer(call, {})
-        job = self.catalog.jobs.get(str(body["job"]))
+        self.out.answer(call, {})
+        job = self.state.jobs.get(str(body["job"]))
         attempt = job.newest if job is not None else None
         ranks = (int(body["ranks"][0]), int(body["ranks"][1]))
         if job is None or attempt is None or attempt.ordinal != body["attempt"] or not set(ranks) <= set(attempt.seats):
@@ -171,16 +166,16 @@ class Twins:
         known, step = self.differing.setdefault(job.name, {}), int(body["step"])
         if not body["chunks"]:
             if known.pop(ranks, None) is not None:
-                self.catalog.observer.twins_agree(job, attempt, step, ranks)
+                self.out.emit(ReplicasAgree(job, attempt, step, ranks))
             return
         names = tuple(str(name)[:NAME_CHARS_MAX] for name in body["names"][:NAMED_MAX])
         if ranks not in known:
-            known[ranks] = Differing(ranks, attempt.ordinal, step, self.catalog.now, names)
-            self.catalog.observer.twins_differ(job, attempt, step, ranks, names, int(body["chunks"]))
+            known[ranks] = Differing(ranks, attempt.ordinal, step, self.state.now, names)
+            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, int(body["chunks"])))
 
     def status(self, job: Job, attempt: Attempt) -> Body:
         """What `memstore status` shows of it."""
-        now = self.catalog.now
+        now = self.state.now
         found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
         return {
             "shards": max(attempt.shard_of, default=-1) + 1,

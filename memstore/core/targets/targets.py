@@ -7,17 +7,20 @@ these hosts, `repair.py` for how copies get there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import Any, cast
 
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.state import ClusterState
+from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import Twins
 from placement.domains import is_finer, levels_of, spread_level
 from placement.groups import Placement, Strategy, place
 from placement.rebalance import rebalance
 from recovery.planner import RecoveryPlan
-
-if TYPE_CHECKING:
-    from memstore.core.controller.machine import Catalog
 
 
 class GuestLookup:
@@ -29,9 +32,9 @@ class GuestLookup:
 
     def guests(self, rank: int) -> list[str]:
         """As `ClusterView.guests`."""
-        attempt, catalog = self._attempt, self._view.catalog
+        attempt, hosts = self._attempt, self._view.state.hosts
         seat = attempt.seats.get(rank)
-        if seat is None or attempt.copiers or not catalog.hosts.is_live(seat.host_id):
+        if seat is None or attempt.copiers or not hosts.is_live(seat.host_id):
             return self._view.guests(self._job, attempt, rank)  # it depends on the rank, not on its host alone
         if seat.host_id not in self._found:
             self._found[seat.host_id] = self._view.guests(self._job, attempt, rank)
@@ -39,11 +42,11 @@ class GuestLookup:
 
 
 class ClusterView:
-    """Placement and addresses, for the catalog."""
+    """Placement and addresses of all jobs and hosts."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.twins = Twins(catalog)
+    def __init__(self, state: ClusterState, out: Effects, told: Told, drains: Drains) -> None:
+        self.state, self.out, self.told, self.drains = state, out, told, drains
+        self.twins = Twins(state, out)
         self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told
         self._told: dict[str, list[Any]] = {}  # host -> where it is, as all were told
 
@@ -56,9 +59,9 @@ class ClusterView:
         are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
         A host that is to go counts as gone, unless there are not enough others.
         """
-        hosts, now = self.catalog.hosts, self.catalog.now
+        hosts, now = self.state.hosts, self.state.now
         wanted = set(rank_hosts)
-        leaving = [h for h in hosts.live_ids() if self.catalog.drains.is_draining(h)]
+        leaving = [h for h in hosts.live_ids() if self.state.is_draining(h)]
         if leaving == hosts.live_ids():
             leaving = []  # nobody stays: moving copies about gains nothing
         live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
@@ -85,7 +88,7 @@ class ClusterView:
         A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
         count. A host that went with notice is no loss.
         """
-        hosts, drains = self.catalog.hosts, self.catalog.drains
+        hosts, drains = self.state.hosts, self.drains
         eligible = self.eligible_hosts(rank_hosts, replicas)
         if eligible.issuperset(hosts.live_ids()):
             eligible.update(h for h in hosts.states if not drains.went(h))
@@ -93,6 +96,13 @@ class ClusterView:
         if before is None or before not in levels_of(hosts.failure_domains):
             return level
         return before if is_finer(level, before, hosts.failure_domains) else level
+
+    def with_copiers(self, fact: AttemptOpened) -> AttemptOpened:
+        """Return the fact of an attempt with its copiers, for the hosts that its ranks are on."""
+        if not fact.shard_of:
+            return fact
+        eligible = self.eligible_hosts(fact.hosts, int(fact.config["replicas"]), level_asked=fact.level_asked)
+        return replace(fact, copiers=self.twins.chosen(fact, eligible))
 
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go, among the hosts that are not dead.
@@ -110,7 +120,7 @@ class ClusterView:
             hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
                 return None
-            topology = self.catalog.hosts.topology(sorted(hosts))
+            topology = self.state.hosts.topology(sorted(hosts))
             strategy = cast(Strategy, str(attempt.config["placement"]))
             if before is None:
                 job.placement = place(topology, replicas=attempt.replicas, strategy=strategy)
@@ -121,10 +131,10 @@ class ClusterView:
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
         """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
         seat = attempt.seats.get(rank)
-        if seat is not None and self.catalog.hosts.is_live(seat.host_id):
-            return self._heir(job, seat.host_id) if self.catalog.drains.is_draining(seat.host_id) else seat.host_id
+        if seat is not None and self.state.hosts.is_live(seat.host_id):
+            return self._heir(job, seat.host_id) if self.state.is_draining(seat.host_id) else seat.host_id
         for step in sorted(job.copies, reverse=True):
-            live = sorted(h for h in job.copies[step].get(rank, {}) if self.catalog.hosts.is_live(h))
+            live = sorted(h for h in job.copies[step].get(rank, {}) if self.state.hosts.is_live(h))
             if live:
                 placed = job.placement.targets if job.placement is not None else {}
                 # The only holder may be about to go too: what it holds then follows its heir.
@@ -162,34 +172,34 @@ class ClusterView:
             return
         self.send_news()
         targets = {host: list(others) for host, others in placement.targets.items()}
-        for rank, seat in attempt.seats.items() if self.catalog.drains.until_s else ():
-            if seat.host_id not in targets and self.catalog.drains.is_draining(seat.host_id):
+        for rank, seat in attempt.seats.items() if self.state.draining else ():
+            if seat.host_id not in targets and self.state.is_draining(seat.host_id):
                 targets[seat.host_id] = self.guests(job, attempt, rank)
-        copiers = self.twins.rows(job, attempt)
+        copiers = self.twins.rows(attempt, lambda rank: self.guests(job, attempt, rank))
         for host, others in targets.items():
             if only is None or host in only:
                 body = {
                     "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
                 }  # fmt: skip
-                if not (is_news_only and self.catalog.told.is_known(host, "targets", body)):
-                    self.catalog.told.note(host, "targets", body)
-                    self.catalog.tell(host, "targets", body)
+                if not (is_news_only and self.told.is_known(host, "targets", body)):
+                    self.told.note(host, "targets", body)
+                    self.out.send(host, "targets", body)
 
     def greet(self, hosts: Iterable[str]) -> None:
         """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
         """
-        rows = [self._row(host) for host in self.catalog.hosts.live_ids()]
+        rows = [self._row(host) for host in self.state.hosts.live_ids()]
         body = {"hosts": rows, "gone": None, "jobs": self._jobs()}
         for host in hosts:
-            self.catalog.tell(host, "view", body)
+            self.out.send(host, "view", body)
 
     def send_news(self) -> None:
         """Tell all hosts what has changed of the others' addresses, if anything has (R3, R28)."""
         rows, gone = [], []
         for host in sorted(self.news):
-            row = self._row(host) if self.catalog.hosts.is_live(host) else None
+            row = self._row(host) if self.state.hosts.is_live(host) else None
             if row is not None and row != self._told.get(host):
                 rows.append(row)
                 self._told[host] = row
@@ -198,8 +208,8 @@ class ClusterView:
         self.news.clear()
         if rows or gone:
             body = {"hosts": rows, "gone": gone, "jobs": self._jobs()}
-            for host in self.catalog.hosts.live_ids():
-                self.catalog.tell(host, "view", body)
+            for host in self.state.hosts.live_ids():
+                self.out.send(host, "view", body)
 
     def settled(self, hosts: Iterable[str]) -> None:
         """A new controller tells all hosts of all at once."""
@@ -207,11 +217,11 @@ class ClusterView:
         self.news.clear()
 
     def _row(self, host: str) -> list[Any]:
-        info = self.catalog.hosts.states[host].info
+        info = self.state.hosts.states[host].info
         return [info.host_id, info.address, info.port, info.incarnation]
 
     def _jobs(self) -> list[str]:
-        return [*self.catalog.jobs, *self.catalog.forks.pending]
+        return [*self.state.jobs, *self.state.pending_forks]
 
     def awaited_hosts(self, job: Job, found: RecoveryPlan) -> frozenset[str]:
         """Return the hosts that a get waits for: they may have a newer step, or its bytes in RAM (R23, R24)."""
@@ -228,14 +238,14 @@ class ClusterView:
 
     def late_hosts(self) -> set[str]:
         """Return the announced hosts that have not come yet, just after a start: any of them may know any job."""
-        is_early = self.catalog.now - self.catalog.started_s < self.catalog.rules.recovery_grace_s
-        return self._silent(self.catalog.expected_hosts) if is_early else set()
+        is_early = self.state.now - self.state.started_s < self.state.rules.recovery_grace_s
+        return self._silent(self.state.expected_hosts) if is_early else set()
 
     def _silent(self, names: set[str]) -> set[str]:
-        hosts, now = self.catalog.hosts, self.catalog.now
+        hosts, now = self.state.hosts, self.state.now
         known_gone = {
             h
             for h, s in hosts.states.items()
-            if s.status == "dead" and now - s.since_s > self.catalog.rules.repair_after_s
+            if s.status == "dead" and now - s.since_s > self.state.rules.repair_after_s
         }
         return {h for h in names if not hosts.is_answering(h)} - known_gone

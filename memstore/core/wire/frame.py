@@ -26,7 +26,7 @@ import msgpack
 from memstore import errors
 
 MAGIC = b"MSTO"
-VERSION = 1
+VERSION = 2
 
 BODY_BYTES_MAX = 16 << 20
 """One call, reply or event: an inventory of 100,000 shards fits; anything longer is sent in pages."""
@@ -39,8 +39,6 @@ BODY_ITEMS_MAX = 1 << 20
 BODY_ITEMS_MAX_UNAUTHENTICATED = 64
 BODY_DEPTH_MAX = 16
 """Containers inside containers; our own messages need 5."""
-ERROR_MESSAGE_CHARS_MAX = 16 << 10
-ERROR_CONTEXT_ITEMS_MAX = 64
 
 _LAYOUT = struct.Struct("<4sBBHQIQ")
 _CRC = struct.Struct("<I")
@@ -172,38 +170,6 @@ def unpack_body(data: bytes | bytearray | memoryview, *, authenticated: bool = T
     return body
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    """Describe an error for the other side: class name, message, simple context values; no traceback, no pickle.
-
-    What is not a MemstoreError is described as an InternalError that names the type.
-    """
-    known = isinstance(error, errors.MemstoreError)
-    message = str(error) if known else f"{type(error).__name__}: {error}"
-    return {
-        "error": type(error).__name__ if known else errors.InternalError.__name__,
-        # A file name in a message may hold bytes that are not UTF-8.
-        "message": message[:ERROR_MESSAGE_CHARS_MAX].encode(errors="replace").decode(),
-        "context": _simple_context(vars(error)) if known else {},
-    }
-
-
-def error_from_body(body: Mapping[str, Any]) -> errors.MemstoreError:
-    """Rebuild a peer's error as the same class of `memstore.errors`; an unknown name becomes a MemstoreError."""
-    kind = _ERRORS.get(str(body.get("error")), errors.MemstoreError)
-    error = kind(str(body.get("message"))[:ERROR_MESSAGE_CHARS_MAX])
-    context = body.get("context")
-    if type(context) is dict:
-        error.__dict__.update(_simple_context(context))
-    return error
-
-
-_ERRORS: dict[str, type[errors.MemstoreError]] = {
-    name: value
-    for name, value in vars(errors).items()
-    if isinstance(value, type) and issubclass(value, errors.MemstoreError)
-}
-
-
 class _ItemCount:
     """A msgpack hook that bounds the elements of all containers of one body together."""
 
@@ -251,27 +217,3 @@ def _check_shape(body: dict[str, Any]) -> None:
             return
         level = inner
     _refuse(f"a body is nested deeper than {BODY_DEPTH_MAX} levels")
-
-
-def _simple_context(context: Mapping[Any, Any]) -> dict[str, Any]:
-    """Keep what needs no class to be read again: scalars, and flat lists of scalars, under plain attribute names."""
-    simple: dict[str, Any] = {}
-    for name, value in context.items():
-        if len(simple) == ERROR_CONTEXT_ITEMS_MAX:
-            break
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-            continue
-        values = list(value[:ERROR_CONTEXT_ITEMS_MAX]) if isinstance(value, (list, tuple)) else [value]
-        if all(_is_simple(item) for item in values):
-            simple[name] = values if isinstance(value, (list, tuple)) else value
-    return simple
-
-
-def _is_simple(value: Any) -> bool:
-    if type(value) is int:
-        return -(1 << 63) <= value <= _U64_MAX
-    if type(value) is str:
-        return len(value) <= ERROR_MESSAGE_CHARS_MAX and value.encode(errors="replace").decode() == value
-    if type(value) is bytes:
-        return len(value) <= ERROR_MESSAGE_CHARS_MAX
-    return value is None or type(value) in (float, bool)

@@ -1,1 +1,1 @@
-"""How drills break things, and what keeps them from breaking what they must not."""
+"""Faults, and the checks that they took effect."""

@@ -1,7 +1,7 @@
-"""How things are broken, and how it is checked that they are. Runs on the machine of the victim.
+"""Faults on the victim's machine, and the checks that they took effect.
 
-Everything here takes and returns plain values, so that it can be called in this process or through a Ray actor.
-A fault that did not take effect is a DrillError: a drill that broke nothing proves nothing.
+Every function takes and returns plain values, so that it can be called in this process or through a Ray actor. If a
+fault did not take effect, it raises a DrillError: a drill that broke nothing proves nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GONE_S = 20.0
 POLL_S = 0.01
 PROBE_S = 1.0
 
-Process = tuple[int, int]  # pid and start time: the pid alone may be another process by now
+Process = tuple[int, int]  # pid and start time; with the pid alone, a later process could be taken for it
 
 
 def holder_process(folder: str) -> Process:
-    """Return the live holder of an arena folder; DrillError if there is none."""
+    """Return the live holder of an arena folder; raise DrillError if there is none."""
     holding = owner(folder)
     if holding is None or not holding.is_alive():
         raise DrillError(f"no live holder owns {folder}: the store was not healthy before the drill")
@@ -44,7 +44,7 @@ def holder_process(folder: str) -> Process:
 
 
 def process_of(pid: int) -> Process:
-    """Return a live process with its start time; DrillError if it is gone."""
+    """Return a live process with its start time; raise DrillError if it is gone."""
     start = process_start_time(pid)
     if start is None:
         raise DrillError(f"pid {pid} is gone already")
@@ -52,7 +52,7 @@ def process_of(pid: int) -> Process:
 
 
 def kill(processes: list[Process]) -> int:
-    """SIGKILL processes that still are who they were; return how many."""
+    """Send SIGKILL to the processes that still run; return how many did."""
     count = 0
     for pid, start in processes:
         if is_alive(pid, start):
@@ -63,7 +63,7 @@ def kill(processes: list[Process]) -> int:
 
 
 def wait_gone(processes: list[Process], timeout_s: float = GONE_S) -> int:
-    """Return how many processes are gone, which is all of them; DrillError if one still lives."""
+    """Wait until all processes are gone; return how many. Raise DrillError if one still runs after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while left := [pid for pid, start in processes if is_alive(pid, start)]:
         if time.monotonic() > deadline_s:
@@ -73,7 +73,7 @@ def wait_gone(processes: list[Process], timeout_s: float = GONE_S) -> int:
 
 
 def freeze(process: Process) -> None:
-    """Stop a process that still is who it was (SIGSTOP); DrillError if it is gone."""
+    """Stop a process with SIGSTOP; raise DrillError if it is gone."""
     pid, start = process
     if not is_alive(pid, start):
         raise DrillError(f"pid {pid} was gone before it was frozen")
@@ -81,7 +81,7 @@ def freeze(process: Process) -> None:
 
 
 def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
-    """Return when a process is stopped; DrillError if it runs on or is gone."""
+    """Wait until a process is stopped; raise DrillError if it runs on or is gone."""
     deadline_s = time.monotonic() + timeout_s
     while (state := process_state(process[0])) != "T" or not is_alive(*process):
         if time.monotonic() > deadline_s or state is None:
@@ -90,9 +90,12 @@ def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
 
 
 def freeze_in_put(process: Process, mark: str, timeout_s: float = GONE_S) -> int:
-    """Stop a rank while a put of its is under way, as its own mark says; return the step, DrillError if none was met.
+    """Stop a rank while one of its puts is under way, as its mark file shows; return the step of that put.
 
-    It is looked after the process has stopped, so what is seen cannot change before it is killed.
+    The mark is read after the process has stopped; so it cannot change before the process is killed.
+
+    Raises:
+        DrillError: the rank was between two puts each time it was stopped.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -108,9 +111,12 @@ def freeze_in_put(process: Process, mark: str, timeout_s: float = GONE_S) -> int
 
 
 def freeze_in_persist(process: Process, folder: str, timeout_s: float = GONE_S) -> int:
-    """Stop the controller while the newest durable step of a job has parts and no marker; return the step.
+    """Stop the controller while the newest durable step of a job has parts but no marker; return the step.
 
-    Only the controller orders the marker, so that what is seen while it is stopped cannot change before it is killed.
+    Only the controller orders the marker; so no marker can appear between the look and the kill.
+
+    Raises:
+        DrillError: no step was half written any time the controller was stopped.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -127,12 +133,12 @@ def freeze_in_persist(process: Process, folder: str, timeout_s: float = GONE_S) 
 
 
 def remove_mark(mark: str) -> None:
-    """Remove the file by which a rank said whether a put is under way."""
+    """Remove the file in which a rank marks that a put is under way."""
     Path(mark).unlink(missing_ok=True)
 
 
 def thaw(process: Process) -> bool:
-    """Let a frozen process go on (SIGCONT); False if it is gone, killed by its successor (R2)."""
+    """Let a frozen process go on (SIGCONT); return False if it is gone, because its successor has killed it (R2)."""
     pid, start = process
     if not is_alive(pid, start):
         return False
@@ -142,7 +148,7 @@ def thaw(process: Process) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the letter /proc shows for a process, such as R, S or T; None if it is gone."""
+    """Return the state letter of a process in /proc, such as R, S or T; None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -150,7 +156,7 @@ def process_state(pid: int) -> str | None:
 
 
 def arena_identity(folder: str) -> tuple[int, int] | None:
-    """Return device and inode of the arena file; None if there is none. A new life has another."""
+    """Return device and inode of the arena file, or None if there is none. A newly made arena has other ones."""
     try:
         status = (Path(folder) / ARENA_NAME).lstat()
     except FileNotFoundError:
@@ -159,7 +165,7 @@ def arena_identity(folder: str) -> tuple[int, int] | None:
 
 
 def secret_of(folder: str) -> bytes:
-    """Return the store's secret, to probe a holder with; DrillError if the folder has none."""
+    """Return the store's secret, for a handshake with a holder; raise DrillError if the folder has none."""
     secret = read_secret(Path(folder))
     if secret is None:
         raise DrillError(f"{folder} has no secret: this is not the arena of a started store")
@@ -167,17 +173,17 @@ def secret_of(folder: str) -> bytes:
 
 
 def arena_nbytes(folder: str) -> int:
-    """Return the memory behind an arena folder."""
+    """Return the memory that the files of an arena folder take, in bytes."""
     return sum(p.stat().st_blocks * 512 for p in Path(folder).rglob("*") if p.is_file())
 
 
 def destroy_arena(folder: str) -> int:
-    """Remove an arena and all that lies beside it, whoever held it; return the bytes that were there."""
+    """Remove an arena folder with all its files, also while a holder has it; return its size in bytes."""
     path = Path(folder)
     if not path.exists():
         return 0
     nbytes = arena_nbytes(folder)
-    # Out of the way in one step first: a successor that starts right now finds nothing or its own.
+    # Rename it first, which is one step: so a successor that starts right now finds no folder or its own new one.
     doomed = check_folder(path).with_name(f"{path.name}-lost-{time.time_ns()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -185,7 +191,7 @@ def destroy_arena(folder: str) -> int:
 
 
 def check_destroyed(folder: str, before: tuple[int, int] | None) -> None:
-    """Raise DrillError if the arena file of before the fault is still there."""
+    """Raise DrillError if the arena file from before the fault is still there."""
     now = arena_identity(folder)
     if before is None:
         raise DrillError(f"{folder} had no arena file before the fault: there was nothing to lose")
@@ -197,9 +203,10 @@ def check_destroyed(folder: str, before: tuple[int, int] | None) -> None:
 
 
 def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
-    """Raise DrillError if a holder of the store still answers where the victim listened.
+    """Raise DrillError if a holder of the store still answers at the victim's address.
 
-    Somebody else may have been given the port since, so an open port alone means nothing: the handshake does.
+    Another program may have got the port since; so an open port proves nothing, only a handshake with the store's
+    secret does.
     """
     with contextlib.suppress(TransportError):
         connect_tcp(
@@ -212,7 +219,7 @@ def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
 
 
 def memory_available() -> int:
-    """Return the bytes that processes of this machine can still take, as the kernel counts (MemAvailable)."""
+    """Return how many bytes the processes of this machine can still take: the kernel's MemAvailable."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -220,16 +227,16 @@ def memory_available() -> int:
 
 
 def flip_chunk(folder: str, job: str, step: int, rank: int, where: float) -> dict[str, Any]:
-    """Flip one byte of a sealed chunk of a shard in the arena file, behind the holder's back.
+    """Flip one bit of a sealed chunk of a shard in the arena file, without the holder.
 
     Args:
-        where: 0 <= where < 1 picks the chunk, and the byte in it.
+        where: 0 <= where < 1; chooses the chunk, and the byte in it.
 
     Returns:
-        chunk, slot, offset (in the file), digest (hex, before), nbytes.
+        chunk, slot, offset (in the file), digest (hex, from before the flip), nbytes.
 
     Raises:
-        DrillError: the shard or its slot is not there, or the byte is not changed after the write.
+        DrillError: the shard or its slot is missing, or the chunk has its old digest after the write.
     """
     shard = next(
         (m for m in _manifests(folder) if (m.shard.job, m.shard.step, m.shard.rank) == (job, step, rank)), None
@@ -253,13 +260,13 @@ def flip_chunk(folder: str, job: str, step: int, rank: int, where: float) -> dic
 
 
 def tear_manifest(folder: str, job: str, step: int, rank: int, where: float) -> dict[str, Any]:
-    """Cut the manifest file of a shard short; return its path, and its size in bytes before and now.
+    """Cut the manifest file of a shard short; return its path, and its size in bytes before and after.
 
     Args:
-        where: 0 <= where < 1, the part of the file that stays.
+        where: 0 <= where < 1; the share of the file that stays.
 
     Raises:
-        DrillError: the manifest is not there, or what is left can still be read as one.
+        DrillError: the manifest is missing, or the rest of it can still be read as a manifest.
     """
     for path in sorted((Path(folder) / MANIFESTS_NAME).glob("[0-9a-f]*")):
         data = path.read_bytes()
@@ -273,12 +280,12 @@ def tear_manifest(folder: str, job: str, step: int, rank: int, where: float) -> 
 
 
 def has_manifest(folder: str, job: str, step: int, rank: int) -> bool:
-    """Say whether a whole manifest of a shard lies in the folder."""
+    """Return whether the folder has a whole manifest of a shard."""
     return any((m.shard.job, m.shard.step, m.shard.rank) == (job, step, rank) for m in _manifests(folder))
 
 
 def is_sealed_damage(folder: str, flipped: dict[str, Any]) -> bool:
-    """Say whether the damaged slot still counts as a good copy of its chunk: it must not."""
+    """Return whether the slot table still lists the damaged slot as sealed with the chunk's digest; it must not."""
     fd = open_file(Path(folder), SLOTS_NAME, os.O_RDONLY)
     arena = open_file(Path(folder), ARENA_NAME, os.O_RDONLY)
     try:
@@ -295,16 +302,16 @@ def is_sealed_damage(folder: str, flipped: dict[str, Any]) -> bool:
 
 
 def _manifests(folder: str) -> list[Manifest]:
-    """Read the manifests of a live holder's arena without touching anything there."""
+    """Return the manifests of an arena whose holder lives; change nothing there."""
     found = []
     for path in sorted((Path(folder) / MANIFESTS_NAME).glob("[0-9a-f]*")):
-        with contextlib.suppress(OSError, MemstoreError):  # dropped while we looked
+        with contextlib.suppress(OSError, MemstoreError):  # the holder dropped this one just now
             found.append(decode_manifest(path.read_bytes()))
     return found
 
 
 def _sealed_slot(folder: str, digest: bytes) -> tuple[int, int]:
-    """Return the slot that is sealed with a digest, and the slots' size."""
+    """Return the slot that is sealed with a digest, and the size of a slot in bytes."""
     fd = open_file(Path(folder), SLOTS_NAME, os.O_RDONLY)
     try:
         header = read_file_header(fd, Path(folder))
@@ -317,8 +324,8 @@ def _sealed_slot(folder: str, digest: bytes) -> tuple[int, int]:
     raise DrillError(f"no sealed slot of {folder} has digest {digest.hex()}: the shard lacks a chunk")
 
 
-#: What a drill may ask the victim's machine to do, by name.
-HANDS: dict[str, Callable[..., Any]] = {
+#: The functions that a drill may call on the victim's machine, by name.
+REMOTE_FAULTS: dict[str, Callable[..., Any]] = {
     work.__name__: work
     for work in (
         holder_process, process_of, kill, wait_gone, arena_identity, arena_nbytes, destroy_arena, check_destroyed,

@@ -1,4 +1,4 @@
-"""Faults that last only while somebody keeps them up: a thread does, and undoes them however the drill ends."""
+"""Faults that last only while a thread keeps them up. The thread also undoes them, however the drill ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pathlib import Path
 from memstore.errors import DrillError
 
 END_S = 20.0
-FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h: what fsfreeze -f and -u do
-FILL_STEPS_BYTES = (64 << 20, 1 << 20, 4096)  # largest first; the last is a page, less than which nobody is given
+FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # from linux/fs.h; the calls of fsfreeze -f and -u
+FILL_STEPS_BYTES = (
+    64 << 20,
+    1 << 20,
+    4096,
+)  # largest first; the last is a page, the least that a file system gives out
 
 
 class KeptUp:
-    """A fault in a thread of its own: `work` again and again until `end`, then `undo`."""
+    """A fault with a thread of its own, which calls `work` again and again until `end`, and then `undo`."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -25,18 +29,22 @@ class KeptUp:
         self._thread = threading.Thread(target=self._run, name="drill-fault", daemon=True)
 
     def work(self) -> None:
-        """One round; waits on `stopping`, never longer than a second or two."""
+        """Do one round; wait only on `stopping`, and for two seconds at most."""
         raise NotImplementedError
 
     def undo(self) -> None:
-        """Leave nothing of the fault; called once, after the last round."""
+        """Remove everything of the fault; called once, after the last round."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Stop and undo it; a second call does nothing. DrillError if it could not be kept up or undone."""
+        """Stop the thread, which undoes the fault; a second call does nothing.
+
+        Raises:
+            DrillError: the fault could not be kept up or undone.
+        """
         self.stopping.set()
         if self._thread.ident is None:
             return
@@ -57,7 +65,7 @@ class KeptUp:
 
 
 class SlowFileSystem(KeptUp):
-    """A file system that is frozen for most of the time: every write waits for the next moment in which it is not."""
+    """A file system that is frozen for most of the time, so that every write waits for the next thaw."""
 
     def __init__(self, folder: Path, *, frozen_s: float = 1.0, thawed_s: float = 0.1) -> None:
         super().__init__()
@@ -65,7 +73,7 @@ class SlowFileSystem(KeptUp):
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def work(self) -> None:
-        """One cycle, which ends thawed."""
+        """Freeze the file system, wait, thaw it, wait."""
         fcntl.ioctl(self._fd, FIFREEZE, 0)
         try:
             self.stopping.wait(self.frozen_s)
@@ -79,7 +87,7 @@ class SlowFileSystem(KeptUp):
 
 
 class FullFileSystem(KeptUp):
-    """A file that takes all the room a file system has, and again what others give back."""
+    """A file that takes all free space of a file system, also the space that becomes free later."""
 
     AGAIN_S = 0.02
 
@@ -90,23 +98,23 @@ class FullFileSystem(KeptUp):
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def start(self) -> None:
-        """Full when this returns."""
+        """Fill the file system, then start the thread."""
         self._fill()
         super().start()
 
     def work(self) -> None:
-        """Take what has become free."""
+        """Take the space that has become free."""
         self._fill()
         self.stopping.wait(self.AGAIN_S)
 
     def end(self) -> None:
-        """Give all of it back."""
+        """Stop the thread and remove the file."""
         super().end()
-        with contextlib.suppress(FileNotFoundError):  # it never began: nobody undid it
+        with contextlib.suppress(FileNotFoundError):  # if the thread never started, the file is still there
             self.path.unlink()
 
     def undo(self) -> None:
-        """Give all of it back."""
+        """Remove the file."""
         os.close(self._fd)
         self.path.unlink(missing_ok=True)
 
@@ -121,6 +129,9 @@ class FullFileSystem(KeptUp):
                     raise
 
     def _may_fit(self, nbytes: int) -> bool:
-        """No more than is free, if it is not one page: tmpfs takes what there is and gives it back when it ends."""
+        """Return whether so many bytes are free; always true for one page.
+
+        If a request fails for lack of space, tmpfs has taken all free space for a moment; so ask only for what fits.
+        """
         free = os.fstatvfs(self._fd)
         return nbytes == FILL_STEPS_BYTES[-1] or nbytes <= free.f_bfree * free.f_frsize

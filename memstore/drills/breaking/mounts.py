@@ -1,4 +1,4 @@
-"""File systems that a drill mounts over a folder of its own, and takes away again. Needs root."""
+"""File systems that a drill mounts over a folder of its own, and unmounts again. Needs root."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 from memstore.errors import DrillError
 
 MOUNT_S = 20.0
-BUSY_S = 5.0  # a write that is under way on it takes this long at most; then it is detached while in use
+BUSY_S = 5.0  # limit for a write that is under way; after it, the file system is detached while in use
 POLL_S = 0.05
 
 
 def mount(options: Sequence[str], source: str, at: Path) -> None:
-    """Mount a file system over a folder; DrillError with mount's own words."""
+    """Mount a file system over a folder; on failure raise DrillError with the message of `mount`."""
     _run(["mount", *options, source, str(at)], f"cannot mount a file system over {at}")
 
 
 def mount_tmpfs(at: Path, size: int | str) -> None:
-    """Mount an empty memory file system that is ours alone over a folder."""
+    """Mount an empty memory file system over a folder, for this user alone."""
     mount(["-t", "tmpfs", "-o", f"size={size},mode=0700"], "memstore-drill", at)
 
 
 def make_ext4(image: Path, nbytes: int) -> None:
-    """Make a file of `nbytes`, with holes, that can be mounted with `-o loop`."""
+    """Make a sparse file of `nbytes` with an ext4 file system, for a mount with `-o loop`."""
     with image.open("wb") as file:
         file.truncate(nbytes)
     _run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], f"cannot make a file system in {image}")
 
 
 def unmount(at: Path) -> None:
-    """Take a file system away again, also if somebody still has a file of it open."""
+    """Unmount a file system, also if a process still has a file of it open."""
     deadline_s = time.monotonic() + BUSY_S
     while time.monotonic() < deadline_s:
         if subprocess.run(["umount", str(at)], capture_output=True, timeout=MOUNT_S, check=False).returncode == 0:
@@ -47,7 +47,7 @@ def unmount(at: Path) -> None:
 
 @functools.cache
 def mount_problem() -> str | None:
-    """Return why nothing can be mounted here, or None."""
+    """Return why this process cannot mount a file system, or None if it can."""
     if os.geteuid() != 0:
         return "mounting a file system needs root"
     if missing := [tool for tool in ("mount", "umount") if shutil.which(tool) is None]:

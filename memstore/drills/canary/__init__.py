@@ -1,1 +1,1 @@
-"""A drill beside live jobs, in room that they do not need."""
+"""The canary: a drill beside live jobs, in memory that they do not need."""

@@ -1,7 +1,7 @@
-"""The canary: a scratch job on the real hosts and network, at real size, that loses one copy of each shard and is back.
+"""The canary: a scratch job of real size on the real hosts, which loses one copy of each shard and is restored.
 
-Safe in production: it looks for room before it starts anything, kills nothing, and drops only copies of its own job,
-through the controller, which refuses to drop a last one. Read `headroom.py` beside it for what counts as room.
+It is safe in production: it checks for free memory before it starts a process, kills no process of others, and drops
+only copies of its own job, through the controller, which refuses to drop a last one. See `headroom.py` for the check.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from memstore.drills.sites.scratch import ScratchJob
 from memstore.drills.sites.site import Site
 from memstore.errors import CapacityError, DrillError, MemstoreError
 
-NBYTES_DEFAULT = 64 * MIB  # where the store holds no shard to take the size from
+NBYTES_DEFAULT = 64 * MIB  # if the store holds no shard from which to take the size
 JOB = "canary"
-REFUSED = "REFUSED"  # nothing was touched
+REFUSED = "REFUSED"  # refused before anything was touched
 
 
 @dataclass(frozen=True)
 class CanaryOptions:
-    """What a person may choose."""
+    """The choices of a person for the canary."""
 
     seed: int = 0
-    nbytes: int | None = None  # per rank; None: as the largest shard that the store holds
-    replicas: int | None = None  # None: as the jobs of the store have
+    nbytes: int | None = None  # per rank; None for the size of the largest shard in the store
+    replicas: int | None = None  # None for the largest value of the store's jobs
 
 
 @dataclass
 class Step:
-    """One phase of the canary, as it is printed."""
+    """One phase of the canary, as one printed line."""
 
     phase: str
     text: str
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def gbytes_per_s(self) -> float | None:
-        """Decimal gigabytes per second over all ranks together; None where nothing was moved."""
+        """Return decimal gigabytes per second of all ranks together; None if no bytes were moved."""
         if self.nbytes is None or not self.seconds:
             return None
         return self.nbytes / self.seconds / 1e9
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass
 class CanaryReport:
-    """Everything the canary found out."""
+    """The findings of the canary."""
 
     job: str = ""
     hosts: list[str] = field(default_factory=list)
@@ -68,11 +68,11 @@ class CanaryReport:
 
     @property
     def exit_code(self) -> int:
-        """0 every byte came back, 1 it was refused or did not work, 3 a byte differs or a copy was no copy."""
+        """Return 0 if every byte came back, 1 if the canary was refused or did not work, 3 for a broken promise."""
         return EXIT_CODES.get(self.outcome, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able: what `drill canary --json` prints."""
+        """Return the plain values that `drill canary --json` prints."""
         return {
             "job": self.job, "hosts": self.hosts, "nbytes_per_rank": self.nbytes, "replicas": self.replicas,
             "outcome": self.outcome, "words": self.words, "verified": self.is_verified,
@@ -89,22 +89,22 @@ class CanaryReport:
 
 
 def line_of(step: Step) -> str:
-    """Return one printed line: phase, what, seconds, GB/s."""
+    """Return the line of a phase: its name, what was done, seconds, GB/s."""
     seconds = f"{step.seconds:9.3f} s" if step.seconds is not None else ""
     speed = f"{step.gbytes_per_s:8.2f} GB/s" if step.gbytes_per_s is not None else ""
     return f"  {step.phase:<11}{step.text:<76}{seconds}{speed}".rstrip()
 
 
 class Canary:
-    """One run on one site."""
+    """One run of the canary on one site."""
 
-    def __init__(self, site: Site, options: CanaryOptions, tell: Callable[[str], None]) -> None:
-        self.site, self.options, self.tell = site, options, tell
+    def __init__(self, site: Site, options: CanaryOptions, print_line: Callable[[str], None]) -> None:
+        self.site, self.options, self.print_line = site, options, print_line
         self.report = CanaryReport()
         self.broken: list[str] = []
 
     def run(self) -> CanaryReport:
-        """Play it; never raises for what it found, and always removes its job."""
+        """Play the canary, remove its job, return the report; that also holds a MemstoreError if one was raised."""
         report = self.report
         try:
             config = self._look()
@@ -116,7 +116,9 @@ class Canary:
             return report
         job = ScratchJob(self.site, JOB, config, seed=self.options.seed, nbytes=report.nbytes)
         report.job = job.name
-        self.tell(f"  job {job.name}, {len(report.hosts)} ranks of {gib(report.nbytes)}, {report.replicas} copies")
+        self.print_line(
+            f"  job {job.name}, {len(report.hosts)} ranks of {gib(report.nbytes)}, {report.replicas} copies"
+        )
         try:
             self._play(job)
             report.outcome = BROKEN if self.broken else PASS
@@ -132,13 +134,13 @@ class Canary:
     # -- phases -------------------------------------------------------------------------------
 
     def _look(self) -> Config:
-        """Decide sizes and refuse what would not fit, before anything is started or claimed.
+        """Decide the sizes, and return the job's Config; nothing is started or claimed yet.
 
         Raises:
-            CapacityError: a host or a machine lacks the room; names each with its numbers.
+            CapacityError: there are too few hosts, or hosts or machines lack memory; names each with its numbers.
         """
         report = self.report
-        status = self.site.wait_for("every live host to say how much memory it has", self._told_memory)
+        status = self.site.wait_for("every live host to say how much memory it has", self._status_with_memory)
         live = [row for row in status["hosts"] if row["status"] == "live"]
         report.hosts = [row["host"] for row in live]
         asked = [job["replicas"] for job in status["jobs"] if job.get("replicas")]
@@ -164,8 +166,8 @@ class Canary:
         self._done(Step("room", f"{gib(need)} more per host fit on {len(live)} hosts"))
         return config
 
-    def _told_memory(self) -> dict[str, Any] | None:
-        """The status, once no live host is so new that its numbers are not in it."""
+    def _status_with_memory(self) -> dict[str, Any] | None:
+        """Return the status once it has the memory numbers of every live host; None before."""
         status = self.site.status()
         return status if all("limit_bytes" in h["stats"] for h in status["hosts"] if h["status"] == "live") else None
 
@@ -175,9 +177,9 @@ class Canary:
     def _play(self, job: ScratchJob) -> None:
         with self._timed("connect", f"{len(self.report.hosts)} ranks, one per host"):
             job.start(self.report.hosts)
-        self._tell_put("first put", "room claimed and first touched, copied", job.put_measured(0, "committed"))
+        self._show_put("first put", "room claimed and first touched, copied", job.put_measured(0, "committed"))
         rows = job.put_measured(1, "committed")
-        self._tell_put("put", "memory copied; the ranks were blocked for this long", rows)
+        self._show_put("put", "memory copied; the ranks were blocked for this long", rows)
         total = sum(row.nbytes for row in rows)
         copies = total * (self.report.replicas - 1)
         self._done(Step("committed", "digested, sent, sealed on peers", max(r.level_s for r in rows), copies))
@@ -191,11 +193,11 @@ class Canary:
         with self._timed("redundant", f"{self.report.replicas} copies of every shard again"):
             job.wait_redundant()
 
-    def _tell_put(self, phase: str, text: str, rows: list[PutRow]) -> None:
+    def _show_put(self, phase: str, text: str, rows: list[PutRow]) -> None:
         self._done(Step(phase, text, max(r.stall_s for r in rows), sum(r.nbytes for r in rows)))
 
     def _restore(self, results: list[Restored]) -> None:
-        """All ranks got; each shard must have come from a peer and be equal in every byte."""
+        """Record what the ranks got; require that bytes came from a peer, and that every byte is equal."""
         report, first = self.report, results[0]
         errors = [r for r in results if r.error]
         if errors:
@@ -222,7 +224,7 @@ class Canary:
             self.broken.append("no byte came from a peer: the copies that were dropped were still used")
 
     def _remove(self, job: ScratchJob) -> None:
-        """Whatever happened, nothing of the job stays."""
+        """Remove the job, and wait until the store has forgotten it."""
         try:
             with self._timed("removed", f"job {job.name}, every copy of it"):
                 job.remove()
@@ -237,7 +239,7 @@ class Canary:
 
     def _done(self, step: Step) -> None:
         self.report.phases.append(step)
-        self.tell(line_of(step))
+        self.print_line(line_of(step))
 
     @contextmanager
     def _timed(self, phase: str, text: str) -> Iterator[None]:
@@ -247,10 +249,12 @@ class Canary:
 
 
 def largest_shard(status: dict[str, Any]) -> int:
-    """Return the bytes of the largest shard of any job; 0 if the store holds none."""
+    """Return the bytes of the largest shard of all jobs; 0 if the store holds no shard."""
     return max((int(step["shard_nbytes_max"]) for job in status["jobs"] for step in job["steps"]), default=0)
 
 
-def run_canary(site: Site, options: CanaryOptions, tell: Callable[[str], None] = lambda line: None) -> CanaryReport:
-    """Run the canary; `tell` gets each line as it happens."""
-    return Canary(site, options, tell).run()
+def run_canary(
+    site: Site, options: CanaryOptions, print_line: Callable[[str], None] = lambda line: None
+) -> CanaryReport:
+    """Run the canary and return its report; `print_line` gets each line as it happens."""
+    return Canary(site, options, print_line).run()

@@ -1,4 +1,4 @@
-"""Whether a scratch job fits beside what is there, from what hosts and machines say. Decides only, on plain values."""
+"""The check whether a scratch job fits into the memory that is free on hosts and machines. Pure: plain values only."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any
 from memstore.config import Config
 from memstore.drills.model.report import gib
 
-STATES = 4  # bytes of a rank's process per byte of its shard: state, restored state, one made anew, slack
-MEMORY_SHARE = 0.8  # of what a machine has left; the rest is for those whose cluster it is
+STATES = 4  # bytes of a rank's process per byte of its shard: state, restored state, fresh state, slack
+MEMORY_SHARE = 0.8  # the canary may take this share of a machine's free memory; the rest is for the cluster's users
 
 
 def copies_nbytes(nbytes: int, config: Config) -> int:
-    """Return what one rank's shard may claim a host: the README's memory bill, and one more guest for uneven groups."""
+    """Return how many arena bytes one rank's shard may claim on a host.
+
+    That is the README's memory bill, and one more peer share, because groups may be uneven.
+    """
     versions = config.keep_steps + 1
     slots = -(-nbytes // config.chunk_bytes) + 1
     return (config.replicas * versions + 1 + versions) * slots * config.chunk_bytes
 
 
 def store_refusals(hosts: Sequence[Mapping[str, Any]], need: int) -> list[str]:
-    """Return, in words, each host whose arena has less than `need` bytes that nobody reserved."""
+    """Return, as text, each host whose arena has less than `need` bytes that are not reserved."""
     found = []
     for row in hosts:
         stats = row["stats"]
@@ -33,13 +36,13 @@ def store_refusals(hosts: Sequence[Mapping[str, Any]], need: int) -> list[str]:
 def machine_refusals(
     hosts: Sequence[Mapping[str, Any]], need: int, nbytes: int, available: Mapping[str, int]
 ) -> list[str]:
-    """Return, in words, each machine that lacks memory for the arenas' growth and the ranks' states.
+    """Return, as text, each machine that lacks memory for the growth of its arenas and the states of its ranks.
 
     Args:
-        hosts: Rows of the store's status; those with one `machine` share its memory.
+        hosts: Rows of the store's status; hosts with the same `machine` share its memory.
         need: Arena bytes per host.
         nbytes: Bytes of one rank's shard.
-        available: By host, the bytes its machine can still give to processes.
+        available: By host, the bytes that its machine's processes can still take.
     """
     wanted: dict[str, int] = {}
     names: dict[str, str] = {}

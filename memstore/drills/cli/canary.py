@@ -1,4 +1,4 @@
-"""`memstore drill canary`: does a lost copy come back on this cluster, at real size, right now?"""
+"""`memstore drill canary`: check that a lost copy of real size comes back on this cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memstore.drills.sites.site_options import (
     address_option,
     embedded_option,
     embedded_site,
+    line_printer,
     prepare_ray,
     quiet,
     running_site,
-    teller,
     yes_option,
 )
 from memstore.errors import ConfigError
@@ -57,7 +57,7 @@ def canary(config: Config, as_json: bool, **given: Any) -> None:
     Looks for room first and refuses without touching anything if there is none. Exits with 0 if every byte came back,
     1 if it was refused or did not work, 3 if a byte differs.
     """
-    tell = teller(as_json)
+    print_line = line_printer(as_json)
     if given["embedded"]:
         prepare_ray()
     nbytes = given["nbytes"]
@@ -71,9 +71,9 @@ def canary(config: Config, as_json: bool, **given: Any) -> None:
             from memstore.drills.canary.canary import CanaryOptions, run_canary
 
             seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
-            tell(f"canary · seed {seed} · {'a cluster of its own' if given['embedded'] else 'your cluster'}")
-            report = run_canary(site, CanaryOptions(seed, nbytes, given["replicas"]), tell)
+            print_line(f"canary · seed {seed} · {'a cluster of its own' if given['embedded'] else 'your cluster'}")
+            report = run_canary(site, CanaryOptions(seed, nbytes, given["replicas"]), print_line)
     if as_json:
         print_json(report.to_dict())
-    tell(f"{report.outcome}  {report.words}")
+    print_line(f"{report.outcome}  {report.words}")
     click.get_current_context().exit(report.exit_code)

@@ -27,11 +27,11 @@ from memstore.drills.sites.site_options import (
     durable_directory,
     embedded_option,
     job_options,
+    line_printer,
     own_site,
     prepare_ray,
     quiet,
     running_site,
-    teller,
     yes_option,
 )
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class Drills(click.Group):
-    """The verbs, and every drill of the catalogue as a verb of its own."""
+    """The group of commands: list, run, canary, and one command for every drill of the catalogue."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs, then the drills."""
+        """Return the names of the commands, then those of the drills."""
         return [*self.commands, *DRILLS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a verb, or the command that plays the drill of that name."""
+        """Return the command of a name, or the command that plays the drill of that name."""
         if cmd_name not in self.commands and cmd_name in DRILLS:
             return _play_command(cmd_name)
         return super().get_command(ctx, cmd_name)
@@ -55,7 +55,7 @@ class Drills(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest drills where the name is not one; every drill where none is near."""
+        """Return the command of the first argument; for a wrong name, fail with the nearest names, or with all."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
             near = difflib.get_close_matches(args[0], known, n=3)
@@ -128,18 +128,18 @@ def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) ->
     check_usage(find(name), given)
     if given["embedded"]:
         prepare_ray()
-    tell = teller(as_json)
+    print_line = line_printer(as_json)
     with quiet():
-        report = _report(name, config, given, tell)
+        report = _report(name, config, given, print_line)
     from memstore.drills.model.report import verdict_line
 
     if as_json:
         click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
-    tell(verdict_line(report))
+    print_line(verdict_line(report))
     click.get_current_context().exit(report.exit_code)
 
 
-def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[str], None]) -> Report:
+def _report(name: str, config: Config, given: dict[str, Any], print_line: Callable[[str], None]) -> Report:
     from memstore.drills.model.options import DURABLE_EVERY, Options, replay
     from memstore.drills.run.runner import run_drill
 
@@ -156,7 +156,7 @@ def _report(name: str, config: Config, given: dict[str, Any], tell: Callable[[st
             config=site.config.with_fields(fields), victim=given["victim"],
             allows_data_loss=given["allow_data_loss"],
         )  # fmt: skip
-        report = run_drill(name, site, options, tell)
+        report = run_drill(name, site, options, print_line)
     store = None if given["embedded"] else config.store
     report.replay = replay(name, options, store=store, durable=given["durable"])
     return report

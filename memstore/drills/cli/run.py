@@ -26,12 +26,12 @@ from memstore.drills.sites.site_options import (
     address_option,
     embedded_option,
     job_options,
+    line_printer,
     own_site,
     place_problem,
     prepare_ray,
     quiet,
     running_site,
-    teller,
     yes_option,
 )
 
@@ -64,9 +64,9 @@ def run(suite: str, out: Path | None, timeout_s: float, config: Config, as_json:
         out.mkdir(parents=True, exist_ok=True)
     if given["embedded"]:
         prepare_ray()
-    tell = teller(as_json)
+    print_line = line_printer(as_json)
     with quiet():
-        found = _play(suite, timeout_s, config, given, tell)
+        found = _play(suite, timeout_s, config, given, print_line)
     if out is not None:
         (out / RECORD_NAME).write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         (out / PAGE_NAME).write_text(page(found), encoding="utf-8")
@@ -80,9 +80,9 @@ def run(suite: str, out: Path | None, timeout_s: float, config: Config, as_json:
 
 
 def _play(
-    suite: str, timeout_s: float, config: Config, given: dict[str, Any], tell: Callable[[str], None]
+    suite: str, timeout_s: float, config: Config, given: dict[str, Any], print_line: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Open the clusters, play, return the record."""
+    """Open the clusters, play the suite, and return the record."""
     import tempfile
 
     from memstore.drills.model.options import DURABLE_EVERY, Options
@@ -101,7 +101,7 @@ def _play(
     def running() -> Iterator[Site]:
         touches = "; ".join(f"{play.drill.name}: {play.drill.touches}" for play in plays if RUNNING in play.places)
         with running_site(config, given, touches) as site:
-            given["yes"] = True  # agreed for the whole suite, also if the site is opened again
+            given["yes"] = True  # the user has agreed for the whole suite, also if the site is opened again
             yield site
 
     openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
@@ -114,14 +114,14 @@ def _play(
         durable = given["durable"]
         if durable is None and given["embedded"]:
             durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-"))
-        runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, tell=tell,
+        runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, print_line=print_line,
                        named_durable=given["durable"], problems=problems)  # fmt: skip
         result = runner.run(plays)
     return record(suite, seed, result, nbytes=nbytes)
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the table of a record."""
+    """Print a record as a table."""
     table = plain_table("DRILL", "OUTCOME", ">DETECT", ">PLAN", "RESTORED", "VERIFIED", ">RPO", ">RTO", ">PLAYED")
     for row in found["drills"]:
         table.add_row(

@@ -1,1 +1,1 @@
-"""What a drill is: its promises, its options, the catalogue, its report."""
+"""The plain values of a drill: its promise, its options, its entry in the catalogue, its report."""

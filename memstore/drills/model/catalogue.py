@@ -1,6 +1,6 @@
-"""Every drill: what it breaks, what it touches, what is promised. To add one: an entry here and its scene.
+"""The catalogue of all drills: what each one breaks, what it touches, what is promised.
 
-The scene is a class of the same name in the `scenes_*.py` of its family.
+To add a drill, add an entry here and a scene: a class with the same `name` in the `scenes_*.py` of its family.
 """
 
 from __future__ import annotations
@@ -243,14 +243,14 @@ DRILLS = {
 
 
 def find(name: str) -> Drill:
-    """Return a drill by name; ConfigError that lists them all if there is none."""
+    """Return a drill by its name; if no drill has it, raise a ConfigError that lists all names."""
     if name not in DRILLS:
         raise ConfigError(f"there is no drill {name!r}: use one of {', '.join(DRILLS)}", field="drill", value=name)
     return DRILLS[name]
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return what `drill list --json` prints."""
+    """Return the rows that `drill list --json` prints."""
     return [
         {
             "drill": d.name, "family": d.family, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,

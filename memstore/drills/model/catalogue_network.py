@@ -1,4 +1,4 @@
-"""The drills of the network family, which are played on hosts in network namespaces."""
+"""The network family of the catalogue: drills on hosts in network namespaces."""
 
 from __future__ import annotations
 

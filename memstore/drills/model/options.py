@@ -1,4 +1,4 @@
-"""What a person may choose about one drill."""
+"""The options of one drill, and the command that plays it again."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from dataclasses import dataclass, field
 
 from memstore.config import MIB, Config
 
-DURABLE_EVERY = 1_000_000_000  # steps: the first committed step only, so that the durable step is an older one
+DURABLE_EVERY = (
+    1_000_000_000  # in steps; so only the first committed step becomes durable, and a durable restore is an older step
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes are per rank and step."""
+    """The choices of a person for one drill. Sizes are per rank and step."""
 
     seed: int = 0
     is_beyond: bool = False
     ranks_count: int = 4
     nbytes: int = 8 * MIB
-    config: Config = field(default_factory=Config)  # its job fields are the drill's
+    config: Config = field(default_factory=Config)  # its job fields are used for the scratch job
     victim: str | None = None
     allows_data_loss: bool = False
-    is_altered: bool = False  # spoil one restored bit, so that a test sees the comparison fail
+    is_altered: bool = False  # for tests: flip one restored bit, so that the comparison fails
 
 
 def replay(name: str, options: Options, *, store: str | None, durable: str | None) -> str:
     """Return the command that plays the same drill again.
 
     Args:
-        store: Name of the running store; None: an embedded cluster.
-        durable: The directory that a person named; None: none was, or one was made.
+        store: Name of the running store; None for an embedded cluster.
+        durable: The directory that the person named; None if there was none or the drill made one.
     """
     usual = Options()
     words = ["memstore drill", name, f"--seed {options.seed}"]

@@ -1,15 +1,15 @@
-"""What a drill is and what it may promise: plain values, so that listing them needs neither Ray nor torch.
+"""The definition of a drill and of its promise. Plain values: to list drills needs neither Ray nor torch.
 
-Read `catalogue.py` next for the drills there are.
+Read `catalogue.py` next: it has an entry for every drill.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-REFUSED = "refused"  # a verdict of ours: get() raised RecoveryError on every rank
+REFUSED = "refused"  # the drills' own verdict: get() raised RecoveryError on every rank
 
-# Where a drill can be played.
+# The places where a drill can be played.
 EMBEDDED, RUNNING, NAMESPACES, TIGHT = "embedded", "running", "namespaces", "tight"
 PLACES = {
     EMBEDDED: "a cluster of its own, on this machine",
@@ -18,10 +18,10 @@ PLACES = {
     TIGHT: "a cluster of its own with little memory, which needs root",
 }
 
-# A process is part of one Ray cluster at a time.
+# A process can be part of one Ray cluster at a time; so a suite opens only one of these at a time.
 ON_RAY = frozenset({EMBEDDED, RUNNING, TIGHT})
 
-# How it goes on after the fault.
+# The flow after the fault: a launcher restarts the ranks, or they go on training.
 RESTART, GOES_ON = "restart", "goes-on"
 
 FAMILIES = ("ranks", "holders", "hosts", "control plane", "storage", "network")
@@ -29,20 +29,17 @@ FAMILIES = ("ranks", "holders", "hosts", "control plane", "storage", "network")
 
 @dataclass(frozen=True)
 class Promise:
-    """The outcome a drill must end in.
-
-    `verdicts`, `tiers`, `needs` and `is_lossless` are of a drill that restarts its ranks: the restore's allowed
-    verdicts, the tiers whose bytes may be above zero, the one whose bytes must be. `resume_s` and
-    `has_commits_meanwhile` are of one whose training goes on.
-    """
+    """The outcome in which a drill must end, as text and as limits."""
 
     words: str
-    verdicts: frozenset[str] = frozenset({"local"})
-    tiers: frozenset[str] = frozenset({"local", "peer"})
-    needs: str | None = None
-    is_lossless: bool = True
-    resume_s: float = 60.0  # a new step is committed within this after the fault ended
-    has_commits_meanwhile: bool = False  # steps are committed while the fault is there
+    # If the ranks are restarted:
+    verdicts: frozenset[str] = frozenset({"local"})  # allowed for the restore
+    tiers: frozenset[str] = frozenset({"local", "peer"})  # may give bytes
+    needs: str | None = None  # the tier that must give bytes
+    is_lossless: bool = True  # no committed step may be lost
+    # If training goes on:
+    resume_s: float = 60.0  # a new step must be committed within this time after the end of the fault
+    has_commits_meanwhile: bool = False  # steps must be committed while the fault is there
 
 
 LOCAL_ONLY = Promise(
@@ -59,25 +56,29 @@ BEYOND_DURABLE = Promise(
 
 @dataclass(frozen=True)
 class Drill:
-    """One entry of `memstore drill list`; the scene of the same name plays it."""
+    """One entry of the catalogue; the scene of the same name plays it."""
 
     name: str
     family: str
     breaks: str
-    touches: str  # blast radius
+    touches: str  # the blast radius
     promise: Promise
-    beyond: str | None = None  # what the must-fail twin loses; None: there is none that makes sense
+    beyond: str | None = None  # what the must-fail twin loses; None if no such twin makes sense
     flow: str = RESTART
     runs_on: tuple[str, ...] = (EMBEDDED, RUNNING)
-    beyond_runs_on: tuple[str, ...] = (EMBEDDED,)  # losing several memories is no experiment for a cluster in use
-    needs_victim: bool = False  # on a running cluster --victim must name the host: what is hit is not the drill's own
-    needs_durable: bool = False  # the scratch job has a durable tier; one is made for it where none is named
-    needs_root: bool = False  # it mounts a file system of its own
-    is_standard: bool = True  # in the standard suite; every drill is in the full one
+    beyond_runs_on: tuple[str, ...] = (EMBEDDED,)  # a cluster in use must not lose several memories for an experiment
+    needs_victim: bool = (
+        False  # the fault hits more than the drill's own processes; so on a running cluster --victim must name the host
+    )
+    needs_durable: bool = (
+        False  # the scratch job has a durable tier; on the drill's own cluster a directory is made if none is named
+    )
+    needs_root: bool = False  # it mounts a file system
+    is_standard: bool = True  # in the standard suite; the full suite has every drill
 
 
 def promised(drill: Drill, *, is_beyond: bool, has_durable: bool) -> Promise:
-    """Return what a run must end in."""
+    """Return the promise for a run of a drill, or for a run of its twin beyond the tolerance."""
     if not is_beyond:
         return drill.promise
     return BEYOND_DURABLE if has_durable else BEYOND_REFUSED

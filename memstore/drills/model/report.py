@@ -1,4 +1,4 @@
-"""What a drill tells: a timeline while it runs, a verdict in words at the end, one JSON object for machines."""
+"""The report of a drill: a timeline while it runs, a verdict as text at the end, one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 PASS, BROKEN, ERROR = "PASS", "FAIL", "ERROR"
 EXIT_CODES = {PASS: 0, ERROR: 1, BROKEN: 3}
-# The life of a drill, in order. Each is told with its seconds in the report.
+# The phases of a drill, in order. The report has the seconds of each.
 SETUP, INJECT, WAIT_FOR_EFFECT, RECOVER, WAIT_FOR_RECOVERY, CHECK, CLEANUP = PHASES = (
     "setup", "inject", "wait-for-effect", "recover", "wait-for-recovery", "check", "cleanup",
 )  # fmt: skip
@@ -20,7 +20,7 @@ TEXT_WIDTH = 76
 
 @dataclass
 class Phase:
-    """One phase of a drill's life: seconds since its first line, so that setup begins below zero."""
+    """One phase of a drill, in seconds since the first line of the timeline; so setup begins below zero."""
 
     name: str
     start_s: float
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass
 class Report:
-    """Everything a drill found out. `bytes_by_tier` and `seconds` are of the restore."""
+    """The findings of a drill. `bytes_by_tier` and `seconds` belong to the restore."""
 
     drill: str
     seed: int
@@ -57,7 +57,7 @@ class Report:
     bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"local": 0, "peer": 0, "durable": 0})
     bytes_compared: int = 0
     is_verified: bool = False
-    stall_s: float | None = None  # the longest put during the fault, where ranks put during it
+    stall_s: float | None = None  # the longest put during the fault; None if the ranks did not put during it
     error: str | None = None
     message: str | None = None
     replay: str = ""
@@ -66,8 +66,11 @@ class Report:
 
     @property
     def rto_s(self) -> float | None:
-        """Seconds the store was in the way of training: detect, plan, transfer and load, without the launcher's
-        restart; where ranks went on, from the end of the fault to the next commit. None if it is not known."""
+        """Return for how many seconds the store held training up; None if that is not known.
+
+        After a restart: detect, plan, transfer and load, without the launcher's own time. If the ranks went on
+        training: from the end of the fault to the next commit.
+        """
         if self.seconds["resume"] is not None:
             return self.seconds["resume"]
         known = [s for name in ("detect", "plan", "transfer", "load") if (s := self.seconds[name]) is not None]
@@ -75,18 +78,18 @@ class Report:
 
     @property
     def rpo_steps(self) -> int | None:
-        """Committed steps that were lost; None if nothing was restored."""
+        """Return how many committed steps were lost; None if nothing was restored."""
         if self.step_before is None or self.step_restored is None:
             return None
         return max(0, self.step_before - self.step_restored)
 
     @property
     def exit_code(self) -> int:
-        """0 the promised outcome, 1 the drill did not work, 3 the promise is broken."""
+        """Return 0 for the promised outcome, 1 if the drill did not work, 3 for a broken promise."""
         return EXIT_CODES[self.outcome]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able: what `drill --json` prints."""
+        """Return the plain values that `drill --json` prints."""
         return {
             "drill": self.drill, "seed": self.seed, "beyond": self.is_beyond, "victims": self.victims,
             "promised": self.promised, "outcome": self.outcome, "words": self.words, "verdict": self.verdict,
@@ -103,27 +106,27 @@ class Report:
 
 
 class Timeline:
-    """Seconds since the drill's first look at a healthy cluster, told line by line; and its phases."""
+    """The lines and phases of a drill, in seconds since its first line. Each line is printed as it happens."""
 
-    def __init__(self, report: Report, tell: Callable[[str], None]) -> None:
-        self._report, self._tell = report, tell
+    def __init__(self, report: Report, print_line: Callable[[str], None]) -> None:
+        self._report, self._print_line = report, print_line
         self._zero_s: float | None = None
 
     def now(self) -> float:
-        """Seconds since the first line."""
+        """Return the seconds since the first call of this method."""
         if self._zero_s is None:
             self._zero_s = time.monotonic()
         return time.monotonic() - self._zero_s
 
     def line(self, label: str, text: str, note: str = "") -> None:
-        """Tell what just happened; `note` stands at the right."""
+        """Record and print what just happened; `note` is printed at the right."""
         line = Line(self.now(), label, text, note)
         self._report.timeline.append(line)
-        self._tell(f"  {line.at_s:06.3f}  {label:<{LABEL_WIDTH}}{text:<{TEXT_WIDTH}} {note}".rstrip())
+        self._print_line(f"  {line.at_s:06.3f}  {label:<{LABEL_WIDTH}}{text:<{TEXT_WIDTH}} {note}".rstrip())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note when a phase begins and ends, however it ends."""
+        """Record the begin and end of a phase, also if an exception ends it."""
         started_s = time.monotonic()
         try:
             yield
@@ -133,12 +136,12 @@ class Timeline:
 
 
 def verdict_line(report: Report) -> str:
-    """The last line: the outcome in words and how to run it again."""
+    """Return the last line: the outcome as text, and the command that plays the drill again."""
     return f"{report.outcome}  {report.words} · replay: {report.replay}"
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes in the unit a person would choose."""
+    """Return a number of bytes as text, in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

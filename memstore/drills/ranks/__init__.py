@@ -1,1 +1,1 @@
-"""The ranks that train under a drill."""
+"""The ranks of a drill, and the states that they put and compare."""

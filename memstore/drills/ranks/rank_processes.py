@@ -1,8 +1,8 @@
-"""The drill's ranks where no Ray is: `DrillRank` in processes forked from one that has imported torch.
+"""The drill's ranks without Ray: `DrillRank` in processes that are forked from one that has imported torch.
 
-They answer the calls of `ranks.py` and look like its actors, so that scenes and flows need not know. A network cut
-takes nothing from them: with Ray it would kill the raylet and them with it, and prove something else. Calls and
-answers are JSON lines; run as a module this is the nursery.
+They take the same calls as the actors of `ranks.py`, so that scenes and flows serve both. They survive a network cut:
+Ray would kill the raylet of a host that is cut off, and its ranks with it, and the drill would prove something else.
+Calls and answers are lines of JSON. Run as a module, this file is the process that forks the ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from memstore.drills.ranks.ranks import CALL_S, DrillRank, PutRow, Rank, RankPoo
 from memstore.errors import ConfigError, DrillError
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, nursery_main
 
-ANSWER_S = 3 * CALL_S  # longer than any caller of `collect` waits
+ANSWER_S = 3 * CALL_S  # above the time-out of every caller of `collect`
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Config, PutRow, Restored)}
 
 
 def to_wire(value: Any) -> Any:
-    """Return what JSON can carry for an argument or an answer of `DrillRank`."""
+    """Return an argument or an answer of `DrillRank` as JSON values."""
     if type(value).__name__ in KINDS:
         return {"kind": type(value).__name__, "fields": asdict(value)}
     return [to_wire(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_wire(value: Any) -> Any:
-    """Undo `to_wire`; lists inside the values of ours were tuples."""
+    """Return the value for which `to_wire` made these JSON values; lists in the fields of our classes were tuples."""
     if isinstance(value, dict) and "kind" in value:
         fields = {key: tuple(v) if isinstance(v, list) else v for key, v in value["fields"].items()}
         return KINDS[value["kind"]](**fields)
@@ -45,7 +45,7 @@ def from_wire(value: Any) -> Any:
 
 
 class ProcessActor:
-    """One rank process; `actor.put.remote(1, 2)` gives a Future, and calls are answered in their order."""
+    """One rank process with the calls of an actor: `actor.put.remote(1, 2)` returns a Future; calls run in order."""
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
@@ -57,7 +57,7 @@ class ProcessActor:
         return ProcessMethod(self, name)
 
     def submit(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
-        """Begin a call."""
+        """Queue a call for the rank process; return its Future."""
         return self._caller.submit(self._call, do, args, options)
 
     def _call(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -73,7 +73,7 @@ class ProcessActor:
     def end(self) -> None:
         """Kill the process."""
         self.process.kill()
-        self._caller.shutdown(cancel_futures=True)  # a call under way has just seen the end of the pipe
+        self._caller.shutdown(cancel_futures=True)  # a call that is under way ends now, with the pipe
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,20 @@ class ProcessMethod:
     name: str
 
     def remote(self, *args: Any, **options: Any) -> Future[Any]:
-        """Begin a call."""
+        """Queue a call of the method; return its Future."""
         return self.actor.submit(self.name, args, options)
 
 
 class ProcessRank(Rank):
-    """The drill's end of one rank process."""
+    """The drill's handle of one rank process."""
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self.actor.end()
 
 
 class ProcessPool(RankPool):
-    """Rank processes by host, each in the network namespace of its host."""
+    """A pool of rank processes, each in the network namespace of its host."""
 
     kind = ProcessRank
 
@@ -107,12 +107,12 @@ class ProcessPool(RankPool):
         self._launcher = secrets.token_hex(8)
 
     def start(self, host: str, nodes: dict[str, str]) -> ProcessActor:
-        """Fork a rank on a host."""
+        """Fork a rank in the namespace of a host."""
         env = {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": self._launcher}
         return ProcessActor(self._nursery.start(0, env, namespace=self._namespace(host)))
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
-        """End them: a fork costs less than a process and a thread that wait."""
+        """Kill the ranks; a new fork costs less than to keep a process and a thread."""
         kill_actors(ranks)
 
 
@@ -120,7 +120,7 @@ class ProcessPool(RankPool):
 
 
 def serve_drill(channel: socket.socket) -> None:
-    """Answer the calls of one drill's rank until the drill hangs up."""
+    """Answer the calls to one rank until the drill closes the channel."""
     rank = DrillRank()
     for line in channel.makefile("rb"):
         command = json.loads(line)
@@ -134,7 +134,7 @@ def serve_drill(channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("memstore").setLevel(logging.ERROR)  # what faults make a rank's link say
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # faults make a rank's link log warnings
     import memstore.drills.ranks.training  # noqa: F401  (torch, imported before the first fork)
 
     nursery_main(int(sys.argv[1]), serve_drill)

@@ -1,4 +1,4 @@
-"""The drill's ranks: Ray actors that put, get and compare, one process per rank and attempt."""
+"""The drill's ranks: Ray actors that put, get and compare. Each rank of each attempt is a process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memstore.config import Config
 from memstore.errors import ConfigError, DrillError, MemstoreError
 from memstore.shell.arena.lock import process_start_time
 
-CALL_S = 120.0  # a collective call of the drill's ranks; a start of a worker process on a busy machine is in it
+CALL_S = 120.0  # limit for a call to all ranks; on a busy machine the start of a worker process is part of it
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What one rank got, or the error it raised."""
+    """The result of one rank's get, compared with a fresh state; or the error that it raised."""
 
     rank: int
     step: int | None = None
@@ -42,17 +42,17 @@ class Restored:
 
 @dataclass(frozen=True)
 class PutRow:
-    """What became of one put, as the rank saw it when it returned."""
+    """The result of one put, as the rank saw it."""
 
     step: int
     stall_s: float
     error: str = ""
     nbytes: int = 0
-    level_s: float = 0.0  # from the call to the level that was waited for
+    level_s: float = 0.0  # from the call until the ticket reached the level
 
 
 class DrillRank:
-    """One rank in a Ray worker process. It joins one attempt after another of different jobs."""
+    """One rank in a Ray worker process; it can join attempts of different jobs, one after the other."""
 
     def __init__(self) -> None:
         import torch
@@ -63,13 +63,13 @@ class DrillRank:
         self.state: Any = None
 
     def who(self) -> tuple[int, int]:
-        """This process: pid and start time."""
+        """Return pid and start time of this process."""
         return os.getpid(), process_start_time(os.getpid()) or 0
 
     def join(
         self, job: str, rank: int, world_size: int, key: str, config: Config, *, fresh: bool, seed: int, nbytes: int
     ) -> int:
-        """Connect; return the attempt."""
+        """Connect to the job; return the number of the attempt."""
         import memstore
 
         self.seed, self.nbytes = seed, nbytes
@@ -77,9 +77,9 @@ class DrillRank:
         return int(self.store.attempt)
 
     def put(self, first: int, last: int, pause_s: float = 0.0, mark: str = "") -> list[PutRow]:
-        """Put the states of the steps first to last, resting `pause_s` after each.
+        """Put the states of the steps `first` to `last`, and wait `pause_s` after each; return a row for each.
 
-        The file `mark` holds the step while its put is under way and nothing between two puts.
+        The file `mark` holds the step while its put is under way, and is empty between two puts.
         """
         from memstore.drills.ranks.training import make_state
 
@@ -99,13 +99,13 @@ class DrillRank:
         return rows
 
     def prepare(self, step: int) -> None:
-        """Make the state of a step, so that `put_and_wait` measures nothing else."""
+        """Make the state of a step, so that `put_and_wait` measures the put alone."""
         from memstore.drills.ranks.training import make_state
 
         self.state = make_state(self.seed, self.store.rank, step, self.nbytes)
 
     def put_and_wait(self, step: int, level: str, timeout_s: float) -> PutRow:
-        """Put the state that was prepared, wait for a level, forget the state."""
+        """Put the prepared state, wait until it has reached a level, and free the state."""
         started_s = time.perf_counter()
         ticket = self.store.put(step, self.state)
         ticket.wait(level, timeout_s)
@@ -113,12 +113,12 @@ class DrillRank:
         return PutRow(step, ticket.stall_s, nbytes=ticket.nbytes, level_s=time.perf_counter() - started_s)
 
     def wait(self, level: str, timeout_s: float) -> int:
-        """Wait until the newest put that counts has reached a level; return the newest step that did."""
+        """Wait until the newest put has reached a level, if it was not skipped; return the newest committed step."""
         self.store.flush(level, timeout_s)
         return int(self.store.latest_step())
 
     def restore(self, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """get(), then compare every byte with a state made anew from (seed, rank, step)."""
+        """Call get(), and compare every byte with a fresh state made from (seed, rank, step)."""
         try:
             got = self.store.get(timeout_s=timeout_s)
         except MemstoreError as exc:
@@ -131,7 +131,7 @@ class DrillRank:
         return self._compared(got, self.store.rank, is_altered=is_altered)
 
     def read(self, step: int, rank: int, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """Read one rank's shard while training goes on, adopting nothing (R27), and compare every byte."""
+        """Read one rank's shard of a step while training goes on (R27), and compare every byte."""
         try:
             got = self.store.get(step, rank=rank, timeout_s=timeout_s)
         except MemstoreError as exc:
@@ -152,7 +152,7 @@ class DrillRank:
         )  # fmt: skip
 
     def leave(self) -> None:
-        """Close the store; the process can join another job."""
+        """Close the store; after that the process can join another job."""
         if self.store is not None:
             self.store.close()
             self.store = None
@@ -160,7 +160,7 @@ class DrillRank:
 
 @dataclass
 class Rank:
-    """The drill's end of one rank process."""
+    """The drill's handle of one rank process."""
 
     actor: Any
     host: str
@@ -168,12 +168,12 @@ class Rank:
     start: int
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         ray.kill(self.actor)
 
 
 class RankPool:
-    """Rank processes by host; those of an ended drill serve the next."""
+    """A pool of rank processes, so that those of an ended drill serve the next one."""
 
     kind: type[Rank] = Rank
 
@@ -181,12 +181,12 @@ class RankPool:
         self._idle: list[Rank] = []
 
     def start(self, host: str, nodes: dict[str, str]) -> Any:
-        """Start a rank's process on a host; it may not be up yet."""
+        """Start a rank's process on a host; return its actor, which may not run yet."""
         node = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
         return ray.remote(DrillRank).options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote()
 
     def take(self, hosts: Sequence[str], nodes: dict[str, str]) -> list[Rank]:
-        """Return one rank per entry of `hosts`, started where there is none idle; `nodes` maps hosts to Ray nodes.
+        """Return one rank per entry of `hosts`, an idle one if there is one; `nodes` maps hosts to Ray nodes.
 
         Raises:
             DrillError: a process did not start.
@@ -205,21 +205,21 @@ class RankPool:
         return [rank for rank in found if rank is not None]
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
-        """Keep ranks that have left their job."""
+        """Keep ranks that have left their job, for the next drill."""
         self._idle += ranks
 
     def forget(self, host: str) -> None:
-        """The processes of a host are gone."""
+        """Drop the idle ranks of a host whose processes are gone."""
         self._idle = [r for r in self._idle if r.host != host]
 
     def close(self) -> None:
-        """End every idle process."""
+        """Kill every idle process."""
         kill_actors(self._idle)
         self._idle = []
 
 
 def kill_actors(ranks: Sequence[Rank]) -> None:
-    """End rank processes as a launcher does; those that are gone are fine."""
+    """Kill rank processes as a launcher does; skip those that are gone."""
     for rank in ranks:
         with contextlib.suppress(Exception):
             rank.end()
@@ -229,9 +229,10 @@ def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[
     """Return the results of calls to all ranks.
 
     Raises:
-        DrillError: a rank died, raised or did not answer in time: what the drill itself needs does not work.
+        DrillError: a rank died, raised or did not answer in time; so the drill itself does not work.
+        ConfigError: a rank raised it.
     """
-    if not calls:  # ray.get would start a Ray of its own where there is none
+    if not calls:  # without Ray, ray.get would start a Ray cluster
         return []
     if isinstance(calls[0], Future):
         return _collect_threads(calls, what, timeout_s)
@@ -249,7 +250,7 @@ def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[
 
 
 def _collect_threads(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
-    """The same for ranks that are plain processes (`rank_processes.py`), each called by a thread of its own."""
+    """Return the results of calls to rank processes (`rank_processes.py`), each of which has a thread for its calls."""
     deadline_s = time.monotonic() + timeout_s
     try:
         return [call.result(timeout=max(0.0, deadline_s - time.monotonic())) for call in calls]

@@ -1,6 +1,6 @@
-"""A training state made from (seed, rank, step) without the store, and its byte-by-byte comparison.
+"""A training state made from (seed, rank, step), and the comparison of two states byte by byte.
 
-What a drill calls verified is this comparison: nothing in it was put, sent or read back.
+A drill calls a restore verified if this comparison finds no difference. The fresh state never passed through the store.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ DIFFERENCES_MAX = 5
 
 
 def make_state(seed: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
-    """Return about `nbytes` of tensors and plain objects that no other (seed, rank, step) has.
+    """Return about `nbytes` of tensors and plain objects; every (seed, rank, step) has another state.
 
-    Random bit patterns, so the floats hold NaN payloads and denormals; a tied weight, a strided view, an empty
-    and a 0-d tensor are in it because copies get those wrong first. Philox keeps the streams apart by key.
+    The bits are random, so the floats include NaN payloads and denormals. The state has a tied weight, a strided view,
+    an empty tensor and one without dimensions: bugs of a copy show there first. Each key of Philox has its own stream.
     """
     bits = np.random.Generator(np.random.Philox(key=[seed, (rank << 40) | step]))
 
@@ -30,7 +30,7 @@ def make_state(seed: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": {
             "embed.weight": weight.reshape(16, -1),
-            "head.weight": weight,  # tied
+            "head.weight": weight,  # tied to the embedding
             "norm.weight": tensor(unit, torch.bfloat16),
             "mask": tensor(unit, torch.uint8).reshape(8, -1).t() > 127,
         },
@@ -46,7 +46,7 @@ def make_state(seed: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
 
 
 def compare(restored: Any, fresh: Any, path: str = "state") -> tuple[int, list[str]]:
-    """Compare two states; return the bytes found equal and, by path, what differs (at most five).
+    """Compare two states; return how many bytes are equal, and up to five differences with their paths.
 
     Tensors must agree in type, dtype, shape and every byte; floats in every bit; containers in type, keys and order.
     """
@@ -82,7 +82,7 @@ def _compare_tensors(restored: torch.Tensor, fresh: torch.Tensor, path: str) -> 
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a tensor's bytes in row-major order, `[nbytes]`; a view where it is contiguous."""
+    """Return a tensor's bytes in row-major order, `[nbytes]`; for a contiguous tensor this is a view."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 
@@ -94,5 +94,5 @@ def _object_bytes(value: Any) -> bytes:
 
 
 def alter(state: dict[str, Any]) -> None:
-    """Flip one bit of a restored state, so that a test can see the comparison fail."""
+    """Flip one bit of a restored state, so that a test sees the comparison fail."""
     tensor_bytes(state["optimizer"]["state"][0]["exp_avg"])[-1] ^= 1

@@ -1,1 +1,1 @@
-"""How drills and suites are run, judged and recorded."""
+"""The runner of one drill, and the suite of several: played, judged and recorded."""

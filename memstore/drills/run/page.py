@@ -1,4 +1,4 @@
-"""A suite's record as one self-contained HTML page: a summary, then a timeline per drill. Pure: record in, text out."""
+"""The HTML page of a suite's record: a summary, then a timeline for each drill. Pure: takes a record, returns text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ table { border-collapse: collapse; margin: .6em 0; } th, td { padding: .2em .9em
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Return the HTML page of a record; needs nothing else to be shown, and shows every text of it as text."""
+    """Return the HTML page of a record. It loads no other file, and no text of the record can become markup."""
     title = f"memstore drills: suite {record['suite']}"
     parts = [
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">', f"<title>{escape(title)}</title>",
@@ -72,12 +72,12 @@ def _summary(record: Mapping[str, Any]) -> str:
 
 
 def title_of(row: Mapping[str, Any]) -> str:
-    """Return the drill's name as it is typed."""
+    """Return the drill's name as on the command line."""
     return f"{row['drill']}{' --beyond' if row['beyond'] else ''}"
 
 
 def tiers_text(row: Mapping[str, Any]) -> str:
-    """Return the restored bytes by tier, or that nothing was restored."""
+    """Return the restored bytes by tier, as text; or "refused", or "-" if there was no restore."""
     found = [f"{gib(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
     if found:
         return " · ".join(found)
@@ -85,14 +85,14 @@ def tiers_text(row: Mapping[str, Any]) -> str:
 
 
 def rpo_text(row: Mapping[str, Any]) -> str:
-    """Return the committed steps that were lost."""
+    """Return how many committed steps were lost, as text."""
     if row["rpo_steps"] is None:
         return "-"
     return f"{row['rpo_steps']} step{'' if row['rpo_steps'] == 1 else 's'}"
 
 
 def seconds_text(value: float | None) -> str:
-    """Return seconds with as many digits as they are worth."""
+    """Return seconds as text, with fewer digits above one second."""
     if value is None:
         return "-"
     return f"{value:.3f} s" if value < 1 else f"{value:.1f} s"
@@ -127,7 +127,7 @@ def _drill(row: Mapping[str, Any], at: int) -> str:
 
 
 def _axis(row: Mapping[str, Any]) -> str:
-    """The phases as bars and the lines as marks, over the time from the first phase to the last."""
+    """Return the time axis of a drill: a bar for each phase, a mark for each line of the timeline."""
     phases = row["phases"]
     if not phases:
         return '<p class="muted">it did not begin</p>'

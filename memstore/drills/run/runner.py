@@ -1,7 +1,7 @@
 """One drill from setup to cleanup, each phase with its seconds in the report.
 
-The runner decides pass or fail from what the ranks compared and what was promised; it asks the store for
-nothing but its status. Whatever goes wrong with the drill itself is a DrillError and never a pass.
+The runner decides pass or fail from what the ranks compared and what was promised; the only thing it asks the store
+for is its status. If the drill itself fails, the outcome is a DrillError and never a pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline, 
 from memstore.drills.run.flows import FLOWS
 from memstore.drills.run.safety import check_last_copies
 from memstore.drills.scenes.scenes import SCENES
+from memstore.drills.sites.drill_context import DrillContext
 from memstore.drills.sites.scratch import SETTLE_S, ScratchJob
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
 
 WATCH_S = 0.05
-COMMIT_PAUSE_S = 0.25
 
 
 class Watch:
-    """Polls the status from before the fault on, and notes when the store noticed."""
+    """A thread that polls the store's status from before the fault on, until a check finds the fault in it."""
 
     def __init__(self, site: Site, check: Callable[[dict[str, Any], float], str | None]) -> None:
         self._site, self._check = site, check
@@ -38,12 +38,12 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="drill-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to poll."""
         self.started_s = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; may be called twice, or without a start."""
+        """End the thread; may be called twice, or without a start."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=SETTLE_S)
@@ -60,27 +60,34 @@ class Watch:
                 return
 
 
-class DrillRun:
-    """One run of one drill on one site."""
+def drill_context(name: str, site: Site, options: Options, print_line: Callable[[str], None]) -> DrillContext:
+    """Return the context of one run of a drill; ConfigError if there is no such drill."""
+    drill = find(name)
+    config = options.config.with_fields(dict(SCENES[name].job_fields))
+    promise = promised(drill, is_beyond=options.is_beyond, has_durable=config.durable is not None)
+    report = Report(name, options.seed, promise.words, options.is_beyond)
+    return DrillContext(
+        drill, site, options, config, promise,
+        rng=random.Random(f"{name} {options.seed} {options.is_beyond}"),
+        report=report, timeline=Timeline(report, print_line),
+        job=ScratchJob(site, f"drill-{name}", config, seed=options.seed, nbytes=options.nbytes),
+    )  # fmt: skip
 
-    def __init__(self, name: str, site: Site, options: Options, tell: Callable[[str], None]) -> None:
-        self.drill, self.site, self.options, self.tell = find(name), site, options, tell
-        self.rng = random.Random(f"{name} {options.seed} {options.is_beyond}")
-        self.config = options.config.with_fields(dict(SCENES[name].job_fields))
-        self.promise = promised(self.drill, is_beyond=options.is_beyond, has_durable=self.config.durable is not None)
-        self.report = Report(name, options.seed, self.promise.words, options.is_beyond)
-        self.timeline = Timeline(self.report, tell)
-        self.job = ScratchJob(site, f"drill-{name}", self.config, seed=options.seed, nbytes=options.nbytes)
-        self.job_before: dict[str, Any] = {}  # its status right before the fault
-        self.places: list[str] = []  # live hosts, in the order in which ranks are given to them
-        self.broken: list[str] = []  # promises that were not kept
-        self.scene = SCENES[name](self)
-        self.flow = FLOWS[RESTART if options.is_beyond else self.drill.flow](self)  # a twin is judged by its restore
-        self.watch = Watch(site, self.scene.detected)
+
+class DrillRun:
+    """One run of one drill: calls the hooks of its scene and its flow, phase by phase."""
+
+    def __init__(self, context: DrillContext, print_line: Callable[[str], None]) -> None:
+        drill, self.context, self.print_line = context.drill, context, print_line
+        self.scene = SCENES[drill.name](context)
+        # The twin beyond the tolerance is judged by its restore, whatever the drill's own flow.
+        flow = RESTART if context.options.is_beyond else drill.flow
+        self.flow = FLOWS[flow](context, self.scene)
+        self.watch = Watch(context.site, self.scene.detected)
 
     def run(self) -> Report:
-        """Play the drill; never raises for what the drill found, only for what nobody could expect."""
-        report, play = self.report, (
+        """Play the drill; return its report, which also holds a MemstoreError if one was raised on the way."""
+        context, report, play = self.context, self.context.report, (
             (phases.SETUP, self._setup),
             (phases.INJECT, self._inject),
             (phases.WAIT_FOR_EFFECT, self._wait_for_effect),
@@ -90,68 +97,77 @@ class DrillRun:
         )  # fmt: skip
         try:
             for name, act in play:
-                with self.timeline.phase(name):
+                with context.timeline.phase(name):
                     act()
-            report.outcome = BROKEN if self.broken else PASS
-            report.words = "; ".join(self.broken) if self.broken else self.flow.pass_words()
+            report.outcome = BROKEN if context.broken_promises else PASS
+            report.words = "; ".join(context.broken_promises) if context.broken_promises else self.flow.pass_words()
         except MemstoreError as exc:
             report.outcome, report.error, report.message = ERROR, type(exc).__name__, str(exc)
             report.words = f"{type(exc).__name__}: {exc}"
         finally:
-            with self.timeline.phase(phases.CLEANUP):
+            with context.timeline.phase(phases.CLEANUP):
                 self._cleanup()
         return report
 
     # -- the phases ---------------------------------------------------------------------------
 
     def _setup(self) -> None:
-        """Ranks put a few steps; the newest is committed with every copy where it should be; victims are drawn."""
-        live, options = self.scene.places(), self.options
-        if len(live) < self.config.replicas:
-            raise DrillError(f"{len(live)} hosts are live, replicas={self.config.replicas}: start more hosts")
-        if self.drill.needs_durable and self.config.durable is None:
-            raise DrillError(
-                f"{self.drill.name} breaks a durable directory: name one that every host reaches, --durable"
-            )
-        self.places = live
-        self.job.start([live[i % len(live)] for i in range(options.ranks_count)])
-        last = 2 + self.rng.randrange(4)
-        if self.config.durable is not None:
-            self.job.put(0, 0, "first put")
-            self.job.wait("durable", "first durable step")
-        self.job.train(0 if self.config.durable is None else 1, last, "before the fault")
-        self.job_before = self.job.wait_redundant()
-        self.report.step_before = int(self.job_before["committed_step"])
+        """Let the ranks put some steps, wait for every copy of the newest, draw victims, check what may be lost."""
+        context, job, options, report = self.context, self.context.job, self.context.options, self.context.report
+        live = self.scene.places()
+        self._check_site(live)
+        context.places = live
+        job.start([live[i % len(live)] for i in range(options.ranks_count)])
+        last = 2 + context.rng.randrange(4)
+        if context.config.durable is not None:
+            job.put(0, 0, "first put")
+            job.wait("durable", "first durable step")
+        job.train(0 if context.config.durable is None else 1, last, "before the fault")
+        context.job_before = job.wait_redundant()
+        report.step_before = int(context.job_before["committed_step"])
         self.scene.setup()
-        self.report.victims = self.scene.victims()
-        check_last_copies(self.site, self.scene.hosts, own_job=self.job.name, allows_data_loss=options.allows_data_loss)
-        self.site.reach(self.scene.holders)
+        report.victims = self.scene.victims()
+        check_last_copies(context.site, self.scene.hosts, own_job=job.name, allows_data_loss=options.allows_data_loss)
+        context.site.reach(self.scene.holders)
         self.flow.setup()
-        where = "the drill's own cluster" if self.site.is_own else "scratch job on your cluster"
-        name = f"{self.drill.name}{' --beyond' if options.is_beyond else ''}"
-        self.tell(
+        self._show_setup(live)
+
+    def _check_site(self, live: list[str]) -> None:
+        drill, config = self.context.drill, self.context.config
+        if len(live) < config.replicas:
+            raise DrillError(f"{len(live)} hosts are live, replicas={config.replicas}: start more hosts")
+        if drill.needs_durable and config.durable is None:
+            raise DrillError(f"{drill.name} breaks a durable directory: name one that every host reaches, --durable")
+
+    def _show_setup(self, live: list[str]) -> None:
+        context, job, options, report = self.context, self.context.job, self.context.options, self.context.report
+        where = "the drill's own cluster" if context.site.is_own else "scratch job on your cluster"
+        name = f"{context.drill.name}{' --beyond' if options.is_beyond else ''}"
+        self.print_line(
             f"drill {name} · seed {options.seed} · {where} "
-            f"({len(live)} hosts) · victim {', '.join(self.report.victims)} · promised: {self.promise.words}"
+            f"({len(live)} hosts) · victim {', '.join(report.victims)} · promised: {context.promise.words}"
         )
-        self.timeline.line(
+        context.timeline.line(
             "before",
-            f"step {self.report.step_before} committed, {self.job.copies_text()} everywhere, "
-            f"{len(self.job.ranks)} ranks of {gib(options.nbytes)}",
+            f"step {report.step_before} committed, {job.copies_text()} everywhere, "
+            f"{len(job.ranks)} ranks of {gib(options.nbytes)}",
         )
 
     def _inject(self) -> None:
-        self.watch.start()
-        self.timeline.line("inject", self.flow.inject())
+        if self.scene.is_noticed:
+            self.watch.start()
+        self.context.timeline.line("inject", self.flow.inject())
 
     def _wait_for_effect(self) -> None:
-        """The fault is there, checked, and the store has noticed what it can notice."""
-        self.timeline.line("effect", self.scene.wait_for_effect())
+        """Wait until the fault is checked to be there, and until the store has noticed it, if it can notice it."""
+        timeline = self.context.timeline
+        timeline.line("effect", self.scene.wait_for_effect())
         if not self.scene.is_noticed:
             return
         if not self.watch.found.wait(SETTLE_S):
             raise DrillError(f"the store did not notice the fault within {SETTLE_S:g} s")
-        self.report.seconds["detect"] = round(self.watch.seconds, 3)
-        self.timeline.line("detected", self.watch.why, f"{self.watch.seconds:.1f} s")
+        self.context.report.seconds["detect"] = round(self.watch.seconds, 3)
+        timeline.line("detected", self.watch.why, f"{self.watch.seconds:.1f} s")
 
     def _wait_for_recovery(self) -> None:
         self.flow.wait_for_recovery()
@@ -162,39 +178,20 @@ class DrillRun:
         self.flow.check()
 
     def _cleanup(self) -> None:
-        """Leave nothing of the drill: no fault, no scratch job, no lost host."""
+        """Remove everything of the drill: faults, the scratch job, lost hosts."""
+        context = self.context
         self.watch.stop()
-        for undo in (self.scene.cleanup, self.job.remove, lambda: self.site.end_drill(self.places)):
+        for undo in (self.scene.cleanup, context.job.remove, lambda: context.site.end_drill(context.places)):
             try:
                 undo()
             except (MemstoreError, OSError) as exc:
-                self.timeline.line("cleanup", f"not undone: {type(exc).__name__}: {exc}")
-
-    # -- for scenes and flows -----------------------------------------------------------------
-
-    def commit_again(self) -> float | None:
-        """One more step by all ranks must be committed; return the seconds until it was, None if the promise broke."""
-        step = first = (self.report.step_before or 0) + self.scene.puts_count + 1
-        started_s = time.monotonic()
-        while True:
-            self.job.put(step, step, "put after the outage")
-            newest = self.job.committed_step()
-            took_s = time.monotonic() - started_s
-            if newest >= first:
-                break
-            if took_s > self.promise.resume_s:
-                self.broken.append(f"no step was committed within {self.promise.resume_s:g} s after the outage")
-                return None
-            step += 1
-            time.sleep(COMMIT_PAUSE_S)
-        self.timeline.line("resumed", f"step {newest} committed after the outage", f"{took_s:.1f} s")
-        return round(took_s, 3)
+                context.timeline.line("cleanup", f"not undone: {type(exc).__name__}: {exc}")
 
 
-def run_drill(name: str, site: Site, options: Options, tell: Callable[[str], None] = lambda line: None) -> Report:
-    """Run one drill; `tell` gets each line as it happens.
+def run_drill(name: str, site: Site, options: Options, print_line: Callable[[str], None] = lambda line: None) -> Report:
+    """Run one drill and return its report; `print_line` gets each line as it happens.
 
     Raises:
         ConfigError: there is no such drill.
     """
-    return DrillRun(name, site, options, tell).run()
+    return DrillRun(drill_context(name, site, options, print_line), print_line).run()

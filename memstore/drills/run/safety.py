@@ -1,6 +1,6 @@
-"""Whether a drill may do it: never to the last copy of a shard that is not its own, unless told so.
+"""The check before a fault: a drill may not destroy another job's last copy of a shard, unless the user allows it.
 
-The decision is made from what the controller answers (the planner's dry run), right before the fault.
+The decision uses a dry run of the controller's recovery planner, right before the fault.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from memstore.errors import DrillError
 def endangered(
     jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
 ) -> list[str]:
-    """Return, in words, each job that would lose something committed with the memory of the hosts.
+    """Return, as text, each job that would lose a committed step together with the memory of the hosts.
 
     Args:
-        jobs: Rows of the store's status, the drill's own left out.
-        plans: By job, the controller's answer to "what would be recovered if these hosts were lost now".
-        hosts: Hosts that are to lose their memory.
+        jobs: Rows of the store's status, without the drill's own job.
+        plans: By job, the controller's plan for a restore after the loss of these hosts.
+        hosts: Hosts whose memory the drill would destroy.
     """
     found = []
     for job in jobs:
         name, plan = str(job["job"]), plans.get(str(job["job"]))
-        if plan is None:  # copies that no attempt owns: nothing can be planned for them, so nothing may be lost of them
+        if plan is None:  # without an attempt there is no plan; so none of the job's copies may be lost
             held = sorted({h for step in job["steps"] for h in step["hosts"]} & set(hosts))
             if held:
                 found.append(f"{name}: no attempt of it is known, and {', '.join(held)} holds copies of it")
@@ -41,7 +41,7 @@ def endangered(
 
 
 def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_data_loss: bool) -> None:
-    """Raise DrillError if destroying the memory of the hosts would cost another job its last copy of a shard."""
+    """Raise DrillError if the loss of the hosts' memory would cost another job its last copy of a shard."""
     if not hosts or allows_data_loss:
         return
     jobs = [job for job in site.status()["jobs"] if job["job"] != own_job]

@@ -1,7 +1,7 @@
-"""Several drills one after the other, on clusters that are reused, with one report for machines and one for people.
+"""A suite: several drills one after the other, on clusters that are reused.
 
-A drill that fails does not stop the suite; a cluster on which one did not work is replaced. Read `suite_record.py`
-for what is written, `page.py` for how it looks.
+A drill that fails does not stop the suite. If a drill did not work, its cluster is replaced. `suite_record.py` has the
+record for machines, `page.py` the page for people.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Opener = Callable[[], AbstractContextManager[Site]]
 
 @dataclass(frozen=True)
 class Play:
-    """One entry of a suite."""
+    """One entry of a suite: a drill, or its twin beyond the tolerance."""
 
     drill: Drill
     is_beyond: bool = False
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where it may be played."""
+        """Return the places where it may be played."""
         return self.drill.beyond_runs_on if self.is_beyond else self.drill.runs_on
 
     @property
     def title(self) -> str:
-        """As it is called on the command line."""
+        """Return its name as on the command line."""
         return f"{self.drill.name}{' --beyond' if self.is_beyond else ''}"
 
 
 def plays_of(suite: str) -> list[Play]:
-    """Return what a suite plays: the standard drills, or every drill and then every must-fail twin.
+    """Return the plays of a suite: the standard drills, or every drill and then every must-fail twin.
 
-    Those that want a cluster with little memory come last, for the other one ends when that is started.
+    The cluster with little memory replaces the other one on Ray; so its plays come last.
     """
     if suite == STANDARD:
         return [Play(d) for d in DRILLS.values() if d.is_standard]
@@ -62,31 +62,31 @@ def plays_of(suite: str) -> list[Play]:
 
 @dataclass
 class SuiteResult:
-    """What was played and what was not."""
+    """The plays of a suite with their reports, and the plays that were skipped."""
 
-    drills: list[dict[str, Any]] = field(default_factory=list)  # Report.to_dict() and where and how long
+    drills: list[dict[str, Any]] = field(default_factory=list)  # Report.to_dict(), and where and how long it was played
     skipped: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
-    is_cut_short: bool = False  # by the deadline or by a person: then it proves less than it says, and is no pass
+    is_cut_short: bool = False  # by the deadline or by Ctrl-C; then the outcome is no PASS, because not all was played
 
 
 class Suite:
-    """Plays on one cluster per place, opened when it is first needed."""
+    """A player with one cluster per place, which it opens when a drill needs it."""
 
     def __init__(
         self, openers: Mapping[str, Opener], options: Options, *, durable: str | None, timeout_s: float,
-        tell: Callable[[str], None], named_durable: str | None = None, problems: Mapping[str, str] | None = None,
+        print_line: Callable[[str], None], named_durable: str | None = None, problems: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.openers, self.options, self.durable, self.tell = openers, options, durable, tell
-        self.problems = problems or {}  # why a cluster of this kind cannot be made here, by place
-        self.named_durable = named_durable  # as a person gave it; None where the directory was made for the suite
+        self.openers, self.options, self.durable, self.print_line = openers, options, durable, print_line
+        self.problems = problems or {}  # by place: why its cluster cannot be started here
+        self.named_durable = named_durable  # the directory that the person named; None if one was made for the suite
         self.deadline_s = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
         self.result = SuiteResult()
         self._sites: dict[str, tuple[Site, contextlib.ExitStack]] = {}
 
     def run(self, plays: Sequence[Play]) -> SuiteResult:
-        """Play them all; whatever one of them does, the next is played, until the deadline or Ctrl-C."""
+        """Play all, until the deadline or Ctrl-C; a play that fails does not stop the others."""
         started_s = time.monotonic()
         try:
             for play in plays:
@@ -96,7 +96,7 @@ class Suite:
                     continue
                 try:
                     self._play(play, place)
-                except KeyboardInterrupt:  # the drill has cleaned up; what was found so far is still reported
+                except KeyboardInterrupt:  # the drill has cleaned up; report the plays before it
                     self.deadline_s, self.result.is_cut_short = 0.0, True
                     self._skip(play, "interrupted")
         finally:
@@ -107,10 +107,10 @@ class Suite:
 
     def _skip(self, play: Play, why: str) -> None:
         self.result.skipped.append({"drill": play.drill.name, "beyond": play.is_beyond, "why": why})
-        self.tell(f"not played: {play.title}: {why}")
+        self.print_line(f"not played: {play.title}: {why}")
 
     def _place(self, play: Play) -> tuple[str, str]:
-        """Why a drill cannot be played (or "") and where it can be."""
+        """Return why a play must be skipped, or "", and the place for it."""
         place = next((place for place in play.places if place in self.openers), "")
         if time.monotonic() > self.deadline_s:
             self.result.is_cut_short = True
@@ -136,9 +136,9 @@ class Suite:
             options = replace(
                 self.options, is_beyond=play.is_beyond, config=site.config.with_fields(config.job_fields())
             )
-            report = run_drill(name, site, options, self.tell)
+            report = run_drill(name, site, options, self.print_line)
         except Exception as exc:
-            # Whatever it is, it must not cost the other drills; the report names it and the suite fails by it.
+            # No error of one drill may stop the others; its report names the error, and the suite does not pass.
             report = Report(name, self.options.seed, find(name).promise.words, play.is_beyond)
             report.error, report.message = type(exc).__name__, str(exc)
             report.words = f"{type(exc).__name__}: {exc}"
@@ -149,9 +149,9 @@ class Suite:
             store=config.store if place == RUNNING else None,
             durable=self.named_durable if play.drill.needs_durable else None,
         )
-        self.tell(verdict_line(report))
+        self.print_line(verdict_line(report))
         if report.outcome == ERROR or place == TIGHT:
-            # Nobody knows what it left broken; or its limits were right for the memory in use when it was opened.
+            # The drill may have left something broken; and a tight cluster's limits fit the memory in use at its start.
             self._close(place)
         row = report.to_dict()
         row.update(
@@ -174,4 +174,4 @@ class Suite:
             try:
                 found[1].close()
             except Exception as exc:
-                self.tell(f"closing the cluster: {type(exc).__name__}: {exc}")
+                self.print_line(f"closing the cluster: {type(exc).__name__}: {exc}")

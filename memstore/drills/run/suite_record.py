@@ -1,4 +1,4 @@
-"""The machine-readable record of a suite: where it ran, with what, and what every drill found."""
+"""The record of a suite for machines: environment, versions, and the report of every drill."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from memstore.drills.model.report import BROKEN, ERROR, PASS
 from memstore.drills.run.suite import SuiteResult
 
 FORMAT = 1
+SOURCE_ROOT = Path(__file__).resolve().parents[3]  # the repository, unless the package was installed from a wheel
 GIT_S = 10.0
 PACKAGES = (DISTRIBUTION, "ray", "torch", "numpy", "msgpack", "xxhash")
 
 
 def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[str, Any]:
-    """Return the whole report as plain values; `drills` holds what `drill --json` prints for each, and more."""
+    """Return the record as plain values; each row of `drills` has the fields of `drill --json`, and more."""
     counts = Counter(row["outcome"] for row in result.drills)
     return {
         "format": FORMAT, "suite": suite, "seed": seed, "nbytes_per_rank": nbytes,
@@ -34,7 +35,7 @@ def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[s
 
 
 def outcome_of(result: SuiteResult) -> str:
-    """Return the worst outcome; ERROR if nothing was played or not all that could be, since that proves less."""
+    """Return the worst outcome; ERROR also if no drill was played, or if the suite was cut short."""
     found = {row["outcome"] for row in result.drills}
     if BROKEN in found:
         return BROKEN
@@ -42,7 +43,7 @@ def outcome_of(result: SuiteResult) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader must know to judge the seconds."""
+    """Return the facts about the machine that a reader needs to judge the seconds."""
     return {
         "python": platform.python_version(), "system": platform.system(), "kernel": platform.release(),
         "machine": platform.machine(), "cpus": os.cpu_count(), "memory_available_bytes": memory_available(),
@@ -50,14 +51,13 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the source tree this runs from, with "-dirty" if it was changed; None in a wheel."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    """Return the commit of the source tree, with "-dirty" if files were changed; None if there is no repository."""
+    if not (SOURCE_ROOT / ".git").exists():
         return None
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=root, capture_output=True, text=True, timeout=GIT_S, check=True,
+            cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=GIT_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,1 +1,1 @@
-"""What happens in each drill."""
+"""The scenes: what each drill breaks, and how it checks that it is broken."""

@@ -1,59 +1,58 @@
-"""What every drill's scene has: a victim drawn by the seed, and one hook for each phase of a drill's life.
+"""The base of every drill's scene: a victim drawn by the seed, and one hook for each phase of a drill.
 
-A scene breaks things and knows by what it is seen that they are broken; what the ranks do meanwhile and how the
-outcome is judged is the flow's (`flows.py`). A new scene overrides `inject`, `wait_for_effect` and `detected`, and
-whichever of the other hooks it needs.
+A scene breaks something and checks that it is broken. The flow (`run/flows.py`) has the ranks' part and the judgement.
+A new scene overrides `inject`, `wait_for_effect` and `detected`, and the other hooks that it needs.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from memstore.drills.ranks.ranks import PutRow, Restored, collect
+from memstore.drills.sites.drill_context import DrillContext
+from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import ConfigError, DrillError
 
-if TYPE_CHECKING:
-    from memstore.drills.run.runner import DrillRun
-    from memstore.drills.sites.site import EmbeddedSite
-
-STALL_SLACK_S = 1.0  # a put may take its budget, and a busy machine this much to give the thread back
+STALL_SLACK_S = 1.0  # above the stall budget: on a busy machine a put may return so much later
+COMMIT_PAUSE_S = 0.25
 
 
 class Scene:
-    """A victim rank drawn by the seed, its host, and every host with a copy of its shard."""
+    """One fault on a victim rank, its host, or the hosts with a copy of its shard."""
 
-    name: ClassVar[str]  # of its entry in the catalogue
-    job_fields: ClassVar[Mapping[str, Any]] = {}  # of the scratch job, over what the person chose
-    puts_count = 12  # puts per rank during the fault, where ranks put during it
-    pause_s = 0.25  # between two of them
-    hold_s = 0.0  # how long the fault lasts at least once it is noticed, where training goes on
-    step_at_fault = -1  # the newest that may owe something to the time before the fault, where training goes on
-    is_noticed = True  # the store's status shows the fault; a slow link may be too slow for nobody
+    name: ClassVar[str]  # as in the catalogue
+    job_fields: ClassVar[Mapping[str, Any]] = {}  # fields of the scratch job's Config that override the person's
+    puts_count = 12  # puts per rank during the fault, if ranks put during it
+    pause_s = 0.25  # between two of these puts
+    hold_s = 0.0  # how long the fault lasts at least after it is noticed, if training goes on
+    step_at_fault = -1  # newest step whose bytes may have been sent before the fault, if training goes on
+    is_noticed = True  # the store's status must show the fault; False where the store cannot, or need not, notice it
 
-    def __init__(self, run: DrillRun) -> None:
-        self.run, self.site = run, run.site
-        self.rng: random.Random = run.rng
+    def __init__(self, context: DrillContext) -> None:
+        self.context, self.site, self.rng = context, context.site, context.rng
         self.rank = -1
-        self.holders: list[str] = []  # the rank's own host first
+        self.holders: list[str] = []  # hosts with a copy of the victim's shard, its own host first
         self.hosts: list[str] = []  # hosts that lose their memory
-        self.is_beyond = run.options.is_beyond
+        self.is_beyond = context.options.is_beyond
 
     # -- the phases ---------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Draw the victim; the copies are all in place now. Breaks nothing yet.
+        """Draw the victim; all copies are in place, and nothing is broken yet.
 
         Raises:
             ConfigError: the host named with --victim has no rank of the drill.
+            DrillError: every possible victim would take Ray's head.
         """
-        ranks = self.run.job.ranks
-        candidates = [i for i, r in enumerate(ranks) if self.run.options.victim in (None, r.host)]
+        ranks = self.context.job.ranks
+        candidates = [i for i, r in enumerate(ranks) if self.context.options.victim in (None, r.host)]
         if not candidates:
             have = ", ".join(r.host for r in ranks)
-            raise ConfigError(f"--victim {self.run.options.victim}: the drill's ranks are on {have}; name one of them")
+            raise ConfigError(
+                f"--victim {self.context.options.victim}: the drill's ranks are on {have}; name one of them"
+            )
         candidates = [i for i in candidates if self.may_hit(self.holders_of(i))]
         if not candidates:
             raise DrillError(
@@ -65,79 +64,80 @@ class Scene:
             self.hosts = list(self.holders)
 
     def inject(self) -> str:
-        """Do it; return what was done, in words."""
+        """Break something; return what was done, as text."""
         raise NotImplementedError
 
     def wait_for_effect(self) -> str:
-        """Return how it was checked that the fault is there; DrillError if it is not, for then nothing is proved."""
+        """Check that the fault is there; return how, as text. Raise DrillError if the fault is not there."""
         raise NotImplementedError
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        """Say by what the store's status shows that it noticed; None while it does not. Called by another thread."""
+        """Return how the store's status shows the fault, as text; None while it does not.
+
+        Called by another thread, and only if `is_noticed`.
+        """
         raise NotImplementedError
 
     def recover(self) -> None:
-        """End the fault if it does not end by itself: thaw, mend, reconnect; or wait for what replaces the victim."""
+        """End the fault if it does not end by itself (thaw, mend, reconnect); or wait for the victim's successor."""
 
     def restore(self) -> list[Restored]:
-        """All ranks of the next attempt get and compare, where the launcher restarts them."""
-        return self.run.job.restore(is_altered=self.run.options.is_altered)
+        """Let all ranks of the next attempt get and compare; called only if a launcher restarts the ranks."""
+        return self.context.job.restore(is_altered=self.context.options.is_altered)
 
     def wait_for_recovery(self) -> None:
-        """Wait for what this fault needs besides the copies and the commits that the flow waits for."""
+        """Wait for what this scene needs besides the copies and commits for which the flow waits."""
 
     def check(self) -> None:
-        """Hold what only this scene knows against the promise: append to `self.run.broken`."""
+        """Compare the scene's own findings with the promise; append to `self.context.broken_promises`."""
 
     def cleanup(self) -> None:
-        """Undo what is still broken, however far the drill came; must do no harm if nothing is."""
+        """Undo what is still broken; called however far the drill came, also if nothing is broken."""
 
     def places(self) -> list[str]:
-        """Live hosts in the order in which ranks are given to them."""
+        """Return the live hosts in the order in which they get ranks."""
         return self.site.places()
 
     # -- about the victim ---------------------------------------------------------------------
 
     def may_hit(self, holders: list[str]) -> bool:
-        """Say whether the drill may be played on a rank with its shard on these hosts."""
+        """Return whether a rank whose shard is on these hosts may be the victim."""
         return True
 
     def holders_of(self, rank: int) -> list[str]:
-        """Every host with a copy of a rank's newest shard: its own, then its targets."""
-        home = self.run.job.ranks[rank].host
-        return [home, *self.run.job_before["targets"].get(home, ())]
+        """Return the hosts with a copy of a rank's newest shard: its own host, then the targets of that host."""
+        home = self.context.job.ranks[rank].host
+        return [home, *self.context.job_before["targets"].get(home, ())]
 
     def victims(self) -> list[str]:
-        """Names for the first line and for --json."""
+        """Return the names of the victims for the first line and for --json."""
         return [f"rank {self.rank} on {self.holders[0]}", *self.hosts]
 
     def leaves(self, host: str) -> bool:
-        """Say whether a host that loses its memory stays away, so that its ranks need another."""
+        """Return whether a host that loses its memory stays away, so that its ranks need another host."""
         return False
 
     def lose_memories(self) -> list[str]:
-        """The twin's part: every host with a copy loses its memory; checked host by host. Return it in words."""
+        """Destroy the memory of all `self.hosts` and check each; return what was done, one text per host."""
         return [
-            f"{host} lost its holder and its arena ({self.site.lose_memory(host, self.run.job.ranks) >> 20} MiB)"
+            f"{host} lost its holder and its arena ({self.site.lose_memory(host, self.context.job.ranks) >> 20} MiB)"
             for host in self.hosts
         ]
 
     def memories_gone(self) -> list[str]:
-        """How the loss of `lose_memories` was checked, in words."""
+        """Return how the losses of `lose_memories` were checked, as text; no text if there were none."""
         if not self.hosts:
             return []
         return [f"{', '.join(self.hosts)}: processes gone, ports silent, arena files gone (each checked)"]
 
     def own_site(self) -> EmbeddedSite:
-        """The drill's own cluster; DrillError on another, where raylets are not ours to break."""
-        from memstore.drills.sites.site import EmbeddedSite
-
+        """Return the drill's own embedded cluster; raise DrillError if the raylets are not the drill's to break."""
         if not isinstance(self.site, EmbeddedSite):
             raise DrillError(f"{self.name} breaks raylets: it is played on a cluster of its own only (--embedded)")
         return self.site
 
     def host_noticed(self, host: str, body: dict[str, Any], injected_s: float) -> str | None:
-        """Say how the controller learned that a host's holder died; one that is back already counts too."""
+        """Return how the controller noticed a holder's death, also if the holder is back; None if it has not."""
         row = next((r for r in body["hosts"] if r["host"] == host), None)
         if row is None:
             return f"{host} is no longer a member"
@@ -149,25 +149,46 @@ class Scene:
     # -- puts during an outage ------------------------------------------------------------------
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """All ranks go on putting while the fault happens."""
-        first = (self.run.report.step_before or 0) + 1
+        """Start the puts that all ranks make during the fault; return their calls for `end_puts`."""
+        first = (self.context.report.step_before or 0) + 1
         pause_s = self.pause_s if pause_s is None else pause_s
-        return self.run.job.begin_puts(first, first + self.puts_count - 1, pause_s, marks)
+        return self.context.job.begin_puts(first, first + self.puts_count - 1, pause_s, marks)
 
     def end_puts(self, calls: list[Any]) -> None:
-        """Every put must have returned within its budget and raised nothing."""
+        """Wait for the puts of `begin_puts`; require that each returned within its budget and raised nothing."""
         rows: list[PutRow] = [row for rows in collect(calls, "puts during the outage") for row in rows]
         worst = max(rows, key=lambda row: row.stall_s)
-        self.run.report.stall_s = round(worst.stall_s, 3)
+        self.context.report.stall_s = round(worst.stall_s, 3)
         raised = [row for row in rows if row.error]
-        self.run.broken += [f"a put of step {row.step} raised {row.error}" for row in raised][:3]
-        budget_s = self.run.config.stall_budget_s + STALL_SLACK_S
+        self.context.broken_promises += [f"a put of step {row.step} raised {row.error}" for row in raised][:3]
+        budget_s = self.context.config.stall_budget_s + STALL_SLACK_S
         if worst.stall_s > budget_s:
-            self.run.broken.append(
+            self.context.broken_promises.append(
                 f"the put of step {worst.step} took {worst.stall_s:.1f} s of at most {budget_s:.1f} s"
             )
-        self.run.timeline.line(
+        self.context.timeline.line(
             "training",
             f"{len(rows)} puts during the outage, {len(raised) or 'none'} raised, longest stall "
             f"{worst.stall_s * 1e3:.0f} ms",
         )
+
+    def commit_again(self) -> float | None:
+        """Require that a new step of all ranks is committed; return the seconds that it took, None if too many."""
+        context, job = self.context, self.context.job
+        step = first = (context.report.step_before or 0) + self.puts_count + 1
+        started_s = time.monotonic()
+        while True:
+            job.put(step, step, "put after the outage")
+            newest = job.committed_step()
+            took_s = time.monotonic() - started_s
+            if newest >= first:
+                break
+            if took_s > context.promise.resume_s:
+                context.broken_promises.append(
+                    f"no step was committed within {context.promise.resume_s:g} s after the outage"
+                )
+                return None
+            step += 1
+            time.sleep(COMMIT_PAUSE_S)
+        context.timeline.line("resumed", f"step {newest} committed after the outage", f"{took_s:.1f} s")
+        return round(took_s, 3)

@@ -1,4 +1,4 @@
-"""Every scene by the name of its drill; one file per family beside this one."""
+"""The table of all scenes by the name of their drill."""
 
 from __future__ import annotations
 

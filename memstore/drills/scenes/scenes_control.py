@@ -1,4 +1,4 @@
-"""Faults of the control plane: the controller, Ray's head."""
+"""Faults of the controller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memstore.errors import DrillError
 
 
 class KillController(Scene):
-    """The controller, while all ranks put."""
+    """SIGKILL to the controller, while all ranks put."""
 
     name = "kill-controller"
 
@@ -41,11 +41,11 @@ class KillController(Scene):
     def recover(self) -> None:
         if self.puts:
             self.end_puts(self.puts)
-            self.run.commit_again()
+            self.commit_again()
 
 
 class KillControllerRestore(KillRank):
-    """A rank dies, and so does the controller in the middle of the restore that follows."""
+    """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
 
     name = "kill-controller-restore"
 
@@ -58,12 +58,12 @@ class KillControllerRestore(KillRank):
         return [f"rank {self.rank} on {self.holders[0]}", "the controller during the restore"]
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._kill)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._kill)
 
     def _kill(self) -> None:
         self.site.do(self.at, "kill", [self.controller])
         self.site.do(self.at, "wait_gone", [self.controller])
-        self.run.timeline.line(
+        self.context.timeline.line(
             "inject",
             f"SIGKILL to the controller (pid {self.controller[0]}, term {self.term}) while ranks wait in get(); gone "
             "(checked)",
@@ -73,19 +73,19 @@ class KillControllerRestore(KillRank):
         term = int(self.site.status()["term"])
         if term <= self.term:
             raise DrillError(f"the controller is still of term {term}: nobody took over, so nothing was proved")
-        self.run.timeline.line("took over", f"a controller of term {term}")
+        self.context.timeline.line("took over", f"a controller of term {term}")
 
 
 class KillControllerPersist(KillController):
-    """The controller while a durable step is half written: stopped, looked at, and only then killed."""
+    """SIGKILL to the controller while a durable step is half written, which is checked while it is stopped."""
 
     name = "kill-controller-persist"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
     puts_count = 24
 
     def inject(self) -> str:
-        self.durable_before = int(self.run.job.status()["durable_step"] or 0)
-        folder = str(Path(str(self.run.config.durable)) / self.run.job.name)
+        self.durable_before = int(self.context.job.status()["durable_step"] or 0)
+        folder = str(Path(str(self.context.config.durable)) / self.context.job.name)
         step = self.site.do(self.at, "freeze_in_persist", self.process, folder)
         self.site.do(self.at, "kill", [self.process])
         return (
@@ -94,14 +94,14 @@ class KillControllerPersist(KillController):
         )
 
     def recover(self) -> None:
-        """Ray starts the next one; what was half written is finished or given up."""
+        """Do nothing: Ray starts the next controller, which finishes or gives up the half-written step."""
 
     def wait_for_recovery(self) -> None:
         newest = self.site.wait_for("a durable step after the controller died", self._newer_durable)
-        self.run.timeline.line("durable", f"step {newest} is durable")
+        self.context.timeline.line("durable", f"step {newest} is durable")
 
     def _newer_durable(self) -> int | None:
-        newest = self.run.job.status()["durable_step"]
+        newest = self.context.job.status()["durable_step"]
         return newest if newest is not None and newest > self.durable_before else None
 
 

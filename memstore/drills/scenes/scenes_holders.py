@@ -1,4 +1,4 @@
-"""Faults of holders: the process that owns a host's arena."""
+"""Faults of holders, the processes that own the arenas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memstore.errors import DrillError
 
 
 class KillHolder(Scene):
-    """The holder of one rank's host, while all ranks put; the arena stays for its successor."""
+    """SIGKILL to the holder of one rank's host, while all ranks put; the arena stays for its successor."""
 
     name = "kill-holder"
     process: faults.Process | None = None
@@ -47,10 +47,12 @@ class KillHolder(Scene):
         host, old_pid = self.holders[0], self.process[0]
         new_pid = self.site.wait_for(f"a new holder on {host}", lambda: self._new_pid(host, old_pid))
         if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
-            self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
-        self.run.timeline.line("adopted", f"holder pid {new_pid} took over the arena of pid {old_pid}")
+            self.context.broken_promises.append(
+                f"the new holder of {host} made a new arena instead of adopting the old one"
+            )
+        self.context.timeline.line("adopted", f"holder pid {new_pid} took over the arena of pid {old_pid}")
         self.end_puts(self.puts)
-        self.run.commit_again()
+        self.commit_again()
 
     def _new_pid(self, host: str, old_pid: int) -> int | None:
         pid = int(self.site.record(host)["pid"])
@@ -58,7 +60,7 @@ class KillHolder(Scene):
 
 
 class FreezeHolder(Scene):
-    """The holder of one rank's host stops and goes on before it counts as dead, while all ranks put."""
+    """A stop of the holder of one rank's host, while all ranks put; it goes on before it counts as dead."""
 
     name = "freeze-holder"
     puts_count = 20
@@ -70,7 +72,7 @@ class FreezeHolder(Scene):
     def inject(self) -> str:
         host = self.holders[0]
         self.process = self.site.do(host, "holder_process", self.site.folder(host))
-        self.site.deaf.add(host)
+        self.site.unreachable_hosts.add(host)
         self.site.do(host, "freeze", self.process)
         return f"SIGSTOP to the holder of {host} (pid {self.process[0]})"
 
@@ -88,7 +90,7 @@ class FreezeHolder(Scene):
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("thawed", f"SIGCONT to the holder of {self.holders[0]}")
+        self.context.timeline.line("thawed", f"SIGCONT to the holder of {self.holders[0]}")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.holders[:1])
@@ -96,7 +98,7 @@ class FreezeHolder(Scene):
     def cleanup(self) -> None:
         if self.process is not None:
             self.site.do(self.holders[0], "thaw", self.process)
-            self.site.deaf.discard(self.holders[0])
+            self.site.unreachable_hosts.discard(self.holders[0])
 
 
 SCENES = {scene.name: scene for scene in (KillHolder, FreezeHolder)}

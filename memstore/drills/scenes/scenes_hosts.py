@@ -1,4 +1,4 @@
-"""Faults of whole hosts and of several at once."""
+"""Faults of whole hosts: one, a rack, or one after the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memstore.drills.ranks.ranks import Restored
 from memstore.drills.scenes.scene import Scene
 from memstore.errors import DrillError
 
-NOTICE_S = 30.0  # spot instances get 30 to 120 s
-ZOMBIE_S = 60.0  # a raylet that was given up learns of it from Ray's head
-FLAPS = 3  # deaths within ten minutes put a host on probation (R29)
+NOTICE_S = 30.0  # clouds give spot instances 30 to 120 s
+ZOMBIE_S = 60.0  # limit until a raylet that Ray has declared dead learns that, and ends
+FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
 
 
 class KillHost(Scene):
-    """The host of one rank; beyond: every host with a copy of that rank's shard."""
+    """The loss of one rank's host; beyond: of every host with a copy of that rank's shard."""
 
     name = "kill-host"
 
@@ -29,16 +29,16 @@ class KillHost(Scene):
         return self.hosts
 
     def leaves(self, host: str) -> bool:
-        return True  # on a running cluster it comes back empty, but a launcher would not wait for the machine
+        return True  # on a running cluster it comes back empty; but a real launcher would not wait for a lost machine
 
     def may_hit(self, holders: list[str]) -> bool:
         return self.site.may_lose(holders if self.is_beyond else holders[:1])
 
     def inject(self) -> str:
-        return "; ".join([self.site.lose_host(host, self.run.job.ranks) for host in self.hosts])
+        return "; ".join([self.site.lose_host(host, self.context.job.ranks) for host in self.hosts])
 
     def wait_for_effect(self) -> str:
-        # lose_host() checks each step of it before it goes on to the next.
+        # lose_host() has checked each of these.
         return f"{', '.join(self.hosts)}: processes gone, port silent, arena file gone (each checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -47,21 +47,21 @@ class KillHost(Scene):
 
 
 class PreemptHost(KillHost):
-    """Notice of a host's end, steps put meanwhile, and the end once the store can do without it."""
+    """The loss of a host after a notice; steps are put until the store needs the host no more."""
 
     name = "preempt-host"
-    copies_left = -1  # right after its death was noticed, before any repair
+    copies_left = -1  # copies of each shard when the death was noticed, before any repair
 
     def inject(self) -> str:
-        [host], job, run = self.hosts, self.run.job, self.run
+        [host], job, report = self.hosts, self.context.job, self.context.report
         started_s = time.monotonic()
         self.site.ask("drain", {"host": host, "within_s": NOTICE_S})
-        step = int(run.report.step_before or 0)
+        step = int(report.step_before or 0)
         job.train(step + 1, step + 2, "after the notice")
-        run.report.step_before = step + 2
+        report.step_before = step + 2
         self.site.wait_for(f"the store to do without {host}", self._is_evacuated, NOTICE_S)
         took_s = time.monotonic() - started_s
-        run.timeline.line("evacuated", f"{host}, of {NOTICE_S:g} s notice", f"{took_s:.1f} s")
+        self.context.timeline.line("evacuated", f"{host}, of {NOTICE_S:g} s notice", f"{took_s:.1f} s")
         return super().inject()
 
     def _is_evacuated(self) -> bool:
@@ -71,19 +71,19 @@ class PreemptHost(KillHost):
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         why = super().detected(body, injected_s)
         if why is not None:
-            self.copies_left = next(row["copies"] for row in body["jobs"] if row["job"] == self.run.job.name)
+            self.copies_left = next(row["copies"] for row in body["jobs"] if row["job"] == self.context.job.name)
         return why
 
     def check(self) -> None:
-        wanted = self.run.config.replicas
+        wanted = self.context.config.replicas
         if self.copies_left < wanted:
-            self.run.broken.append(
+            self.context.broken_promises.append(
                 f"{self.copies_left} of {wanted} copies were left when {self.hosts[0]} was gone: it was not evacuated"
             )
 
 
 class KillRack(KillHost):
-    """Every host of one rack; beyond: and every other host with a copy of one of their shards."""
+    """The loss of every host of a rack; beyond: also of every other host with a copy of the victim's shard."""
 
     name = "kill-rack"
 
@@ -100,24 +100,24 @@ class KillRack(KillHost):
 
 
 class KillRackStaggered(KillRack):
-    """The hosts of one rack one after the other: each dies while the copies that the last one held are missing."""
+    """The loss of a rack host by host: each dies while copies that the one before held are still missing."""
 
     name = "kill-rack-staggered"
 
     def inject(self) -> str:
         first, *others = self.hosts
-        done = [self.site.lose_host(first, self.run.job.ranks)]
+        done = [self.site.lose_host(first, self.context.job.ranks)]
         for host in others:
             missing = self.site.wait_for("the store to count copies as missing", self._missing)
-            done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.run.job.ranks)}")
+            done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.context.job.ranks)}")
         return "; ".join(done)
 
     def _missing(self) -> int:
-        return int(self.run.job.status()["missing_copies"])
+        return int(self.context.job.status()["missing_copies"])
 
 
 class SecondFailure(KillHost):
-    """A second host with a copy of the same shard, while the ranks of the next attempt wait in get()."""
+    """The loss of two hosts with a copy of the same shard, the second while the next attempt waits in get()."""
 
     name = "second-failure"
     job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3}
@@ -131,7 +131,7 @@ class SecondFailure(KillHost):
         return len(holders) == 3 and self.site.may_lose(self._fallen(holders))
 
     def _fallen(self, holders: list[str]) -> list[str]:
-        """The rank's own host, one target of it that may be lost; beyond: every host with a copy."""
+        """Return the rank's own host and a target that may be lost; beyond: every host with a copy."""
         if self.is_beyond:
             return holders
         return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
@@ -140,7 +140,7 @@ class SecondFailure(KillHost):
         return [self.hosts[0], *(f"{host} during the restore" for host in self.hosts[1:])]
 
     def inject(self) -> str:
-        return self.site.lose_host(self.hosts[0], self.run.job.ranks)
+        return self.site.lose_host(self.hosts[0], self.context.job.ranks)
 
     def wait_for_effect(self) -> str:
         return f"{self.hosts[0]}: processes gone, port silent, arena file gone (each checked)"
@@ -149,16 +149,16 @@ class SecondFailure(KillHost):
         return self.host_noticed(self.hosts[0], body, injected_s)
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._lose_more)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._lose_more)
 
     def _lose_more(self) -> None:
         for host in self.hosts[1:]:
-            # lose_host() checks each step of it before it goes on to the next.
-            self.run.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
+            # lose_host() checks that the host is gone.
+            self.context.timeline.line("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
 
 
 class KillRaylet(Scene):
-    """The raylet of one rank's host; its processes die with it, its memory stays, and Ray is started there again."""
+    """SIGKILL to the raylet of one rank's host. Its processes die too, its memory stays, and Ray is started again."""
 
     name = "kill-raylet"
     is_back = True
@@ -192,9 +192,11 @@ class KillRaylet(Scene):
         self.own_site().replace_raylet(host, self.below)
         self.is_back = True
         if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
-            self.run.broken.append(f"the new holder of {host} made a new arena instead of adopting the old one")
-        self.run.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
-        self.run.job.restand(host)
+            self.context.broken_promises.append(
+                f"the new holder of {host} made a new arena instead of adopting the old one"
+            )
+        self.context.timeline.line("adopted", f"a new raylet on {host}, whose holder took over the arena")
+        self.context.job.restand(host)
 
     def cleanup(self) -> None:
         if not self.is_back:
@@ -202,7 +204,7 @@ class KillRaylet(Scene):
 
 
 class FreezeRaylet(KillHost):
-    """The zombie: every process of one host stops until all count it dead and training has gone on without it."""
+    """A zombie: all processes of a host are stopped until it counts as dead and training has gone on without it."""
 
     name = "freeze-raylet"
     is_back = True
@@ -217,7 +219,7 @@ class FreezeRaylet(KillHost):
         self.raylet, self.frozen = site.cluster.raylet(host), site.cluster.node_processes(host)
         self.holder = self.site.do(host, "holder_process", self.site.folder(host))
         self.begin_puts()
-        site.deaf.add(host)
+        site.unreachable_hosts.add(host)
         site.pool.forget(host)
         self.is_back = False
         for process in self.frozen:
@@ -235,30 +237,30 @@ class FreezeRaylet(KillHost):
 
     def recover(self) -> None:
         self.own_site().wait_given_up(self.node)
-        self.run.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
+        self.context.timeline.line("given up", f"Ray calls the node of {self.hosts[0]} dead")
 
     def wait_for_recovery(self) -> None:
-        """Training has gone on; now the zombie wakes up, must end, and its successor must take its place."""
+        """Let the zombie go on; wait until it has ended, its successor has its place, and a new step is committed."""
         [host] = self.hosts
         self._thaw()
-        self.run.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
+        self.context.timeline.line("thawed", f"SIGCONT to {len(self.frozen)} processes of {host}")
         faults.wait_gone([self.raylet], ZOMBIE_S)
         faults.wait_gone([self.holder], ZOMBIE_S)
-        self.run.timeline.line("fenced", f"raylet and holder of {host} have ended by themselves (checked)")
+        self.context.timeline.line("fenced", f"raylet and holder of {host} have ended by themselves (checked)")
         self.own_site().replace_raylet(host, self.frozen)
         self.is_back = True
-        step = self.run.job.committed_step() + 1
-        self.run.job.put(step, step, "put after the zombie")
-        self.run.job.wait("committed", "commit after the zombie")
-        self.run.job.wait_redundant()
-        self.run.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
+        step = self.context.job.committed_step() + 1
+        self.context.job.put(step, step, "put after the zombie")
+        self.context.job.wait("committed", "commit after the zombie")
+        self.context.job.wait_redundant()
+        self.context.timeline.line("converged", f"{host} is back with its memory, step {step} committed")
 
     def check(self) -> None:
-        """What anybody reads now is the newest step, from whichever host."""
-        step = self.run.job.committed_step()
-        for found in (*self.run.job.read(step, 0), *self.run.job.read(step, 1)):
+        """Require that every rank can read the newest step: its own shard, and another's."""
+        step = self.context.job.committed_step()
+        for found in (*self.context.job.read(step, 0), *self.context.job.read(step, 1)):
             if found.error or found.differences or found.bytes_equal != found.nbytes:
-                self.run.broken.append(
+                self.context.broken_promises.append(
                     f"after the zombie, reading step {step} of rank {found.rank}: {found.message or found.differences}"
                 )
 
@@ -270,11 +272,11 @@ class FreezeRaylet(KillHost):
     def _thaw(self) -> None:
         for process in self.frozen:
             faults.thaw(process)
-        self.site.deaf.discard(self.hosts[0])
+        self.site.unreachable_hosts.discard(self.hosts[0])
 
 
 class FlapHost(Scene):
-    """One host's holder dies and comes back three times, while all ranks put."""
+    """Three deaths of one host's holder, which comes back each time, while all ranks put."""
 
     name = "flap-host"
     puts_count = 60
@@ -301,12 +303,12 @@ class FlapHost(Scene):
         for _ in range(FLAPS - 1):
             what, _ = self.inject(), self.wait_for_effect()
             self.site.wait_for(f"{host} to be seen dead", lambda: host not in self.site.live_hosts())
-            self.run.timeline.line("flap", what)
+            self.context.timeline.line("flap", what)
             self._wait_back()
         row = next(row for row in self.site.status()["hosts"] if row["host"] == host)
         if not row["is_on_probation"]:
-            self.run.broken.append(f"{host} died {FLAPS} times and is not on probation (R29)")
-        self.run.timeline.line("probation", f"{host} is back and is the last to hold an only second copy")
+            self.context.broken_promises.append(f"{host} died {FLAPS} times and is not on probation (R29)")
+        self.context.timeline.line("probation", f"{host} is back and is the last to hold an only second copy")
 
     def _wait_back(self) -> None:
         host, old_pid = self.holders[0], self.process[0]

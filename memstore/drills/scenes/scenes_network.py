@@ -1,4 +1,4 @@
-"""Faults of the network between hosts: split, deaf on one side, slow, cut, clogged one by one, a bit flipped."""
+"""Faults of the network between hosts: one-way, slow, cut one by one, cut in mid-put, flipped bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
 from memstore.errors import ConfigError, DrillError
 
-BUDGET_S = 1.0  # stall budget of the scratch job: less than any of these faults lasts
+BUDGET_S = 1.0  # stall budget of the scratch job; shorter than each of these faults
 SLOW_BITS_PER_S = 10_000_000
-SLOW_MAX = 1.25  # what may be measured over the limit: a burst passes at full speed
+SLOW_MAX = 1.25  # a measured rate may be so much higher than the limit, because a burst passes at full speed
 PROBE_BYTES = MIB // 4
-MID_PUT_BITS_PER_S = 40_000_000  # so that a shard is on its way long enough to be caught there
+MID_PUT_BITS_PER_S = 40_000_000  # slow enough to cut the link while a shard is on its way
 CUT_PAUSE_S = 0.4
 CATCH_S = 20.0
 FLIPS_COUNT = 3
@@ -25,13 +25,13 @@ PAYLOAD_MIN = 4096
 
 
 class NetworkScene(Scene):
-    """A victim host whose links break; every link is whole again afterwards."""
+    """A fault of a victim host's links; the cleanup mends every link."""
 
     job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
 
     @property
     def net(self) -> NamespacesSite:
-        """The site, which has links to break."""
+        """Return the site if its hosts are in network namespaces; else raise DrillError."""
         if not isinstance(self.site, NamespacesSite):
             raise DrillError(f"{self.name} cuts links, and this cluster has none: it needs hosts in network namespaces")
         return self.site
@@ -40,24 +40,21 @@ class NetworkScene(Scene):
         return [f"the links of {self.holders[0]}"]
 
     def not_live(self, hosts: list[str], body: dict[str, Any]) -> str | None:
-        """Say that the store counts none of the hosts live; None while it does."""
+        """Return the status of the hosts as text once none of them counts as live; None before."""
         rows = {row["host"]: row for row in body["hosts"]}
         if any(rows.get(host, {}).get("status") == "live" for host in hosts):
             return None
         return "; ".join(f"{host} is {rows[host]['status'] if host in rows else 'gone'}" for host in hosts)
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
 
     def cleanup(self) -> None:
         self.net.heal()
 
 
 class PartitionOneWay(NetworkScene):
-    """What one host sends to the host with its copies is lost; the other way, and to the controller, all is well."""
+    """Loss of all packets from one host to the host with its copies; every other link works."""
 
     name = "partition-one-way"
-    is_noticed = False  # both still talk to the controller: nobody is suspect, and nobody should be
+    is_noticed = False  # both hosts still reach the controller; so it must suspect neither
     hold_s = 3.0
 
     def victims(self) -> list[str]:
@@ -78,19 +75,21 @@ class PartitionOneWay(NetworkScene):
     def recover(self) -> None:
         self.net.check_silent_between(self.holders[1], self.holders[0])
         self.net.heal()
-        self.run.timeline.line("healed", "both ways again")
+        self.context.timeline.line("healed", "both ways again")
 
     def check(self) -> None:
         dead = [row["host"] for row in self.site.status()["hosts"] if row["status"] != "live"]
         if dead:
-            self.run.broken.append(f"{', '.join(dead)} is not live although it reached the controller all the time")
+            self.context.broken_promises.append(
+                f"{', '.join(dead)} is not live although it reached the controller all the time"
+            )
 
 
 class SlowLink(NetworkScene):
-    """One host's link has 10 Mbit/s, while all ranks put."""
+    """A link of 10 Mbit/s for one host, while all ranks put."""
 
     name = "slow-link"
-    is_noticed = False  # slow is not dead; skipped steps and stalls are what shows
+    is_noticed = False  # a slow host is not dead; only skipped steps and stalls show the fault
     slow = ""
 
     def inject(self) -> str:
@@ -102,12 +101,12 @@ class SlowLink(NetworkScene):
         rate = self.net.bits_per_s(self.slow, VIA, PROBE_BYTES)
         if rate > SLOW_MAX * SLOW_BITS_PER_S:
             raise DrillError(f"{self.slow} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
-        self.step_at_fault = self.run.job.committed_step() + 1  # one more may have crossed before
+        self.step_at_fault = self.context.job.committed_step() + 1  # one more step may have crossed before
         return f"{PROBE_BYTES >> 10} KiB crossed it at {rate / 1e6:.1f} Mbit/s (measured)"
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("healed", "full speed again")
+        self.context.timeline.line("healed", "full speed again")
 
     def cleanup(self) -> None:
         if self.slow:
@@ -117,14 +116,14 @@ class SlowLink(NetworkScene):
 
 
 class SwizzleClog(NetworkScene):
-    """Links of a random part of the hosts are cut one by one, and come back one by one in another order."""
+    """Cuts of the links of random hosts one by one, which are mended one by one in another order."""
 
     name = "swizzle-clog"
-    hold_s = 4.0  # with the cuts before it, long enough for the first of them to count as dead
+    hold_s = 4.0  # together with the pauses between cuts, long enough for the first host to count as dead
 
     def setup(self) -> None:
         super().setup()
-        others = [host for host in self.run.places if host != self.holders[0]]
+        others = [host for host in self.context.places if host != self.holders[0]]
         count = self.rng.randrange(1, max(2, len(others)))
         self.cut = [self.holders[0], *self.rng.sample(others, count)]
         self.rng.shuffle(self.cut)
@@ -134,7 +133,7 @@ class SwizzleClog(NetworkScene):
 
     def inject(self) -> str:
         for host in self.cut:
-            self.site.deaf.add(host)
+            self.site.unreachable_hosts.add(host)
             self.net.rig.cut(host)
             time.sleep(CUT_PAUSE_S)
         return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {', '.join(self.cut)}"
@@ -153,21 +152,21 @@ class SwizzleClog(NetworkScene):
             self.rng.shuffle(order)
         for host in order:
             self.net.rig.heal(host)
-            self.site.deaf.discard(host)
+            self.site.unreachable_hosts.discard(host)
             time.sleep(CUT_PAUSE_S)
-        self.run.timeline.line("healed", f"in this order: {', '.join(order)}")
+        self.context.timeline.line("healed", f"in this order: {', '.join(order)}")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.cut)
 
 
 class FlipInTransit(NetworkScene):
-    """Bits of chunks flip between a rank's host and the host with its copies."""
+    """Flipped bits in chunks on the way from a rank's host to the host with its copies."""
 
     name = "flip-in-transit"
 
     def places(self) -> list[str]:
-        """VIA is one of them: what its peers send it passes the proxy."""
+        """Return the live hosts with VIA first: what its peers send to VIA passes the proxy."""
         return [VIA, *self.site.places()]
 
     def may_hit(self, holders: list[str]) -> bool:
@@ -177,7 +176,7 @@ class FlipInTransit(NetworkScene):
         return [f"what {self.holders[0]} sends to {VIA}"]
 
     def errors_count(self, body: dict[str, Any]) -> int:
-        """Chunks that arrived at VIA with a wrong digest so far."""
+        """Return how many chunks have arrived at VIA with a wrong digest so far."""
         row = next((row for row in body["hosts"] if row["host"] == VIA), None)
         return int(row["stats"].get("digest_errors", 0)) if row is not None else 0
 
@@ -188,7 +187,7 @@ class FlipInTransit(NetworkScene):
 
     @property
     def flips_count(self) -> int:
-        """Bits that were flipped for this drill."""
+        """Return how many bits were flipped for this drill."""
         return self.net.proxy.up.flips_count - self.flips_before
 
     def inject(self) -> str:
@@ -199,7 +198,7 @@ class FlipInTransit(NetworkScene):
 
     def wait_for_effect(self) -> str:
         self.site.wait_for("the bits to flip", lambda: self.flips_count == FLIPS_COUNT, CATCH_S)
-        self.step_at_fault = self.run.job.committed_step()
+        self.step_at_fault = self.context.job.committed_step()
         return f"{FLIPS_COUNT} bits flipped on the way (counted by the proxy)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -207,19 +206,21 @@ class FlipInTransit(NetworkScene):
         return f"{VIA} counts {found} chunks with a wrong digest" if found >= FLIPS_COUNT else None
 
     def recover(self) -> None:
-        self.run.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
+        self.context.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
 
     def check(self) -> None:
         found = self.errors_count(self.site.status()) - self.errors_before
         if found != self.flips_count:
-            self.run.broken.append(f"{self.flips_count} bits flipped and {found} digest errors were counted")
-        damaged = self.site.ask("verify", {"job": self.run.job.name}, 60.0)["hosts"][VIA]["damaged"]
+            self.context.broken_promises.append(
+                f"{self.flips_count} bits flipped and {found} digest errors were counted"
+            )
+        damaged = self.site.ask("verify", {"job": self.context.job.name}, 60.0)["hosts"][VIA]["damaged"]
         if damaged:
-            self.run.broken.append(f"{damaged} damaged chunks were stored on {VIA}")
+            self.context.broken_promises.append(f"{damaged} damaged chunks were stored on {VIA}")
 
 
 class CablePulled(NetworkScene):
-    """The link of one host goes down while a shard of its rank is half across."""
+    """A cut of one host's link while a shard of its rank is on its way to a peer."""
 
     name = "cable-pulled"
     hold_s = 2.0
@@ -232,21 +233,21 @@ class CablePulled(NetworkScene):
         return super().begin_puts(pause_s, marks)
 
     def sent(self) -> int:
-        """Bytes that left the victim so far, as its own kernel counts."""
+        """Return how many bytes have left the victim so far, by the counter of its network device."""
         keeper = Path(self.net.rig.namespace(self.holders[0])).parents[1]
         lines = (keeper / "net" / "dev").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
 
     def inject(self) -> str:
-        nbytes, host, deadline_s = self.run.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
+        nbytes, host, deadline_s = self.context.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
         while (sent := self.sent() - self.sent_before) < nbytes // 8:
             if time.monotonic() > deadline_s:
                 raise DrillError(f"{host} sent {sent} bytes of a shard of {nbytes} within {CATCH_S:g} s: no put to hit")
             time.sleep(0.002)
-        self.site.deaf.add(host)
+        self.site.unreachable_hosts.add(host)
         self.net.rig.cut(host)
         self.share = (self.sent() - self.sent_before) / nbytes
-        self.step_at_fault = self.run.job.committed_step()
+        self.step_at_fault = self.context.job.committed_step()
         self.unshape()
         return f"the cable of {host} is pulled, {self.share:.0%} of a shard had left it"
 
@@ -255,7 +256,7 @@ class CablePulled(NetworkScene):
         if self.share >= 1:
             raise DrillError(f"{self.share:.0%} of the shard had left {host} when its link was cut: it was no mid-put")
         self.net.check_silent_between(VIA, host)
-        if self.step_at_fault > (self.run.report.step_before or 0):
+        if self.step_at_fault > (self.context.report.step_before or 0):
             raise DrillError(f"step {self.step_at_fault} was committed when the link went down: it was no mid-put")
         return f"nothing arrives from {host}; the step under way is not committed (checked)"
 
@@ -263,14 +264,14 @@ class CablePulled(NetworkScene):
         return self.not_live(self.holders[:1], body)
 
     def unshape(self) -> None:
-        """Full speed, which nobody sees while the link is down."""
+        """Give the link its full speed back, if it is slow."""
         if self.slow:
             self.net.rig.unshape(self.slow)
             self.slow = ""
 
     def recover(self) -> None:
         self.net.heal()
-        self.run.timeline.line("healed", f"the cable of {self.holders[0]} is back")
+        self.context.timeline.line("healed", f"the cable of {self.holders[0]} is back")
 
     def wait_for_recovery(self) -> None:
         self.site.wait_hosts_live(self.holders[:1])
@@ -281,24 +282,25 @@ class CablePulled(NetworkScene):
 
 
 def two_halves(scene: Scene) -> tuple[list[str], list[str]]:
-    """Return the hosts with the victim's copies, and the others.
+    """Return the hosts with the victim's copies, and the other hosts.
 
     Raises:
-        ConfigError: there are too few others for copies of their own.
+        ConfigError: the other hosts are too few for the copies of a job of their own.
     """
+    places, replicas = scene.context.places, scene.context.config.replicas
     minority = sorted(scene.holders)
-    majority = [host for host in scene.run.places if host not in minority]
-    if len(majority) < scene.run.config.replicas:
+    majority = [host for host in places if host not in minority]
+    if len(majority) < replicas:
         raise ConfigError(
-            f"{len(scene.run.places)} hosts with replicas={scene.run.config.replicas} make no two halves that could "
-            f"each commit: use --hosts {2 * scene.run.config.replicas} or more"
+            f"{len(places)} hosts with replicas={replicas} make no two halves that could each commit: "
+            f"use --hosts {2 * replicas} or more"
         )
     return minority, majority
 
 
 def half_config(scene: Scene) -> Any:
-    """The Config of a job that lives on one half alone."""
-    return replace(scene.run.config, durable=None)
+    """Return the Config of a job whose ranks are all on one half."""
+    return replace(scene.context.config, durable=None)
 
 
 SCENES = {scene.name: scene for scene in (PartitionOneWay, SlowLink, SwizzleClog, FlipInTransit, CablePulled)}

@@ -1,4 +1,4 @@
-"""The network splits in halves, the controller on the side that lost what elects controllers (R17)."""
+"""A network split in halves, with the controller on the side that is cut off from the membership (R17)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memstore.drills.sites.site_namespaces import VIA
 from memstore.errors import DrillError
 
 LEAVES_S = 20.0
-STEPS = 3  # each half puts so many before the split, and the minority so many during it
+STEPS = 3  # steps that each half puts before the split, and that the minority puts during it
 
 
 class PartitionHalf(NetworkScene):
-    """Two halves with a job of its own on each, besides the drill's on both; beyond: all copies of a shard cut off."""
+    """A split with a job on each half, besides the drill's own on both; beyond: all copies of a shard are cut off."""
 
     name = "partition-half"
     puts_count = 8
@@ -31,8 +31,8 @@ class PartitionHalf(NetworkScene):
             return
         for side, hosts in (("minority", self.minority), ("majority", self.majority)):
             job = ScratchJob(
-                self.site, f"drill-{side}", half_config(self), seed=self.run.options.seed + 1,
-                nbytes=self.run.options.nbytes,
+                self.site, f"drill-{side}", half_config(self), seed=self.context.options.seed + 1,
+                nbytes=self.context.options.nbytes,
             )  # fmt: skip
             self.jobs[side] = job
             job.start(hosts)
@@ -48,13 +48,15 @@ class PartitionHalf(NetworkScene):
     def inject(self) -> str:
         net = self.net
         here, there = list(self.minority), [*self.majority, VIA, net.spare_host]
-        self.site.deaf.update(self.minority)
+        self.site.unreachable_hosts.update(self.minority)
         (there if self.is_beyond else here).append(net.controller_host)
         net.rig.partition(here, there)
         if self.is_beyond:
             return f"{', '.join(here)} cut from everybody else, with every copy of rank {self.rank}'s shard"
         net.cut_membership()
-        self.lease_end_s = time.time() + net.cluster.config.lease_s  # what it records until then is no fault (R17)
+        self.lease_end_s = (
+            time.time() + net.cluster.config.lease_s
+        )  # until then its lease lets the old controller record commits (R17)
         net.elect_spare()
         return f"{', '.join(here)} with the controller | {', '.join(there)} with the membership"
 
@@ -66,14 +68,14 @@ class PartitionHalf(NetworkScene):
             if not net.hears(self.minority[0], net.spare_host):
                 raise DrillError(f"{self.minority[0]} does not hear its controller: these are no two halves")
             everywhere = net.commits([*self.minority, *self.majority])
-            self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.run.job.name)
+            self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.context.job.name)
         return "nothing crosses, checked in both directions; within a half all is well"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         return self.not_live(self.minority, body)
 
     def recover(self) -> None:
-        if self.is_beyond:  # the ranks restart while the halves are apart
+        if self.is_beyond:  # the ranks are restarted while the halves are apart
             return
         net = self.net
         self._commit("majority")
@@ -84,28 +86,28 @@ class PartitionHalf(NetworkScene):
             raise DrillError("the minority's controller ended by itself: nothing was there that could have committed")
         late = {(f.job, f.attempt, f.step) for f in net.commits(self.minority) if f.wall_s > self.lease_end_s}
         if late:
-            self.run.broken.append(f"the minority committed {sorted(late)[:3]} while it was cut off (R17)")
+            self.context.broken_promises.append(f"the minority committed {sorted(late)[:3]} while it was cut off (R17)")
         else:
-            self.run.timeline.line("minority", f"{STEPS} steps put, none committed; its controller lives")
+            self.context.timeline.line("minority", f"{STEPS} steps put, none committed; its controller lives")
         net.rig.heal_all()
         net.connect_membership()
-        self.site.deaf.clear()
+        self.site.unreachable_hosts.clear()
         self.site.wait_for("the old controller to leave", lambda: net.old_controller.poll() is not None, LEAVES_S)
-        self.run.timeline.line("healed", "one network again; the old controller has left")
+        self.context.timeline.line("healed", "one network again; the old controller has left")
 
     def _commit(self, side: str) -> None:
-        """A new step of one half is committed within the promise."""
+        """Require that a new step of one half's job is committed within the promised time."""
         job, before = self.jobs[side], self.steps[side]
-        for _ in range(int(self.run.promise.resume_s)):
+        for _ in range(int(self.context.promise.resume_s)):
             self.steps[side] += 1
             job.put(self.steps[side], self.steps[side], f"put of the {side}")
             try:
                 newest = self.site.wait_for("a commit", lambda: max(0, job.committed_step() - before), 1.0) + before
             except DrillError:
                 continue
-            self.run.timeline.line(side, f"step {newest} committed")
+            self.context.timeline.line(side, f"step {newest} committed")
             return
-        self.run.broken.append(f"the {side} committed nothing within {self.run.promise.resume_s:g} s")
+        self.context.broken_promises.append(f"the {side} committed nothing within {self.context.promise.resume_s:g} s")
 
     def wait_for_recovery(self) -> None:
         if self.is_beyond:
@@ -123,11 +125,15 @@ class PartitionHalf(NetworkScene):
             committed.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests)
         for key, digests in committed.items():
             if len(digests) > 1:
-                self.run.broken.append(f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes")
+                self.context.broken_promises.append(
+                    f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes"
+                )
         for side, job in self.jobs.items():
             for found in job.read(job.committed_step(), 1):
                 if found.error or found.differences or found.bytes_equal != found.nbytes:
-                    self.run.broken.append(f"{side}, rank {found.rank}: {found.message or found.differences[:2]}")
+                    self.context.broken_promises.append(
+                        f"{side}, rank {found.rank}: {found.message or found.differences[:2]}"
+                    )
 
     def cleanup(self) -> None:
         super().cleanup()

@@ -1,4 +1,4 @@
-"""Faults of ranks: the training processes themselves."""
+"""Faults of ranks, the training processes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from memstore.errors import DrillError
 
 
 class KillRank(Scene):
-    """One rank in the middle of its puts."""
+    """SIGKILL to one rank in the middle of its puts."""
 
     name = "kill-rank"
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         if not self.is_beyond:
             self.begin_puts(pause_s=0.0)
-            time.sleep(self.rng.uniform(0.0, 0.3))  # somewhere between two puts or inside one
+            time.sleep(self.rng.uniform(0.0, 0.3))  # a random moment, between two puts or inside one
         self.process = (victim.pid, victim.start)
         if not self.site.do(victim.host, "kill", [self.process]):
             raise DrillError(f"rank {self.rank} (pid {victim.pid}) was gone before it was killed")
         return "; ".join([f"SIGKILL to rank {self.rank} (pid {victim.pid}) on {victim.host}", *self.lose_memories()])
 
     def wait_for_effect(self) -> str:
-        self.site.do(self.run.job.ranks[self.rank].host, "wait_gone", [self.process])
+        self.site.do(self.context.job.ranks[self.rank].host, "wait_gone", [self.process])
         return "; ".join([f"pid {self.process[0]} is gone (checked)", *self.memories_gone()])
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        job, ranks = next((j for j in body["jobs"] if j["job"] == self.run.job.name), None), self.run.job.ranks
+        job, ranks = next((j for j in body["jobs"] if j["job"] == self.context.job.name), None), self.context.job.ranks
         if job is None or job.get("ranks_alive", 0) >= len(ranks):
             return None
         found = [self.host_noticed(host, body, injected_s) for host in self.hosts]
@@ -39,18 +39,16 @@ class KillRank(Scene):
 
 
 class HangRank(Scene):
-    """One rank stops in the middle of its puts and stays so, until the launcher gives it up and ends it."""
+    """A stop of one rank in the middle of its puts, until the launcher gives it up and kills it."""
 
     name = "hang-rank"
-    is_noticed = (
-        False  # a process that is there and says nothing is a matter for the launcher's watchdog, not a store's
-    )
+    is_noticed = False  # to find a hanging process is the task of the launcher's watchdog
     process: faults.Process | None = None
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         self.begin_puts(pause_s=0.0)
-        time.sleep(self.rng.uniform(0.0, 0.3))  # somewhere between two puts or inside one
+        time.sleep(self.rng.uniform(0.0, 0.3))  # a random moment, between two puts or inside one
         self.process = (victim.pid, victim.start)
         self.site.do(victim.host, "freeze", self.process)
         return f"SIGSTOP to rank {self.rank} (pid {victim.pid}) on {victim.host}"
@@ -58,39 +56,36 @@ class HangRank(Scene):
     def wait_for_effect(self) -> str:
         if self.process is None:
             raise DrillError("nothing was frozen")
-        self.site.do(self.run.job.ranks[self.rank].host, "wait_frozen", self.process)
+        self.site.do(self.context.job.ranks[self.rank].host, "wait_frozen", self.process)
         return f"pid {self.process[0]} is stopped (state T, checked)"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def recover(self) -> None:
-        """The launcher's watchdog: what hangs is killed with the rest of its attempt."""
+        """Kill the hanging rank, as a launcher's watchdog does; the flow kills the rest of the attempt."""
         if self.process is None:
             raise DrillError("nothing was frozen")
-        host, frozen = self.run.job.ranks[self.rank].host, self.process
+        host, frozen = self.context.job.ranks[self.rank].host, self.process
         self.site.do(host, "kill", [frozen])
         self.site.do(host, "wait_gone", [frozen])
         self.process = None
-        self.run.timeline.line("launcher", f"gave rank {self.rank} up: pid {frozen[0]} is killed, gone (checked)")
+        self.context.timeline.line("launcher", f"gave rank {self.rank} up: pid {frozen[0]} is killed, gone (checked)")
 
     def cleanup(self) -> None:
         if self.process is not None:
-            self.site.do(self.run.job.ranks[self.rank].host, "kill", [self.process])
+            self.site.do(self.context.job.ranks[self.rank].host, "kill", [self.process])
 
 
 class KillRankMidPut(KillRank):
-    """One rank while a put of its is under way: met there stopped, looked at, and only then killed."""
+    """SIGKILL to one rank inside a put, which is checked while the rank is stopped."""
 
     name = "kill-rank-mid-put"
-    puts_count = 400  # until it is met: the launcher ends the other ranks' puts
+    puts_count = 400  # enough until the rank is caught inside one; the flow ends the other ranks' puts
 
     def setup(self) -> None:
         super().setup()
-        self.mark = f"{tempfile.gettempdir()}/{self.run.job.name}-put"
+        self.mark = f"{tempfile.gettempdir()}/{self.context.job.name}-put"
 
     def inject(self) -> str:
-        victim = self.run.job.ranks[self.rank]
+        victim = self.context.job.ranks[self.rank]
         self.begin_puts(pause_s=0.0, marks={self.rank: self.mark})
         time.sleep(self.rng.uniform(0.0, 0.3))
         self.process = (victim.pid, victim.start)

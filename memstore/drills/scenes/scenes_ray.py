@@ -1,4 +1,4 @@
-"""Ray itself goes away: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24)."""
+"""Faults of Ray itself: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from memstore.drills.ranks.ranks import Restored
 from memstore.drills.scenes.scene import Scene
 from memstore.errors import DrillError
 
-ENDED_S = 90.0  # stock Ray's raylets wait a minute for a head that is gone
+ENDED_S = 90.0  # with Ray's default, a raylet waits a minute for a head that is gone
 
 
 class RestartRay(Scene):
-    """Every process of every host with SIGKILL at once; Ray is started again, and one host joins late."""
+    """SIGKILL to every process of every host at once; Ray is started again, and one host joins late."""
 
     name = "restart-ray"
-    is_noticed = False  # there is nobody left who could
+    is_noticed = False  # no controller is left that could notice it
 
     def setup(self) -> None:
         super().setup()
         site = self.own_site()
-        self.hosts = []  # nobody loses memory
-        self.late = self._draw_late([r.host for r in self.run.job.ranks if r.host != site.head])
+        self.hosts = []  # no host loses its memory
+        self.late = self._draw_late([r.host for r in self.context.job.ranks if r.host != site.head])
         self.before: dict[str, Any] = {}
-        self.seats = [r.host for r in self.run.job.ranks]
+        self.seats = [r.host for r in self.context.job.ranks]
 
     def _draw_late(self, hosts: list[str]) -> str:
         return self.rng.choice(hosts)
@@ -40,9 +40,8 @@ class RestartRay(Scene):
         return f"SIGKILL to all {count} processes of Ray and of the store"
 
     def _let_go(self) -> None:
-        """Forget every handle of this Ray: to use one later would start another Ray here."""
-        self.run.watch.stop()
-        self.run.job.ranks, self.run.job.spares = [], []
+        """Drop every handle of this Ray's actors: a later call through one would start another Ray here."""
+        self.context.job.ranks, self.context.job.spares = [], []
 
     def wait_for_effect(self) -> str:
         site = self.own_site()
@@ -56,28 +55,28 @@ class RestartRay(Scene):
         site.start_ray(without=self.late)
         others = [host for host in site.places() if host != self.late]
         seats = [host if host != self.late else others[i % len(others)] for i, host in enumerate(self.seats)]
-        self.run.job.stand_by(seats)
+        self.context.job.stand_by(seats)
         left_out = f"all hosts but {self.late}" if self.late else "all hosts"
-        self.run.timeline.line("started", f"Ray and the store run again on {left_out}")
+        self.context.timeline.line("started", f"Ray and the store run again on {left_out}")
 
     def restore(self) -> list[Restored]:
-        return self.run.job.restore(is_altered=self.run.options.is_altered, meanwhile=self._join_late)
+        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._join_late)
 
     def _join_late(self) -> None:
         self.own_site().join_late(self.late)
-        self.run.timeline.line("joined", f"{self.late}, while ranks wait in get()")
+        self.context.timeline.line("joined", f"{self.late}, while ranks wait in get()")
 
     def cleanup(self) -> None:
         self.own_site().join_late(self.late)
 
 
 class HeadNode(RestartRay):
-    """Ray's head dies for good; every raylet ends for want of it. Ray is started again on the same hosts."""
+    """SIGKILL to Ray's head. Without it every other raylet ends; then Ray is started again on the same hosts."""
 
     name = "head-node"
 
     def _draw_late(self, hosts: list[str]) -> str:
-        return ""  # nobody
+        return ""  # no host joins late
 
     def victims(self) -> list[str]:
         return [f"Ray's head on {self.own_site().head}"]

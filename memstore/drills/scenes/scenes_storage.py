@@ -1,4 +1,4 @@
-"""Faults of what is stored: bytes at rest, and the durable tier."""
+"""Faults of stored bytes, in the arenas and in the durable tier."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from memstore.drills.sites.scratch import ScratchJob
 from memstore.errors import DrillError
 
 VERIFY_S = 300.0
-SLOW_WRITE_S = 0.5  # a write of a few bytes that took this long was held up
+SLOW_WRITE_S = 0.5  # a small write that takes this long was delayed by the fault
 PROBE_S = 10.0
-ASIDE = ".aside"  # where the job's durable folder waits while a file stands in its place
+ASIDE = ".aside"  # suffix of the job's durable folder while a file has its place
 
 
 class CorruptChunk(Scene):
-    """One chunk of one copy; beyond: the same chunk of every copy."""
+    """A flipped bit in one chunk of one copy; beyond: in the same chunk of every copy."""
 
     name = "corrupt-chunk"
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = []  # nobody loses a whole memory here
+        self.hosts = []  # no host loses its whole memory
         self.where = self.rng.random()
         self.flips: dict[str, dict[str, Any]] = {}
         self.answer: dict[str, Any] | None = None
@@ -42,7 +42,7 @@ class CorruptChunk(Scene):
         return [f"rank {self.rank}'s copy on {host}" for host in self.hit]
 
     def inject(self) -> str:
-        step, name = self.run.report.step_before, self.run.job.name
+        step, name = self.context.report.step_before, self.context.job.name
         flips = {
             host: self.site.do(host, "flip_chunk", self.site.folder(host), name, step, self.rank, self.where)
             for host in self.hit
@@ -53,7 +53,7 @@ class CorruptChunk(Scene):
         )
 
     def wait_for_effect(self) -> str:
-        # flip_chunk() read the bytes back and found another digest before it returned.
+        # flip_chunk() has read the bytes back and compared their digest.
         count = len(self.flips)
         return f"its slot in {count} arena file{'s' * (count > 1)} has another digest now (checked)"
 
@@ -61,7 +61,7 @@ class CorruptChunk(Scene):
         if not self.flips:
             return None
         if self.answer is None:
-            self.answer = self.site.ask("verify", {"job": self.run.job.name}, VERIFY_S)
+            self.answer = self.site.ask("verify", {"job": self.context.job.name}, VERIFY_S)
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None
@@ -71,12 +71,12 @@ class CorruptChunk(Scene):
 
     def recover(self) -> None:
         if not self.is_beyond:
-            self.run.job.wait_redundant()
-            self.run.timeline.line("repaired", f"{self.run.job.copies_text()} again, from a peer")
+            self.context.job.wait_redundant()
+            self.context.timeline.line("repaired", f"{self.context.job.copies_text()} again, from a peer")
 
 
 class DurableError(Scene):
-    """A file stands where the scratch job's durable folder was: every write of a part fails until it is mended."""
+    """A file in the place of the scratch job's durable folder, so that every write fails until it is mended."""
 
     name = "durable-error"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
@@ -88,11 +88,11 @@ class DurableError(Scene):
 
     @property
     def folder(self) -> Path:
-        """Where the durable parts of the job lie."""
-        return Path(str(self.run.config.durable)) / self.run.job.name
+        """Return the folder of the job's durable parts."""
+        return Path(str(self.context.config.durable)) / self.context.job.name
 
     def inject(self) -> str:
-        self.durable_before = self.run.job.status()["durable_step"]
+        self.durable_before = self.context.job.status()["durable_step"]
         self.folder.rename(self.folder.with_name(self.folder.name + ASIDE))
         self.folder.write_text("a file where a directory should be\n")
         return f"a file in the place of {self.folder.name} in the durable directory"
@@ -103,23 +103,23 @@ class DurableError(Scene):
         return "nothing can be created below it (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        job = next((row for row in body["jobs"] if row["job"] == self.run.job.name), None)
+        job = next((row for row in body["jobs"] if row["job"] == self.context.job.name), None)
         return f"durable: {job['durable_problem']}" if job is not None and job["durable_problem"] else None
 
     def recover(self) -> None:
         self.cleanup()
-        self.run.timeline.line("mended", "the directory is back")
+        self.context.timeline.line("mended", "the directory is back")
 
     def wait_for_recovery(self) -> None:
         before = self.durable_before
 
         def look() -> int | None:
-            job = self.run.job.status()
+            job = self.context.job.status()
             newest = job["durable_step"]
             return newest if newest is not None and newest > (-1 if before is None else before) else None
 
         newest = self.site.wait_for("a durable step after the directory was mended", look)
-        self.run.timeline.line("durable", f"step {newest} is durable again")
+        self.context.timeline.line("durable", f"step {newest} is durable again")
 
     def cleanup(self) -> None:
         aside = self.folder.with_name(self.folder.name + ASIDE)
@@ -129,13 +129,13 @@ class DurableError(Scene):
 
 
 class DurableFull(DurableError):
-    """A small full file system in the place of the scratch job's durable folder: every write ends in ENOSPC."""
+    """A small full file system over the scratch job's durable folder, so that every write ends in ENOSPC."""
 
     name = "durable-full"
     mounted: Path | None = None
 
     def inject(self) -> str:
-        self.durable_before = self.run.job.status()["durable_step"]
+        self.durable_before = self.context.job.status()["durable_step"]
         mount_tmpfs(self.folder, "64k")
         self.mounted = self.folder
         return f"a full file system of 64 KiB over {self.folder.name} in the durable directory"
@@ -159,10 +159,10 @@ class DurableFull(DurableError):
 
 
 class DurableSlow(DurableError):
-    """The scratch job's durable folder on a file system of its own that is frozen for most of the time."""
+    """A file system under the scratch job's durable folder that is frozen for most of the time."""
 
     name = "durable-slow"
-    is_noticed = False  # a write that takes long is no error; what it costs is that steps in between are passed over
+    is_noticed = False  # a slow write is no error; it only makes the store pass over the steps in between
     puts_count = 24
     hold_s = 4.0
     slow: SlowFileSystem | None = None
@@ -170,10 +170,10 @@ class DurableSlow(DurableError):
     scratch: Path | None = None
 
     def setup(self) -> None:
-        """While nothing is written there: what the folder has goes on with it."""
+        """Move the durable folder onto a file system of its own, while the store writes nothing there."""
         super().setup()
-        newest, options = self.run.report.step_before, self.run.options
-        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
+        newest, options = self.context.report.step_before, self.context.options
+        self.site.wait_for("the newest step to be durable", lambda: self.context.job.status()["durable_step"] == newest)
         self.scratch = Path(tempfile.mkdtemp(prefix="memstore-drill-"))
         image, way = self.scratch / "image", self.scratch / "way"
         way.mkdir()
@@ -196,7 +196,7 @@ class DurableSlow(DurableError):
     def wait_for_effect(self) -> str:
         probe = self.folder / ".drill-probe"
         deadline_s = time.monotonic() + PROBE_S
-        while (started_s := time.monotonic()) < deadline_s:  # what comes between two freezes is not held up
+        while (started_s := time.monotonic()) < deadline_s:  # a write between two freezes is not delayed; so try again
             probe.write_bytes(b"?")
             probe.unlink()
             took_s = time.monotonic() - started_s
@@ -204,18 +204,15 @@ class DurableSlow(DurableError):
                 return f"a write of one byte below it took {took_s:.1f} s (checked)"
         raise DrillError(f"no small write took {SLOW_WRITE_S:g} s within {PROBE_S:g} s: the fault did not take effect")
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def recover(self) -> None:
-        job = self.run.job.status()
-        self.run.timeline.line(
+        job = self.context.job.status()
+        self.context.timeline.line(
             "meanwhile", f"step {job['durable_step']} is durable, {job['durable_abandoned']} writes were given up"
         )
         self.durable_before = job["durable_step"]
         if self.slow is not None:
             self.slow.end()
-        self.run.timeline.line("thawed", "the file system is as fast as before")
+        self.context.timeline.line("thawed", "the file system is as fast as before")
 
     def cleanup(self) -> None:
         try:
@@ -231,7 +228,7 @@ class DurableSlow(DurableError):
 
 
 class DurableTorn(Scene):
-    """A slice of the newest durable step is cut short, and every copy of that shard in RAM is lost."""
+    """A slice of the newest durable step that is cut short, and the loss of every copy of that shard in RAM."""
 
     name = "durable-torn"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1, "durable_keep": 3}
@@ -239,9 +236,9 @@ class DurableTorn(Scene):
     def setup(self) -> None:
         super().setup()
         self.hosts = list(self.holders)
-        newest = self.run.report.step_before
-        self.site.wait_for("the newest step to be durable", lambda: self.run.job.status()["durable_step"] == newest)
-        self.durable = sorted(row["step"] for row in self.run.job.status()["steps"] if row["durable"])
+        newest = self.context.report.step_before
+        self.site.wait_for("the newest step to be durable", lambda: self.context.job.status()["durable_step"] == newest)
+        self.durable = sorted(row["step"] for row in self.context.job.status()["steps"] if row["durable"])
         if len(self.durable) < 2:
             raise DrillError(f"only step {newest} is durable: there is no older one to fall back on")
 
@@ -250,7 +247,7 @@ class DurableTorn(Scene):
 
     def inject(self) -> str:
         step = self.durable[-1]
-        folder = Path(str(self.run.config.durable)) / self.run.job.name
+        folder = Path(str(self.context.config.durable)) / self.context.job.name
         part = self.rng.choice(sorted(folder.glob(f"*/{step}/rank-{self.rank}.*")))
         before = part.stat().st_size
         self.part, self.left = part, int(before * self.rng.uniform(0.1, 0.9))
@@ -268,19 +265,21 @@ class DurableTorn(Scene):
         return "; ".join(str(why) for why in found) if all(found) else None
 
     def check(self) -> None:
-        restored = self.run.report.step_restored
+        restored = self.context.report.step_restored
         if restored is not None and restored not in self.durable[:-1]:
-            self.run.broken.append(f"step {restored} was restored, whole are only the durable {self.durable[:-1]}")
+            self.context.broken_promises.append(
+                f"step {restored} was restored, whole are only the durable {self.durable[:-1]}"
+            )
 
 
 class TornManifest(Scene):
-    """A manifest cut short, as by a crash in the middle of a write, and the holder killed so that it is read again."""
+    """A manifest that is cut short as by a crash in mid-write, and SIGKILL to the holder, so that it is read again."""
 
     name = "torn-manifest"
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = []  # nobody loses a whole memory here
+        self.hosts = []  # no host loses its whole memory
         self.where = self.rng.random()
         self.hit = self.holders if self.is_beyond else [self.rng.choice(self.holders)]
         self.processes: dict[str, faults.Process] = {}
@@ -289,10 +288,10 @@ class TornManifest(Scene):
         return [f"the manifest of rank {self.rank} on {host}" for host in self.hit]
 
     def inject(self) -> str:
-        step, words = self.run.report.step_before, []
+        step, words = self.context.report.step_before, []
         for host in self.hit:
             folder = self.site.folder(host)
-            torn = self.site.do(host, "tear_manifest", folder, self.run.job.name, step, self.rank, self.where)
+            torn = self.site.do(host, "tear_manifest", folder, self.context.job.name, step, self.rank, self.where)
             self.processes[host] = self.site.do(host, "holder_process", folder)
             self.site.do(host, "kill", [self.processes[host]])
             words.append(f"manifest of rank {self.rank}, step {step}, on {host} cut from {torn['nbytes']} to "
@@ -302,7 +301,7 @@ class TornManifest(Scene):
     def wait_for_effect(self) -> str:
         for host, process in self.processes.items():
             self.site.do(host, "wait_gone", [process])
-        # tear_manifest() read the file back, and it was no manifest any more.
+        # tear_manifest() has tried to read the file as a manifest, and failed.
         return f"no manifest any more (checked), holders of {', '.join(self.hit)} gone (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
@@ -314,16 +313,18 @@ class TornManifest(Scene):
         if self.is_beyond:
             return
         [host] = self.hit
-        if host in self.site.on_probation():  # repair gives it no second copy, the next put does (R29)
-            self.run.timeline.line("repaired", f"not yet: {host} died too often lately for repair to trust")
+        if (
+            host in self.site.on_probation()
+        ):  # a host on probation gets its second copy with the next put, not by repair (R29)
+            self.context.timeline.line("repaired", f"not yet: {host} died too often lately for repair to trust")
             return
-        self.run.job.wait_redundant()
-        step = int(self.run.report.step_before or 0)
-        if not self.site.do(host, "has_manifest", self.site.folder(host), self.run.job.name, step, self.rank):
-            self.run.broken.append(
+        self.context.job.wait_redundant()
+        step = int(self.context.report.step_before or 0)
+        if not self.site.do(host, "has_manifest", self.site.folder(host), self.context.job.name, step, self.rank):
+            self.context.broken_promises.append(
                 f"{host} counts as holding rank {self.rank} of step {step} and has no manifest of it"
             )
-        self.run.timeline.line("repaired", f"{self.run.job.copies_text()} again, from a peer")
+        self.context.timeline.line("repaired", f"{self.context.job.copies_text()} again, from a peer")
 
     def _are_replaced(self) -> bool:
         is_new = all(int(self.site.record(host)["pid"]) != pid for host, (pid, _) in self.processes.items())
@@ -331,10 +332,10 @@ class TornManifest(Scene):
 
 
 class ArenaFull(Scene):
-    """A second job asks for more room than a host can ever give, while the first one trains."""
+    """A second job that asks for more arena memory than a host can ever give, while the first one trains."""
 
     name = "arena-full"
-    is_noticed = False  # it is refused to the one who asks; nothing is wrong with the store
+    is_noticed = False  # only the ranks that ask get an error; the store itself is healthy
     puts_count = 24
     hold_s = 1.0
     greedy: ScratchJob | None = None
@@ -344,9 +345,11 @@ class ArenaFull(Scene):
 
     def inject(self) -> str:
         limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])
-        nbytes = limit // 3  # the bill is at least 3 versions of it, and other jobs have room already
-        self.greedy = ScratchJob(self.site, "drill-greedy", self.run.config, seed=self.run.options.seed, nbytes=nbytes)
-        self.greedy.start([r.host for r in self.run.job.ranks[:2]])
+        nbytes = limit // 3  # each host needs room for 3 versions at least, and other jobs have some already
+        self.greedy = ScratchJob(
+            self.site, "drill-greedy", self.context.config, seed=self.context.options.seed, nbytes=nbytes
+        )
+        self.greedy.start([r.host for r in self.context.job.ranks[:2]])
         return f"job {self.greedy.name} of 2 ranks wants {nbytes >> 20} MiB each in arenas of {limit >> 20} MiB"
 
     def wait_for_effect(self) -> str:
@@ -357,11 +360,8 @@ class ArenaFull(Scene):
         refused = [row for row in rows if row.error.startswith("CapacityError")]
         if len(refused) != len(rows):
             raise DrillError(f"the second job was not refused on every rank: {[row.error for row in rows]}")
-        self.run.timeline.line("refused", refused[0].error[:300])
+        self.context.timeline.line("refused", refused[0].error[:300])
         return f"CapacityError at the first put on {len(refused)} of {len(rows)} of its ranks (checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
 
     def recover(self) -> None:
         self.cleanup()

@@ -1,4 +1,4 @@
-"""Faults of memory that runs out, played on the cluster of `site_tight.py`."""
+"""Faults of scarce memory, on the cluster of `site_tight.py`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME
 from memstore.shell.arena.lock import is_alive
 
-HOG_LIMIT_BYTES = 4096 * MIB  # whatever the monitor does, nobody takes more of a machine than this
+HOG_LIMIT_BYTES = 4096 * MIB  # the task takes no more than this from the machine, also if the monitor fails to kill it
 HOG_STEP_BYTES = 64 * MIB
-HOG_WAITS_S = 5.0  # with all of it, before it gives up: the monitor looks every tenth of a second
+HOG_WAITS_S = 5.0  # time for the monitor to kill the task at its limit; it looks every 0.1 s
 HOG_S = 60.0
 PAGE_BYTES = 4096
-JOURNAL_ROOM_BYTES = 256  # a skip takes a hundred, and there are three before long
+JOURNAL_ROOM_BYTES = 256  # a skipped step takes 100 bytes of a journal, and three are soon skipped
 PADDING_STEPS_MAX = 60
 
 
 def take_memory(limit_bytes: int) -> int:
-    """Take memory and write to it, up to a limit; return how much of it was let. The drill's own task on the victim."""
+    """Take memory up to a limit and write to it; return how much it was. Runs as the drill's own task on the victim."""
     taken: list[bytes] = []
     while (nbytes := sum(len(block) for block in taken)) < limit_bytes:
         taken.append(b"\x01" * HOG_STEP_BYTES)
@@ -41,7 +41,7 @@ def take_memory(limit_bytes: int) -> int:
 
 
 class TightScene(Scene):
-    """What both look at: nobody of the store may have been replaced."""
+    """A fault through which every holder and its arena must stay the same."""
 
     def setup(self) -> None:
         super().setup()
@@ -54,21 +54,18 @@ class TightScene(Scene):
         folder = self.site.folder(host)
         return self.site.do(host, "holder_process", folder), self.site.do(host, "arena_identity", folder)
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return None
-
     def check(self) -> None:
         for host, before in self.lives.items():
             now = self._life(host)
             if now != before:
-                self.run.broken.append(f"the holder and arena of {host} were {before} and are {now}")
+                self.context.broken_promises.append(f"the holder and arena of {host} were {before} and are {now}")
         flapped = self.site.on_probation()
         if flapped:
-            self.run.broken.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
+            self.context.broken_promises.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
 
 
 class TmpfsFull(TightScene):
-    """The file system of the arenas has no page left, while all ranks put: for no manifest, and soon for no fact."""
+    """No free page in the arenas' file system, while all ranks put: first manifests fail, and soon journal entries."""
 
     name = "tmpfs-full"
     puts_count = 16
@@ -76,17 +73,17 @@ class TmpfsFull(TightScene):
     filler: FullFileSystem | None = None
 
     def setup(self) -> None:
-        """Train on until the journals' last pages have no room for more than a few facts."""
+        """Train on until the last pages of the journals have room for a few facts only."""
         super().setup()
-        job, report, left = self.run.job, self.run.report, PADDING_STEPS_MAX
+        job, report, left = self.context.job, self.context.report, PADDING_STEPS_MAX
         while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
             step, left = job.committed_step() + 1, left - 1
             job.train(step, step, "before the fault")
         self.room_bytes, report.step_before = room, job.committed_step()
-        self.run.job_before = job.wait_redundant()
+        self.context.job_before = job.wait_redundant()
 
     def _journal_room(self) -> int:
-        """Bytes that the emptiest of the journals' last pages still takes."""
+        """Return the free bytes of the emptiest of the journals' last pages."""
         sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
         return max(-size % PAGE_BYTES for size in sizes)
 
@@ -94,7 +91,7 @@ class TmpfsFull(TightScene):
         return ["the file system of the arenas"]
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """Full before the first of them, else its commit opens another page of the journals."""
+        """Fill the file system, then start the puts; else the first commit would open another page of the journals."""
         self.filler = FullFileSystem(self.tight.arenas)
         self.filler.start()
         return super().begin_puts(pause_s, marks)
@@ -122,17 +119,19 @@ class TmpfsFull(TightScene):
         return next((f"{host}: {why}" for host, why in short.items() if why), None)
 
     def recover(self) -> None:
-        """What is stored can still be read; then there is room again."""
-        run, before = self.run, self.run.report.step_before or 0
-        step = run.job.committed_step()  # the ranks read once their puts are over
-        found = run.job.read(step, 0)
+        """Require that what is stored can be read, then give the space back."""
+        context, before = self.context, self.context.report.step_before or 0
+        step = context.job.committed_step()  # the ranks read when their puts have ended
+        found = context.job.read(step, 0)
         wrong = [r for r in found if r.error or r.differences or r.bytes_equal != r.nbytes]
         if step < before or wrong:
             why = wrong[0].message or wrong[0].differences if wrong else "a committed step is gone"
-            run.broken.append(f"while the file system was full, reading step {step} (before: {before}): {why}")
-        run.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
+            context.broken_promises.append(
+                f"while the file system was full, reading step {step} (before: {before}): {why}"
+            )
+        context.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
         self.cleanup()
-        run.timeline.line("room", "the file that took it is gone")
+        context.timeline.line("room", "the file that took it is gone")
 
     def wait_for_recovery(self) -> None:
         def look() -> bool:
@@ -146,10 +145,10 @@ class TmpfsFull(TightScene):
 
 
 class MemoryPressure(TightScene):
-    """Somebody else's task on one host takes memory until Ray's memory monitor kills it."""
+    """A task on one host, outside the store, that takes memory until Ray's memory monitor kills it."""
 
     name = "memory-pressure"
-    is_noticed = False  # nothing of the store is hit
+    is_noticed = False  # the fault hits no process of the store
     puts_count = 32
     hold_s = 1.0
     hog: Any = None
@@ -180,9 +179,9 @@ class MemoryPressure(TightScene):
 
     def check(self) -> None:
         super().check()
-        gone = [r.host for r in self.run.job.ranks if not is_alive(r.pid, r.start)]
+        gone = [r.host for r in self.context.job.ranks if not is_alive(r.pid, r.start)]
         if gone:
-            self.run.broken.append(f"ranks of {', '.join(gone)} are not the processes they were")
+            self.context.broken_promises.append(f"ranks of {', '.join(gone)} are not the processes they were")
 
     def cleanup(self) -> None:
         if self.hog is not None:

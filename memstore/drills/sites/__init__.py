@@ -1,1 +1,1 @@
-"""Where a drill is played: processes, namespaces, a live cluster."""
+"""The clusters on which drills are played, the scratch job on them, and the context that a drill's parts share."""

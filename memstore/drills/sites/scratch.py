@@ -1,6 +1,6 @@
-"""The scratch job of a drill or canary: ranks that join, put, restore and are cleaned up after.
+"""The scratch job of a drill or of the canary: ranks that join, put and restore, and are removed at the end.
 
-States are made anew from (seed, rank, step), so that what comes back can be compared without asking the store.
+Every state is made from (seed, rank, step); so a restored one can be compared without the help of the store.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
 
 RESTORE_S = 120.0
-SETTLE_S = 60.0  # copies complete before the drill, noticed after the fault, complete again after the restore
+SETTLE_S = 60.0  # limit for: all copies before the fault, notice of the fault, all copies after the restore
 
 
 class ScratchJob:
-    """One job that only the drill knows, on a site."""
+    """A job on a site that only the drill uses."""
 
     def __init__(self, site: Site, name: str, config: Config, *, seed: int, nbytes: int) -> None:
         self.site, self.config, self.seed, self.nbytes = site, config, seed, nbytes
@@ -33,16 +33,16 @@ class ScratchJob:
     # -- processes ----------------------------------------------------------------------------
 
     def start(self, hosts: Sequence[str]) -> None:
-        """Take one rank process per entry of `hosts` and join a fresh job."""
+        """Take one rank process per entry of `hosts`, and open the first attempt of the job."""
         self.ranks = self.site.pool.take(hosts, self.site.nodes())
         self.join(fresh=True)
 
     def stand_by(self, hosts: Sequence[str]) -> None:
-        """Take the processes of the next attempt, as a launcher with warm spares has them."""
+        """Take the processes of the next attempt now, as a launcher with warm spares does."""
         self.spares = self.site.pool.take(hosts, self.site.nodes())
 
     def join(self, *, fresh: bool) -> None:
-        """Open the next attempt; collective."""
+        """Let all ranks open the next attempt."""
         key = secrets.token_hex(8)
         collect(
             [
@@ -55,11 +55,11 @@ class ScratchJob:
         )
 
     def restand(self, host: str) -> None:
-        """The next attempt's processes on a host died with it: take new ones, now that it is back."""
+        """Replace the next attempt's processes on a host that died and is back."""
         self.spares = [self.site.pool.take([host], self.site.nodes())[0] if r.host == host else r for r in self.spares]
 
     def restart(self) -> None:
-        """End the attempt's processes as a launcher does, open the next attempt on the spares."""
+        """Kill the attempt's processes as a launcher does, and open the next attempt on the spares."""
         kill_actors(self.ranks)
         self.ranks, self.spares = self.spares, []
         self.site.wait_hosts_live(sorted({r.host for r in self.ranks}))
@@ -68,7 +68,7 @@ class ScratchJob:
     # -- what the ranks do --------------------------------------------------------------------
 
     def put(self, first: int, last: int, what: str = "put") -> list[PutRow]:
-        """All ranks put the steps first to last; DrillError if one raised."""
+        """Let all ranks put the steps `first` to `last`; raise DrillError if one of the puts raised."""
         calls = [r.actor.put.remote(first, last) for r in self.ranks]
         rows: list[PutRow] = [row for mine in collect(calls, what) for row in mine]
         errors = [row.error for row in rows if row.error]
@@ -77,24 +77,24 @@ class ScratchJob:
         return rows
 
     def train(self, first: int, last: int, what: str) -> None:
-        """Put the steps first to last and wait for each commit: on a busy machine the next put could have to skip."""
+        """Put the steps `first` to `last`, and wait for each commit; else a busy machine could skip the next put."""
         for step in range(first, last + 1):
             self.put(step, step, f"put {what}")
             self.wait("committed", f"commit {what}")
 
     def put_measured(self, step: int, level: str) -> list[PutRow]:
-        """All ranks put one step at once, its states made before; return how long it took to reach a level."""
+        """Let all ranks put one prepared step; return for each how long it took to reach a level."""
         collect([r.actor.prepare.remote(step) for r in self.ranks], "making the states")
         rows: list[PutRow] = collect([r.actor.put_and_wait.remote(step, level, CALL_S) for r in self.ranks], "put")
         return rows
 
     def rejoin(self) -> None:
-        """The same processes leave and open the next attempt."""
+        """Let the same processes leave and open the next attempt."""
         collect([r.actor.leave.remote() for r in self.ranks], "leave")
         self.join(fresh=False)
 
     def drop(self, rank: int, host: str) -> dict[str, Any]:
-        """Drop one copy of the newest committed step through the controller, which refuses if it is the last."""
+        """Ask the controller to drop one copy of the newest committed step; it refuses to drop the last one."""
         job = self.status()
         body = {
             "job": self.name, "attempt": job["committed_attempt"], "step": job["committed_step"], "rank": rank,
@@ -103,9 +103,9 @@ class ScratchJob:
         return self.site.ask("drop", body)
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """All ranks begin to put, resting between steps; return their calls for `collect`.
+        """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.
 
-        `marks` names by rank the file that says whether a put is under way.
+        `marks` names by rank the file in which the rank marks that a put is under way.
         """
         found = marks or {}
         return [r.actor.put.remote(first, last, pause_s, found.get(i, "")) for i, r in enumerate(self.ranks)]
@@ -115,7 +115,7 @@ class ScratchJob:
         collect([r.actor.wait.remote(level, SETTLE_S) for r in self.ranks], what)
 
     def restore(self, *, is_altered: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Restored]:
-        """All ranks get and compare; collective. `meanwhile` happens after all ranks but the last have asked."""
+        """Let all ranks get and compare. `meanwhile` is called when all ranks but the last have called get()."""
         *first, last = self.ranks
         calls = [r.actor.restore.remote(RESTORE_S, is_altered=is_altered) for r in first]
         if meanwhile is not None:
@@ -126,7 +126,7 @@ class ScratchJob:
         return results
 
     def read(self, step: int, shift: int, *, is_altered: bool = False) -> list[Restored]:
-        """Every rank reads and compares the shard of the rank `shift` places on, while training goes on (R27)."""
+        """Let every rank i read and compare the shard of rank i + `shift`, while training goes on (R27)."""
         count = len(self.ranks)
         calls = [
             r.actor.read.remote(step, (i + shift) % count, RESTORE_S, is_altered=is_altered)
@@ -138,23 +138,23 @@ class ScratchJob:
     # -- what the store says ------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The store's status of the job; DrillError if it does not know it."""
+        """Return the store's status of the job; raise DrillError if the store has no such job."""
         return self.site.job(self.name)
 
     def committed_step(self) -> int:
-        """The newest committed step; -1 while there is none or the controller is away."""
+        """Return the newest committed step; -1 if there is none, or if the controller does not answer."""
         with contextlib.suppress(MemstoreError):
             found = self.status()["committed_step"]
             return -1 if found is None else int(found)
         return -1
 
     def copies_text(self) -> str:
-        """How many copies every shard of the newest committed step has."""
+        """Return how many copies every shard of the newest committed step has, as text."""
         job = self.status()
         return f"{job['copies']} of {job['replicas']} copies"
 
     def wait_redundant(self) -> dict[str, Any]:
-        """Wait until the newest committed step has every copy that the live hosts allow; return the job's status."""
+        """Wait until the newest committed step has all copies that live hosts allow; return the job's status."""
 
         def look() -> dict[str, Any] | None:
             job, live = self.status(), self.site.live_hosts()
@@ -168,7 +168,7 @@ class ScratchJob:
     # -- the end ------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Leave nothing of the job; idle processes serve the next drill. Never raises for what is broken anyway."""
+        """Remove the job, and give its processes back to the pool; skip what does not answer."""
         kill_actors(self.spares)
         try:
             collect([r.actor.leave.remote() for r in self.ranks], "leave", CALL_S / 4)

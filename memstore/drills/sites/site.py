@@ -1,4 +1,4 @@
-"""The cluster a drill runs on: its own embedded one, or the one that is running, where it may touch less."""
+"""The cluster on which a drill is played: its own embedded one, or a running one, where it may break less."""
 
 from __future__ import annotations
 
@@ -23,56 +23,58 @@ from memstore.testing.clusters.embedded import EmbeddedCluster
 POLL_S = 0.05
 ASK_S = 5.0
 VERB_S = 30.0
-HANDS_S = 60.0
+REMOTE_S = 60.0
 WAIT_S = 60.0
 
 
-class Hands:
-    """Runs a fault on the machine of its node."""
+class RemoteFaults:
+    """An actor that runs faults on the machine of its node."""
 
     def do(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run one function of `faults.HANDS`."""
-        return faults.HANDS[name](*args)
+        """Run one function of `faults.REMOTE_FAULTS`."""
+        return faults.REMOTE_FAULTS[name](*args)
 
 
 class Site:
-    """A running store, reached through Ray. `is_own` says whether the drill brought it."""
+    """A running store that is reached through Ray. `is_own`: the drill started it."""
 
     is_own = False
 
     def __init__(self, config: Config, address: str | None = None) -> None:
-        join_ray(address, may_create=False)  # a cluster begun here would have no store, and stay a surprise
+        join_ray(
+            address, may_create=False
+        )  # a new Ray cluster would have no store, and would stay on the user's machine
         self.config = config
         self.pool = RankPool()
-        self.deaf: set[str] = set()  # hosts whose holder answers nobody: a question through it would only wait
-        self._hands: dict[str, Any] = {}
+        self.unreachable_hosts: set[str] = set()  # hosts whose holder cannot answer
+        self._remote_faults: dict[str, Any] = {}
 
     def close(self) -> None:
-        """End what the drill started."""
+        """Kill the processes that the drill started."""
         self.pool.close()
-        for actor in self._hands.values():
+        for actor in self._remote_faults.values():
             ray.kill(actor)
-        self._hands.clear()
+        self._remote_faults.clear()
 
     # -- looking ------------------------------------------------------------------------------
 
     def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = VERB_S) -> dict[str, Any]:
-        """Ask the controller, through none of the hosts that a scene has put into `deaf`."""
-        return ask(verb, body, config=self.config, timeout_s=timeout_s, avoid=self.deaf)
+        """Ask the controller, through a host that is not in `unreachable_hosts`."""
+        return ask(verb, body, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
 
     def status(self) -> dict[str, Any]:
-        """Ask the controller; TransportError while it is away."""
+        """Return the controller's status; raise TransportError while no controller answers."""
         return self.ask("status", timeout_s=ASK_S)
 
     def job(self, name: str) -> dict[str, Any]:
-        """Return the status of one job; DrillError if the store does not know it."""
+        """Return the status of one job; raise DrillError if the store has no such job."""
         for row in self.status()["jobs"]:
             if row["job"] == name:
                 return dict(row)
         raise DrillError(f"the store does not know job {name!r}")
 
     def racks(self) -> dict[str, list[str]]:
-        """Live hosts by the value of their `rack` label; hosts without one are left out."""
+        """Return the live hosts by their `rack` label; hosts without that label are left out."""
         found: dict[str, list[str]] = {}
         for row in self.status()["hosts"]:
             if row["status"] == "live" and "rack" in row["labels"]:
@@ -80,37 +82,37 @@ class Site:
         return found
 
     def on_probation(self) -> list[str]:
-        """Hosts that died too often lately for repair to give them a second copy (R29)."""
+        """Return the hosts on probation: they died several times lately, so repair gives them no second copy (R29)."""
         return [host["host"] for host in self.status()["hosts"] if host["is_on_probation"]]
 
     def live_hosts(self) -> list[str]:
-        """Hosts that can take ranks, sorted."""
+        """Return the live hosts in the order of their names."""
         return sorted(row["host"] for row in self.status()["hosts"] if row["status"] == "live")
 
     def record(self, host: str) -> dict[str, Any]:
-        """Return what a host's holder announced: address, port, node, pid."""
+        """Return what a host's holder has registered: address, port, node, pid."""
         found = RayMembership(self.config.store).hosts().get(host)
         if found is None:
             raise DrillError(f"host {host!r} has no holder: the store has {', '.join(self.live_hosts())}")
         return found
 
     def nodes(self) -> dict[str, str]:
-        """Host -> Ray node that carries its holder."""
+        """Return host -> Ray node of its holder."""
         return {host: str(r["node"]) for host, r in RayMembership(self.config.store).hosts().items()}
 
     def folder(self, host: str) -> str:
-        """The arena folder of a host, on that host."""
+        """Return the path of a host's arena folder, on that host."""
         return str(arena_folder(self.config.arena_dir, store=self.config.store, host=host))
 
     def places(self) -> list[str]:
-        """Live hosts in the order in which ranks are given to them."""
+        """Return the live hosts in the order in which they get ranks."""
         return self.live_hosts()
 
     def wait_for(self, what: str, check: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-        """Poll until `check` returns something true; an answer that fails to come counts as no.
+        """Poll until `check` returns something true, and return that; a MemstoreError counts as not yet.
 
         Raises:
-            DrillError: it did not within `timeout_s`; names `what` and the last error.
+            DrillError: `timeout_s` has passed; names `what` and the last error.
         """
         deadline_s, last = time.monotonic() + timeout_s, ""
         while time.monotonic() < deadline_s:
@@ -124,46 +126,49 @@ class Site:
         raise DrillError(f"waited {timeout_s:g} s in vain for {what}{last}")
 
     def wait_hosts_live(self, hosts: list[str]) -> None:
-        """Wait until every one of the hosts has a holder that answers."""
+        """Wait until all of the hosts are live."""
         self.wait_for(f"hosts {', '.join(hosts)} to be live", lambda: set(hosts) <= set(self.live_hosts()))
 
     # -- breaking -----------------------------------------------------------------------------
 
     def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one of `faults.HANDS` on the machine of a host."""
-        if host not in self._hands:
-            self._hands[host] = (
-                ray.remote(Hands)
+        """Run one function of `faults.REMOTE_FAULTS` on the machine of a host; return its result."""
+        if host not in self._remote_faults:
+            self._remote_faults[host] = (
+                ray.remote(RemoteFaults)
                 .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(self.nodes()[host], soft=False))
                 .remote()
             )
         try:
-            return ray.get(self._hands[host].do.remote(name, args), timeout=HANDS_S)
+            return ray.get(self._remote_faults[host].do.remote(name, args), timeout=REMOTE_S)
         except ray.exceptions.RayTaskError as exc:
             raise DrillError(f"{name} on {host}: {exc.cause if exc.cause is not None else exc}") from exc
         except ray.exceptions.RayError as exc:
             raise DrillError(f"{name} on {host} did not answer: {str(exc).splitlines()[0]}") from exc
 
     def reach(self, hosts: list[str]) -> None:
-        """Start hands on the hosts, so that a fault waits for no process to start."""
+        """Start the actors for faults on the hosts now, so that no fault has to wait for the start of a process."""
         for host in hosts:
             self.do(host, "memory_available")
 
     def controller_process(self) -> tuple[str, faults.Process]:
-        """A host on the controller's machine, and its process there."""
+        """Return a host on the controller's machine, and the controller's process."""
         actor = ray.get_actor(controller_name(self.config.store), namespace=NAMESPACE)
-        described = ray.get(actor.describe.remote(), timeout=HANDS_S)
+        described = ray.get(actor.describe.remote(), timeout=REMOTE_S)
         host = next((h for h, node in self.nodes().items() if node == described["node"]), None)
         if host is None:
             raise DrillError("the controller's node has no holder: the drill cannot reach its process")
         return host, self.do(host, "process_of", int(described["pid"]))
 
     def may_lose(self, hosts: list[str]) -> bool:
-        """Say whether `lose_host` may be called for all of them."""
+        """Return whether all of these hosts may be lost."""
         return True
 
     def lose_memory(self, host: str, ranks: list[Rank]) -> int:
-        """Kill the holder and the drill's ranks of a host, destroy its arena; the store starts a new, empty one."""
+        """Kill the holder and the drill's ranks of a host, and destroy its arena; return the bytes that were lost.
+
+        The store starts a new holder with an empty arena.
+        """
         folder, record = self.folder(host), self.record(host)
         secret = self.do(host, "secret_of", folder)
         victims = [self.do(host, "holder_process", folder), *((r.pid, r.start) for r in ranks if r.host == host)]
@@ -176,49 +181,49 @@ class Site:
         return nbytes
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
-        """Lose a host as far as this site may; return what was done, in words. Checked to have taken effect."""
+        """Destroy a host as far as this site may, and check that it is gone; return what was done, as text."""
         nbytes = self.lose_memory(host, ranks)
         return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
 
     def end_drill(self, hosts: list[str]) -> None:
-        """A drill has ended: wait until the hosts that were live before it are live again."""
+        """Wait after a drill until the hosts that were live before it are live again."""
         if hosts:
             self.wait_hosts_live(hosts)
 
 
 class EmbeddedSite(Site):
-    """An embedded cluster: raylets on this machine, of which any but the head may be lost whole."""
+    """An embedded cluster: raylets on this machine. Every host but Ray's head may be lost as a whole."""
 
     is_own = True
 
     def __init__(self, cluster: EmbeddedCluster) -> None:
         super().__init__(cluster.config)
         self.cluster = cluster
-        self.heals_at_once = True  # after each drill, else when told
+        self.heals_at_once = True  # replace lost hosts after each drill; else only when `heal` is called
         self.lost: dict[str, dict[str, str]] = {}
-        self.late: dict[str, dict[str, str]] = {}  # left out when Ray was started again
-        self.headless: list[faults.Process] = []  # raylets and holders of the other hosts, when Ray's head died
-        self.left_behind: list[faults.Process] = []  # all that ran there
+        self.late: dict[str, dict[str, str]] = {}  # labels of the host that was left out when Ray was started again
+        self.headless: list[faults.Process] = []  # raylets and holders of the other hosts when Ray's head died
+        self.left_behind: list[faults.Process] = []  # all processes of the other hosts at that moment
 
     @property
     def head(self) -> str:
-        """The host that carries Ray's head and this driver."""
+        """Return the host of Ray's head and of this driver."""
         return next(iter(self.cluster.labels))
 
     def do(self, host: str, name: str, *args: Any) -> Any:
-        """All hosts are this machine."""
-        return faults.HANDS[name](*args)
+        """Run one function of `faults.REMOTE_FAULTS` here: all hosts are on this machine."""
+        return faults.REMOTE_FAULTS[name](*args)
 
     def places(self) -> list[str]:
-        """The head last: it cannot be lost, so fewer ranks than hosts should leave it out."""
+        """Return the live hosts, the head last: it cannot be lost; so a job with few ranks has none on it."""
         return sorted(self.live_hosts(), key=lambda host: (host == self.head, host))
 
     def may_lose(self, hosts: list[str]) -> bool:
-        """Not the head: the driver and the GCS live there."""
+        """Return whether the head, with the driver and the GCS, is not among the hosts."""
         return self.head not in hosts
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
-        """Every process of the raylet, checked one by one; the arena, checked to be gone."""
+        """Kill every process of a host's raylet and destroy its arena; check that all of it is gone."""
         folder, record = self.folder(host), self.record(host)
         secret, victims = faults.secret_of(folder), self.cluster.node_processes(host)
         strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
@@ -234,19 +239,19 @@ class EmbeddedSite(Site):
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
 
     def wait_given_up(self, node: str) -> None:
-        """Wait until Ray's head calls a node dead; its raylet then ends when it hears of it."""
+        """Wait until Ray's head has declared a node dead; its raylet ends when it learns that."""
         self.wait_for(f"Ray to give node {node[:12]} up", lambda: node not in {n["NodeID"] for n in live_nodes()})
 
     def replace_raylet(self, host: str, left: list[faults.Process]) -> None:
-        """Ray is started again on a host; what it had left behind is killed, and the new holder adopts the arena."""
-        faults.kill(left)  # Ray lets workers live on for a minute or more after their raylet was killed
+        """Kill what a raylet has left behind, and start Ray again on its host; the new holder adopts the arena."""
+        faults.kill(left)  # workers outlive a killed raylet by a minute or more
         faults.wait_gone(left)
         self.pool.forget(host)
         self.cluster.replace_raylet(host)
         self.wait_hosts_live([host])
 
     def end_ray(self) -> int:
-        """SIGKILL to every process of every host at once; return how many. Nothing can be asked until `start_ray`."""
+        """Kill every process of every host at once; return how many. Until `start_ray` no store answers."""
         victims = [victim for host in self.cluster.labels for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         self.cluster.kill_everything()
@@ -254,7 +259,7 @@ class EmbeddedSite(Site):
         return len(victims)
 
     def end_head(self) -> int:
-        """SIGKILL to every process of Ray's head; return how many. The others run on, for want of it not for long."""
+        """Kill every process of Ray's head; return how many. The other raylets end by themselves a while later."""
         others = [host for host in self.cluster.labels if host != self.head]
         self.headless = [*map(self.cluster.raylet, others), *(faults.holder_process(self.folder(h)) for h in others)]
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
@@ -269,18 +274,18 @@ class EmbeddedSite(Site):
         faults.wait_gone(self.headless, limit_s)
         took_s = time.monotonic() - started_s
         faults.kill(self.left_behind)  # Ray's agents outlive their raylet
-        self.cluster.kill_everything()  # only its books are left
+        self.cluster.kill_everything()  # no process is left; this clears the cluster's own list of nodes
         return took_s
 
     def start_ray(self, *, without: str = "") -> None:
-        """Ray and the store are started again on the same hosts, but one."""
+        """Start Ray and the store again on the same hosts, except one if it is named."""
         if without:
             self.late = {without: self.cluster.labels.pop(without)}
         self.cluster.start()
         self.wait_hosts_live(list(self.cluster.labels))
 
     def join_late(self, host: str) -> None:
-        """The host that `start_ray` left out joins; nothing happens if it has."""
+        """Let the host join that `start_ray` left out; do nothing if it has joined already."""
         labels = self.late.pop(host, None)
         if labels is not None:
             self.cluster.add_node(host, labels)
@@ -291,13 +296,13 @@ class EmbeddedSite(Site):
             self.pool.forget(host)
 
     def end_drill(self, hosts: list[str]) -> None:
-        """Replace the lost hosts, if that is wanted now."""
+        """Replace the lost hosts if `heals_at_once`, and wait until all others are live."""
         if self.heals_at_once:
             self.heal()
         super().end_drill([host for host in hosts if host not in self.lost])
 
     def heal(self) -> None:
-        """Machines with the lost ones' labels join."""
+        """Add new machines with the names and labels of the lost ones."""
         for host, labels in list(self.lost.items()):
             faults.destroy_arena(self.folder(host))
             self.cluster.add_node(host, labels)

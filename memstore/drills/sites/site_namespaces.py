@@ -1,8 +1,8 @@
-"""The cluster network drills are played on: hosts in network namespaces, their processes started without Ray.
+"""The cluster of network drills: hosts in network namespaces, with processes that run without Ray.
 
-Ray takes a raylet it has not heard of for dead and kills the ranks below it, so with Ray every cut would be a killed
-host. Here nobody but the store reacts. One host, VIA, is reached by its peers through a proxy that can break bytes;
-the controller has a host of its own and there is a spare one for its successor. Read `scenes_network.py` next.
+Ray declares a silent raylet dead and kills its ranks; so with Ray every cut would be a killed host. Here only the store
+reacts to the cut. The peers of one host, VIA, reach it through a proxy that can change bytes. The controller has a host
+of its own, and there is a spare host for its successor. Read `scenes_network.py` next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class NamespacesSite(Site):
-    """A store of processes in network namespaces, with ranks that are processes too."""
+    """A store whose hosts are network namespaces, with plain processes as holders, controller and ranks."""
 
     is_own = True
 
@@ -46,41 +46,41 @@ class NamespacesSite(Site):
         self.config: Config = cluster.config
         self.cluster, self.rig = cluster, rig
         self.pool = ProcessPool(nursery, rig.namespace)
-        self.deaf: set[str] = set()
+        self.unreachable_hosts: set[str] = set()
         self.controller_host, self.spare_host = HEAD, SPARE
-        self.old_controller: Any = None  # the process of one that was taken over from
+        self.old_controller: Any = None  # its process, once another controller has taken over
 
     def close(self) -> None:
-        """End what the drill started."""
+        """Kill the idle ranks."""
         self.pool.close()
 
     def do(self, host: str, name: str, *args: Any) -> Any:
-        """All hosts are this machine."""
-        return faults.HANDS[name](*args)
+        """Run one function of `faults.REMOTE_FAULTS` here: all hosts are on this machine."""
+        return faults.REMOTE_FAULTS[name](*args)
 
     def nodes(self) -> dict[str, str]:
-        """There are no Ray nodes."""
+        """Return nothing: there are no Ray nodes."""
         return {}
 
     def record(self, host: str) -> dict[str, Any]:
-        """Return what a host's holder announced: address and port."""
+        """Return what a host's holder has registered: address and port."""
         address, port = self.cluster.announced(host)()
         return {"address": address, "port": port}
 
     def places(self) -> list[str]:
-        """VIA only where a drill asks for it."""
+        """Return the live hosts without VIA; a drill that needs VIA adds it."""
         return [host for host in self.live_hosts() if host != VIA]
 
     def may_lose(self, hosts: list[str]) -> bool:
-        """Nothing but the drill depends on any of them."""
+        """Return True: no process outside the drill depends on a host of this site."""
         return True
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
-        """Its links are cut for good; memory is not what network drills take."""
+        """Raise DrillError: network drills cut links and leave memory alone."""
         raise DrillError(f"{host} is not lost by a drill of the network")
 
     def end_drill(self, hosts: list[str]) -> None:
-        """Whatever the drill left broken: links, and a controller too many."""
+        """Mend what the drill left broken, and wait until the hosts are live."""
         self.heal()
         super().end_drill(hosts)
 
@@ -88,11 +88,11 @@ class NamespacesSite(Site):
 
     @property
     def proxy(self) -> FaultProxy:
-        """Through which peers reach VIA."""
+        """Return the proxy through which peers reach VIA."""
         return self.cluster.proxies[VIA]
 
     def hears(self, target: str, source: str) -> bool:
-        """Say whether one datagram from `source` arrives at `target`: a link may work in one direction alone."""
+        """Return whether a datagram from `source` arrives at `target`; the other direction is not tried."""
         with in_namespace(self.rig.namespace(target), _datagram_socket) as listener:
             listener.bind((self.rig.address(target), 0))
             listener.settimeout(PROBE_S)
@@ -100,16 +100,16 @@ class NamespacesSite(Site):
                 try:
                     sender.sendto(b"?", listener.getsockname())
                     return listener.recv(16) == b"?"
-                except OSError:  # its own kernel refuses (blackhole), or nothing arrives
+                except OSError:  # the sender's kernel refuses (blackhole route), or nothing arrives in time
                     return False
 
     def check_silent_between(self, target: str, source: str) -> None:
-        """Raise DrillError if a datagram gets through: the fault did not take effect."""
+        """Raise DrillError if a datagram from `source` arrives at `target`: then the fault did not take effect."""
         if self.hears(target, source):
             raise DrillError(f"{target} still hears {source}: the fault did not take effect")
 
     def bits_per_s(self, source: str, target: str, nbytes: int) -> float:
-        """Send some bytes between two hosts over TCP and return the rate; DrillError after SEND_S."""
+        """Send `nbytes` from one host to another over TCP; return the rate."""
         with in_namespace(
             self.rig.namespace(target), lambda: socket.create_server((self.rig.address(target), 0))
         ) as at:
@@ -131,9 +131,9 @@ class NamespacesSite(Site):
         return nbytes * 8 / took_s
 
     def heal(self) -> None:
-        """Every link is whole again, the controller reaches the membership, and an outranked one ends."""
+        """Mend all links, connect every controller to the membership, and end a controller that was replaced."""
         self.rig.heal_all()
-        self.deaf.clear()
+        self.unreachable_hosts.clear()
         self.connect_membership()
         if self.old_controller is not None:
             kill(self.old_controller)
@@ -142,20 +142,20 @@ class NamespacesSite(Site):
     # -- controllers --------------------------------------------------------------------------
 
     def cut_membership(self) -> None:
-        """The controller no longer reaches what elects controllers; whoever is started next does (R17)."""
+        """Cut the controller off from the membership, which elects controllers; the next one reaches it (R17)."""
         way = self.cluster.controller_way
         if way is not None:
             way.unlink(missing_ok=True)
 
     def connect_membership(self) -> None:
-        """Every controller reaches it again."""
+        """Connect every controller to the membership again."""
         for number in range(2):
             way = self.cluster.folder / f"way{number}"
             if not way.is_symlink():
                 way.symlink_to(self.cluster.folder)
 
     def elect_spare(self) -> None:
-        """Start a controller on the spare host, as Ray does when it has lost the first one's node."""
+        """Start a controller on the spare host, as Ray does when the first one's node is lost."""
         self.old_controller = self.cluster.controller
         way = self.cluster.folder / ("way1" if self.cluster.controller_way == self.cluster.folder / "way0" else "way0")
         if not way.is_symlink():
@@ -165,7 +165,7 @@ class NamespacesSite(Site):
         self.cluster.start_controller(on_host=self.controller_host)
 
     def commits(self, hosts: list[str]) -> list[StepCommitted]:
-        """What the journals of some hosts say was committed."""
+        """Return the commits that are recorded in the journals of some hosts."""
         found = []
         for host in hosts:
             for record in read_records(Path(self.folder(host)) / JOURNAL_NAME):
@@ -176,10 +176,10 @@ class NamespacesSite(Site):
 
 
 def in_namespace(namespace: str, make: Callable[[], T]) -> T:
-    """Make a socket in a network namespace, by a thread that goes there and ends: this one stays where it is.
+    """Make a socket in a network namespace. A thread enters the namespace for it, so that the caller's stays as it is.
 
     Raises:
-        DrillError: it could not be made there within SEND_S.
+        DrillError: the socket could not be made within 2 * SEND_S.
     """
     made: list[T] = []
     problems: list[Exception] = []
@@ -205,7 +205,7 @@ def _datagram_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[NamespacesSite]:
-    """Hosts h1, h2, ... by turns in two racks, and VIA in the second; product settings. Needs root."""
+    """Open a site with hosts h1, h2, ... by turns in two racks, VIA in the second, and product settings. Needs root."""
     names = [f"h{i + 1}" for i in range(hosts_count)]
     labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)} | {VIA: {"rack": "r2"}}
     usual = Config()

@@ -1,6 +1,6 @@
-"""The options that say on which cluster drills are played, and the way there: embedded, or the running one.
+"""The options that choose the cluster of a drill, and the functions that open it: embedded, or the running one.
 
-A cluster that the drill did not start is touched only after its owner said yes.
+A cluster that the drill did not start is touched only after its user has agreed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from memstore.drills.sites.site import EmbeddedSite, Site
 
 SEED_LIMIT = 1 << 31
-HOSTS_MAX = 16  # raylets on one machine; each takes half a second of a core to start
-ROOM = 8  # arena bytes per byte of state: (2 copies x 2 versions + 1 repair), and slack for a neighbour's ranks
-# Read by Ray when it is imported; what the user has set wins. A private cluster needs neither tokens nor usage reports.
+HOSTS_MAX = 16  # raylets on one machine; the start of each takes half a second of a core
+ROOM = 8  # arena bytes per byte of state: 2 copies x 2 versions + 1 repair, and slack for a neighbour's ranks
+# Ray reads these when it is imported. A private cluster needs neither tokens nor usage reports.
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -45,7 +45,7 @@ yes_option = click.option(
 
 
 def job_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --hosts, --replicas, --mbytes and --durable: the scratch job."""
+    """Add the options of the scratch job: --hosts, --replicas, --mbytes and --durable."""
     options = (
         click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
                      help="Ranks, one per host; with --embedded also the hosts."),
@@ -59,14 +59,14 @@ def job_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare_ray() -> None:
-    """Set what Ray reads when it is imported, for a cluster of our own."""
+    """Set Ray's environment for a cluster of our own, before Ray is imported; keep what the user has set."""
     for variable, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
 
 
 @contextlib.contextmanager
 def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
-    """Hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
+    """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
     import secrets
 
     from memstore.drills.sites.site import EmbeddedSite
@@ -86,7 +86,7 @@ def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
 
 
 def place_problem(place: str) -> str | None:
-    """Return why clusters of this kind cannot be brought up here, or None; raylets alone ask for nothing."""
+    """Return why a cluster for this place cannot be started here, or None; plain raylets can always be started."""
     from memstore.drills.breaking.mounts import mount_problem
     from memstore.testing.clusters.namespaces import available
 
@@ -97,10 +97,10 @@ def place_problem(place: str) -> str | None:
 
 @contextlib.contextmanager
 def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the suite") -> Iterator[Site]:
-    """A cluster that the drill brings up: raylets, with much or little memory, or processes in network namespaces.
+    """Open a cluster of the drill's own: raylets, with much or little memory, or processes in network namespaces.
 
     Raises:
-        click.ClickException: such a cluster cannot be made here; `name` is of what needs it.
+        click.ClickException: such a cluster cannot be started here; `name` is the drill or suite that needs it.
     """
     why = place_problem(place)
     if why is not None:
@@ -109,7 +109,7 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
     if place == NAMESPACES:
         from memstore.drills.sites.site_namespaces import namespaces_site
 
-        # Two jobs at once: a network drill may have one on each side of a cut.
+        # Room for two jobs: a network drill may have one more on each side of a cut.
         arena_bytes = max(256 * MIB, 2 * ROOM * given["replicas"] * nbytes)
         opened = namespaces_site(given["hosts_count"], arena_bytes=arena_bytes)
     elif place == TIGHT:
@@ -124,7 +124,7 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
 
 @contextlib.contextmanager
 def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterator[Site]:
-    """The user's cluster: say what will be touched, ask, and touch no more than that."""
+    """Open the user's cluster, after showing what will be touched and asking."""
     from memstore.drills.sites.site import Site
 
     site = Site(config, given["address"])
@@ -146,10 +146,10 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
 
 
 def confirm(words: str, *, is_agreed: bool) -> None:
-    """Say what will be touched; go on only if somebody says so.
+    """Show what will be touched, and return only if the user agrees.
 
     Raises:
-        click.UsageError: nobody can be asked, and --yes was not given.
+        click.UsageError: there is no terminal to ask on, and --yes was not given.
     """
     click.echo(words, err=True)
     if is_agreed:
@@ -163,10 +163,10 @@ def confirm(words: str, *, is_agreed: bool) -> None:
 
 
 def check_usage(entry: Drill, given: dict[str, Any]) -> None:
-    """Refuse, before anything is started, a drill that may not be played there.
+    """Refuse a drill that may not be played with these options, before anything is started.
 
     Raises:
-        click.UsageError: says which option to add or leave out.
+        click.UsageError: names the option to add or to leave out.
     """
     name, is_beyond = entry.name, given["beyond"]
     if is_beyond and entry.beyond is None:
@@ -187,7 +187,7 @@ def check_usage(entry: Drill, given: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def durable_directory(given: dict[str, Any], *, is_needed: bool) -> Iterator[str | None]:
-    """The directory that was named, a new empty one where one is needed, or None."""
+    """Yield the directory that was named; else a new one if it is needed, or None."""
     if given["durable"] or not is_needed:
         yield os.path.abspath(given["durable"]) if given["durable"] else None
         return
@@ -197,10 +197,10 @@ def durable_directory(given: dict[str, Any], *, is_needed: bool) -> Iterator[str
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ray prints to stdout what its raylets say of a dead host; stdout is for the drill."""
+    """Discard what Ray prints to stdout about a dead host: stdout carries the drill's own lines."""
     log = logging.getLogger("memstore")
     before = log.level
-    log.setLevel(logging.ERROR)  # what the fault makes the driver's own link say
+    log.setLevel(logging.ERROR)  # a fault makes the driver's own link log warnings
     try:
         with open(os.devnull, "w", encoding="utf-8") as noise, contextlib.redirect_stdout(noise):
             yield
@@ -208,11 +208,11 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def teller(as_json: bool) -> Callable[[str], None]:
-    """Return what writes a line for people: to stderr if stdout carries JSON."""
+def line_printer(as_json: bool) -> Callable[[str], None]:
+    """Return a function that prints a line for people; it goes to stderr if stdout carries JSON."""
     words = sys.stderr if as_json else sys.stdout
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         click.echo(line, file=words)
 
-    return tell
+    return print_line

@@ -1,7 +1,7 @@
-"""The cluster for memory that runs out: arenas on a small file system of their own, one host with little left.
+"""The cluster for drills of scarce memory: arenas on a small file system, and one host with little memory left.
 
-The last host's raylet is started when all else is up, with a limit for Ray's memory monitor a little above what the
-machine uses then: whatever takes more on that host is killed by Ray long before the machine itself has none left.
+The last host's raylet is started after all others. Its limit for Ray's memory monitor is a little above what the
+machine uses then; so Ray kills a process that takes more on that host, long before the machine runs out of memory.
 Read `scenes_tight.py` next.
 """
 
@@ -21,16 +21,16 @@ from memstore.errors import DrillError
 from memstore.shell.arena.memory_limits import measure
 from memstore.testing.clusters.embedded import EmbeddedCluster
 
-BESIDE_BYTES = 4 * MIB  # per host, beside its arena: slot table, manifests, journal
-HOST_BYTES = 384 * MIB  # what a host's raylet, holder and rank still take after the limit was set
-HOG_BYTES = 1536 * MIB  # what is left to the one who takes too much
+BESIDE_BYTES = 4 * MIB  # per host, beside its arena, for slot table, manifests and journal
+HOST_BYTES = 384 * MIB  # what raylet, holder and rank of a host still take after the limit was computed
+HOG_BYTES = 1536 * MIB  # what the task that takes too much can take before Ray kills it
 MONITOR_MS = 100
-# Ray kills until it is this far below the limit, by default 5 % of the memory: whoever is newest would go as well.
+# Ray kills until memory is this far below the limit. The default, 5 % of the memory, would cost more processes.
 KILL_BUFFER_BYTES = 16 * MIB
 
 
 class TightSite(EmbeddedSite):
-    """An embedded cluster with the file system of its arenas, and the host whose raylet has a low limit."""
+    """An embedded cluster with a file system for its arenas, and a host whose raylet has a low memory limit."""
 
     def __init__(self, cluster: EmbeddedCluster, pressed: str, threshold: float) -> None:
         super().__init__(cluster)
@@ -38,12 +38,12 @@ class TightSite(EmbeddedSite):
 
     @property
     def arenas(self) -> Path:
-        """Where the file system of the arenas is mounted."""
+        """Return the folder over which the file system of the arenas is mounted."""
         return Path(self.config.arena_dir)
 
 
 def memory_in_use(folder: Path) -> tuple[int, int]:
-    """Return (bytes in use, bytes there are) of this machine or of the cgroup around us, as Ray's monitor counts."""
+    """Return (bytes in use, bytes in all) of this machine or of our cgroup, counted as Ray's memory monitor does."""
     found = measure(folder)
     if found.cgroup_limit_bytes is not None and found.cgroup_limit_bytes <= found.ram_total_bytes:
         return found.cgroup_used_bytes or 0, found.cgroup_limit_bytes
@@ -51,10 +51,10 @@ def memory_in_use(folder: Path) -> tuple[int, int]:
 
 
 def low_threshold(used: int, total: int, hosts_count: int) -> float:
-    """Return the part of a machine's memory at which Ray shall kill.
+    """Return the share of the machine's memory at which Ray has to kill.
 
     Raises:
-        DrillError: the machine has no room for that.
+        DrillError: the machine has too little memory left for the drill.
     """
     limit = used + hosts_count * HOST_BYTES + HOG_BYTES
     if limit > 0.9 * total:
@@ -67,7 +67,7 @@ def low_threshold(used: int, total: int, hosts_count: int) -> float:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for as long as something is started that reads them."""
+    """Set environment variables of this process for the time of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -82,7 +82,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arenas_mounted(nbytes: int) -> Iterator[Path]:
-    """A memory file system of its own for arenas; DrillError if none can be mounted."""
+    """Mount a memory file system for arenas over a new folder; raise DrillError if that fails."""
     with tempfile.TemporaryDirectory(prefix="memstore-drill-") as made:
         folder = Path(made)
         mount_tmpfs(folder, nbytes)
@@ -94,10 +94,10 @@ def arenas_mounted(nbytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
-    """Hosts h1, h2, ... by turns in two racks; the first is Ray's head, the last has the low limit. Needs root.
+    """Open a site with hosts h1, h2, ... by turns in two racks: first Ray's head, last the low limit. Needs root.
 
     Raises:
-        DrillError: nothing can be mounted, or the machine has too little memory left.
+        DrillError: no file system can be mounted, or the machine has too little memory left.
     """
     names = [f"h{i + 1}" for i in range(hosts_count)]
     labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)}
@@ -109,7 +109,7 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
             interface="127.0.0.1",
         )  # fmt: skip
         others = {name: labels[name] for name in names[:-1]}
-        # What Ray kills for lack of memory it would start again for ever: then nobody hears that it was killed.
+        # Ray would restart a task that it killed for lack of memory, without an error; so switch that off.
         cluster = stack.enter_context(EmbeddedCluster(others, config=config, ray_settings={"task_oom_retries": 0}))
         threshold = low_threshold(*memory_in_use(folder), hosts_count)
         limits = {

@@ -20,7 +20,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.cluster.state import Rules
+from memstore.core.controller.machine import Catalog
 from memstore.core.wire.frame import Kind, pack_frame
 from memstore.core.wire.messages import (
     Action,
@@ -230,7 +231,7 @@ class Controller:
             elif body["k"] == "lease":
                 self._handle(LeaseRenewed(body["until_s"]))
             elif body["k"] == "status":
-                body["future"].set_result(self.catalog.queries.report.body())
+                body["future"].set_result(self.catalog.parts.status.body())
             elif body["k"] == "drains":
                 self._handle(DrainsSeen(body["until_s"]))
             elif body["k"] == "term":
@@ -279,7 +280,7 @@ class Controller:
         frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
         for action in actions:
             self._execute(action, frames)
-        self.event_log.take(self.catalog.observer.chronicle)
+        self.event_log.take(self.catalog.parts.observer.chronicle)
         if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
 

@@ -62,7 +62,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.Ask) -> Any:
-        return effect.peer.call(effect.body, timeout_s=effect.limit_s)
+        return effect.peer.call(effect.request, timeout_s=effect.limit_s)
 
     @_call.register
     def _(self, effect: effects.SendChunks) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.frame import Kind, error_body
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.lock import is_alive, process_start_time
@@ -56,7 +57,9 @@ class RankServer:
             owner = owner_of(body, identity)
             link = self._hello(channel, body, owner)
         except ConfigError as exc:
-            channel.send(Kind.EVENT, 0, {"k": "refused", **error_body(exc)}, deadline_s=SEND_S)
+            error = ErrorMessage.of(exc)
+            body = {"k": "refused", "error": error.error, "message": error.message, "context": error.context}
+            channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
             return
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
             raise ProtocolError(f"{channel.peer}: a rank's first message is not understood: {str(exc)[:200]}") from exc

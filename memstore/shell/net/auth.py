@@ -5,12 +5,13 @@
     client -> server   AUTH2  identity_c, MAC("client proves", identity_c)
     server -> client   AUTH3  identity_s, MAC("server identity", identity_c, identity_s)
 
-MAC is HMAC-SHA256 under the secret over the label, the wire version, the store's name, both nonces and the identities.
-The labels differ, so a proof sent back to its author proves nothing; the nonces are new for every connection, so a
-recorded handshake does not work again. Until the other side has proved itself each side reveals a nonce and a MAC,
-which say nothing about a 256-bit secret. It authenticates the ends at connection time; it does not encrypt, and does
-not protect later bytes from somebody who can rewrite them on the way: that is tls.py. Under TLS the digest of the
-server's certificate is among the fields, so that a handshake cannot be passed on through somebody else's.
+The messages: `core/wire/handshake.py`. MAC is HMAC-SHA256 under the secret over the label, the wire version, the
+store's name, both nonces and the identities. The labels differ, so a proof sent back to its author proves nothing; the
+nonces are new for every connection, so a recorded handshake does not work again. Until the other side has proved itself
+each side reveals a nonce and a MAC, which say nothing about a 256-bit secret. It authenticates the ends at connection
+time; it does not encrypt, and does not protect later bytes from somebody who can rewrite them on the way: that is
+tls.py. Under TLS the digest of the server's certificate is among the fields, so that a handshake cannot be passed on
+through somebody else's.
 """
 
 from __future__ import annotations
@@ -19,15 +20,28 @@ import hashlib
 import hmac
 import os
 import time
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from memstore import errors
 from memstore.core.wire import frame as wire
+from memstore.core.wire.codec import Decoder, Message
+from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import (
+    NONCE_BYTES,
+    ClientProof,
+    Hello,
+    ServerIdentity,
+    ServerProof,
+    decode_client_proof,
+    decode_hello,
+    decode_server_identity,
+    decode_server_proof,
+)
 from memstore.shell.net.channel import Channel
 
+T = TypeVar("T")
 SECRET_BYTES = 32
-NONCE_BYTES = 32
 IDENTITY_BYTES_MAX = 2 << 10
 """Leaves room for the proof in a frame of a stranger."""
 _SERVER_PROVES = b"memstore server proves"
@@ -72,27 +86,25 @@ class _Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def as_client(self) -> dict[str, Any]:
-        self.send(Kind.HELLO, nonce=self.nonce)
-        first = self.recv(Kind.AUTH1)
-        theirs = self.other_nonce(first)
-        nonces = (self.nonce, theirs)
-        self.check(first, self.mac(_SERVER_PROVES, *nonces))
-        self.send(Kind.AUTH2, identity=self.identity, mac=self.mac(_CLIENT_PROVES, *nonces, self.identity))
-        last = self.recv(Kind.AUTH3)
-        server = self.field(last, "identity")
-        self.check(last, self.mac(_SERVER_IDENTITY, *nonces, self.identity, server))
-        return wire.unpack_body(server)
+        self.send(Kind.HELLO, Hello(nonce=self.nonce))
+        first = self.recv(Kind.AUTH1, decode_server_proof)
+        nonces = (self.nonce, self.of_the_other(first.nonce))
+        self.check(first.proof, _SERVER_PROVES, *nonces)
+        self.send(
+            Kind.AUTH2, ClientProof(identity=self.identity, proof=self.mac(_CLIENT_PROVES, *nonces, self.identity))
+        )
+        last = self.recv(Kind.AUTH3, decode_server_identity)
+        self.check(last.proof, _SERVER_IDENTITY, *nonces, self.identity, last.identity)
+        return wire.unpack_body(last.identity)
 
     def as_server(self) -> dict[str, Any]:
-        theirs = self.other_nonce(self.recv(Kind.HELLO))
-        nonces = (theirs, self.nonce)
-        self.send(Kind.AUTH1, nonce=self.nonce, mac=self.mac(_SERVER_PROVES, *nonces))
-        second = self.recv(Kind.AUTH2)
-        client = self.field(second, "identity")
-        self.check(second, self.mac(_CLIENT_PROVES, *nonces, client))
-        mac = self.mac(_SERVER_IDENTITY, *nonces, client, self.identity)
-        self.send(Kind.AUTH3, identity=self.identity, mac=mac)
-        return wire.unpack_body(client)
+        nonces = (self.of_the_other(self.recv(Kind.HELLO, decode_hello).nonce), self.nonce)
+        self.send(Kind.AUTH1, ServerProof(nonce=self.nonce, proof=self.mac(_SERVER_PROVES, *nonces)))
+        second = self.recv(Kind.AUTH2, decode_client_proof)
+        self.check(second.proof, _CLIENT_PROVES, *nonces, second.identity)
+        proof = self.mac(_SERVER_IDENTITY, *nonces, second.identity, self.identity)
+        self.send(Kind.AUTH3, ServerIdentity(identity=self.identity, proof=proof))
+        return wire.unpack_body(second.identity)
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         fields: tuple[bytes, ...] = (label, bytes([wire.VERSION]), self.store.encode(), *parts)
@@ -102,33 +114,29 @@ class _Handshake:
         text = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
         return hmac.new(self.key, text, hashlib.sha256).digest()
 
-    def check(self, body: dict[str, Any], expected: bytes) -> None:
-        if not hmac.compare_digest(self.field(body, "mac"), expected):
+    def check(self, proof: bytes, label: bytes, *parts: bytes) -> None:
+        if not hmac.compare_digest(proof, self.mac(label, *parts)):
             self.refuse("does not know the store's secret, or belongs to another store")
 
-    def other_nonce(self, body: dict[str, Any]) -> bytes:
-        nonce = self.field(body, "nonce")
-        if len(nonce) != NONCE_BYTES or nonce == self.nonce:
+    def of_the_other(self, nonce: bytes) -> bytes:
+        if nonce == self.nonce:
             self.refuse("sent a nonce that is not its own")
         return nonce
 
-    def field(self, body: dict[str, Any], name: str) -> bytes:
-        value = body.get(name)
-        if type(value) is not bytes:
-            self.refuse(f"sent a handshake without {name}")
-        return value
+    def send(self, kind: Kind, message: Message) -> None:
+        self.channel.send(kind, 0, message, deadline_s=self.left_s())
 
-    def send(self, kind: Kind, **body: bytes) -> None:
-        self.channel.send(kind, 0, body, deadline_s=self.left_s())
-
-    def recv(self, kind: Kind) -> dict[str, Any]:
+    def recv(self, kind: Kind, decode: Decoder[T]) -> T:
         frame = self.channel.recv(timeout_s=self.left_s())
         if frame.kind is Kind.ERROR:
             # A stranger's words: neither its class nor its text may steer us.
             self.refuse("refused our proof: it has another secret, or another store's name")
         if frame.kind is not kind:
             self.refuse(f"sent {frame.kind.name} where the handshake has {kind.name}")
-        return frame.body
+        try:
+            return decode(frame.data)
+        except errors.ProtocolError as error:
+            self.refuse(f"sent a handshake that is none: {error}")
 
     def left_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -158,6 +166,7 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
 
 def _tell_refused(channel: Channel) -> None:
     try:
-        channel.send(Kind.ERROR, 0, {"error": "AuthenticationError", "message": "refused"}, deadline_s=0.1)
+        refused = ErrorMessage(error="AuthenticationError", message="refused", context={})
+        channel.send(Kind.ERROR, 0, refused, deadline_s=0.1)
     except errors.TransportError:
         return

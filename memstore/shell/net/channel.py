@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from memstore import errors
+from memstore.core.wire import codec
 from memstore.core.wire import frame as wire
+from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.shell.net import socket_options
 from memstore.shell.net.tls import Tls, TlsStream
@@ -40,12 +42,17 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Frame(NamedTuple):
-    """A received header and body; `bulk_bytes` still wait in the connection."""
+    """A received header and body, which is not yet decoded; `bulk_bytes` still wait in the connection."""
 
     kind: Kind
     request_id: int
-    body: dict[str, Any]
+    data: bytes | bytearray
     bulk_bytes: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the body of a dialect without types."""
+        return wire.unpack_body(self.data) if self.data else {}
 
 
 class SendGate(Protocol):
@@ -124,7 +131,7 @@ class Channel:
         self,
         kind: Kind,
         request_id: int = 0,
-        body: Mapping[str, Any] | None = None,
+        body: codec.Message | Mapping[str, Any] | None = None,
         bulk: Sequence[memoryview] = (),
         *,
         deadline_s: float,
@@ -134,7 +141,10 @@ class Channel:
 
         A gate lets its bytes out in parts; its pauses count.
         """
-        packed = wire.pack_body(body) if body else b""
+        if isinstance(body, codec.Message):
+            packed = codec.encode(body)
+        else:
+            packed = wire.pack_body(body) if body else b""
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
         header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
         clock = _Clock(f"send {kind.name}", deadline_s)
@@ -168,12 +178,11 @@ class Channel:
                 data = bytearray(header.body_bytes)
                 self._fill(memoryview(data), clock)
                 wire.check_crc(self._header, data)
-                body = wire.unpack_body(data, authenticated=self.authenticated) if data else {}
             except errors.ProtocolError as error:
                 self._end()
                 raise errors.ProtocolError(f"{self.peer}: {error}", peer=self.peer) from error
             self._bulk_left = header.bulk_bytes
-            return Frame(header.kind, header.request_id, body, header.bulk_bytes)
+            return Frame(header.kind, header.request_id, data, header.bulk_bytes)
 
     def recv_bulk_into(
         self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
@@ -200,7 +209,9 @@ class Channel:
                 self._fill(part, clock)
                 self._bulk_left -= part.nbytes
 
-    def request(self, body: Mapping[str, Any], bulk: Sequence[memoryview] = (), *, timeout_s: float) -> Frame:
+    def request(
+        self, body: codec.Message | Mapping[str, Any], bulk: Sequence[memoryview] = (), *, timeout_s: float
+    ) -> Frame:
         """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
 
         For one thread on a channel that carries nothing else; answers to calls that timed out earlier are dropped.
@@ -218,7 +229,7 @@ class Channel:
             if frame.request_id < wanted:
                 self.skip_bulk(timeout_s=clock.left_s() or 0.0)
             elif frame.kind is Kind.ERROR:
-                raise wire.error_from_body(frame.body)
+                raise decode_error(frame.data).rebuilt()
             else:
                 return frame
 

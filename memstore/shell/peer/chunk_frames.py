@@ -1,8 +1,6 @@
 """Chunks on the wire: a run of them in one frame, sent from where they lie and received into slots (R13, R14).
 
-The body of a CHUNK frame is {"sizes": [...]}, its bulk these chunks one after the other, in the order that was asked
-for; size 0 stands for a chunk the sender lacks. Several chunks share a frame because slots and locks are taken once
-per frame: with one each, a tenth of a core went into that at 3 GB/s.
+The body of a CHUNK frame is a ChunkRun, which gives the sizes of the chunks that its bulk is.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from typing import NamedTuple
 
 from memstore.core.arena.replica_index import Draft
 from memstore.core.format.manifest import chunk_hasher
-from memstore.core.format.object_tree import checked_count, checked_list
-from memstore.core.wire.frame import Kind, error_from_body
+from memstore.core.wire.error_message import decode_error
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.peer_messages import ChunkRun, decode_run
 from memstore.errors import ProtocolError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, Frame, SendGate
@@ -69,9 +68,9 @@ def send_run(
     gate: SendGate | None = None,
 ) -> None:
     """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
-    body = {"sizes": [0 if view is None else view.nbytes for view in views]}
+    run = ChunkRun(sizes=tuple(0 if view is None else view.nbytes for view in views))
     bulk = [view for view in views if view is not None]
-    channel.send(Kind.CHUNK, request_id, body, bulk, deadline_s=timeout_s * len(views), gate=gate)
+    channel.send(Kind.CHUNK, request_id, run, bulk, deadline_s=timeout_s * len(views), gate=gate)
 
 
 def receive_run(
@@ -111,16 +110,15 @@ def receive_run(
     return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], sum(size for _, _, size, _ in came))
 
 
-def _sizes(channel: Channel, vault: Vault, frame: Frame, count: int) -> list[int]:
+def _sizes(channel: Channel, vault: Vault, frame: Frame, count: int) -> tuple[int, ...]:
     """Return the sizes a frame names; ProtocolError unless they are 1 to `count` that fit slots and its bulk."""
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
-        raise error_from_body(frame.body)
-    try:
-        sizes = [checked_count(size, "chunk size") for size in checked_list(frame.body.get("sizes"), None, "sizes")]
-    except ValueError as exc:
-        raise ProtocolError(f"{channel.peer}: {frame.kind.name} where chunks were due: {exc}") from exc
-    if frame.kind is not Kind.CHUNK or not 0 < len(sizes) <= count:
-        raise ProtocolError(f"{channel.peer}: {frame.kind.name} of {len(sizes)} chunks where up to {count} were due")
+        raise decode_error(frame.data).rebuilt()
+    if frame.kind is not Kind.CHUNK:
+        raise ProtocolError(f"{channel.peer}: {frame.kind.name} where up to {count} chunks were due")
+    sizes = decode_run(frame.data).sizes
+    if not 0 < len(sizes) <= count:
+        raise ProtocolError(f"{channel.peer}: a run of {len(sizes)} chunks where up to {count} were due")
     if sum(sizes) != frame.bulk_bytes or max(sizes) > vault.chunk_bytes:
         raise ProtocolError(
             f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {vault.chunk_bytes}, it names {sizes[:64]}"

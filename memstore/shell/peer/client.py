@@ -16,8 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Draft
-from memstore.core.wire.frame import Kind, error_from_body
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.codec import Request, decode_reply
+from memstore.core.wire.error_message import decode_error
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
 from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, SendGate
@@ -31,6 +34,7 @@ from memstore.shell.peer.outgoing_shard import Shipment
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class Peer:
@@ -108,9 +112,9 @@ class Peer:
             for _ in range(self._streams):
                 stack.enter_context(self.channel())
 
-    def call(self, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """One request, one reply."""
-        return self._converse(lambda channel: channel.request(body, timeout_s=timeout_s).body)
+    def call(self, request: Request[_R], timeout_s: float = CALL_TIMEOUT_S) -> _R:
+        """Send one request and return its reply."""
+        return self._converse(lambda channel: decode_reply(request, channel.request(request, timeout_s=timeout_s).data))
 
     def _converse(self, work: Callable[[Channel], _T]) -> _T:
         """Run `work`, which may be repeated, on a connection; one that went stale while idle is replaced once."""
@@ -184,19 +188,23 @@ class Peer:
     def _send_batch(
         self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]
     ) -> None:
-        digests = shipment.digests(batch)
+        chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
+        request = ChunkBatch(
+            shard=WireShard.of(shipment.shard), sender=sender, chunks=tuple(OfferedChunk(*chunk) for chunk in chunks)
+        )
 
         def send(channel: Channel) -> None:
             request_id = next_request_id()
-            body = {
-                "do": "chunks", "shard": shard_to_wire(shipment.shard), "sender": sender, "want": batch,
-                "digests": digests, "sizes": [shipment.sizes[i] for i in batch],
-            }  # fmt: skip
-            channel.send(Kind.CALL, request_id, body, deadline_s=CALL_TIMEOUT_S)
+            channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
             answer = channel.recv(timeout_s=CALL_TIMEOUT_S)
-            if answer.kind is not Kind.EVENT:  # an ERROR, or the reply that there is no such draft
-                raise PeerRefused(str(answer.body.get("why") or error_from_body(answer.body)), is_final=False)
-            lack = [int(i) for i in answer.body["lack"]]
+            if answer.kind is Kind.ERROR:
+                raise PeerRefused(str(decode_error(answer.data).rebuilt()), is_final=False)
+            if answer.kind is not Kind.EVENT:
+                reply = decode_reply(request, answer.data)
+                raise PeerRefused(f"host {self.host_id} wants no chunk: {type(reply).__name__}", is_final=False)
+            lack = decode_wanted(answer.data).chunks
+            if not set(batch).issuperset(lack):
+                raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
             for part in runs([shipment.sizes[i] for i in lack]):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
@@ -234,8 +242,8 @@ class Peer:
         def fetch(channel: Channel) -> list[int]:
             bad: list[int] = []
             want = [i for i in batch if draft.slots[i] is None]
-            body = {"do": "fetch", "shard": shard_to_wire(draft.shard), "digest": digest, "want": want}
-            channel.send(Kind.CALL, next_request_id(), body, deadline_s=CALL_TIMEOUT_S)
+            request = FetchChunks(shard=WireShard.of(draft.shard), digest=digest, chunks=tuple(want))
+            channel.send(Kind.CALL, next_request_id(), request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
                     channel, vault, draft, want, take=vault.take_slots_growing, damage=self._damage,

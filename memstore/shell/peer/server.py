@@ -1,18 +1,6 @@
 """Serves other holders: receives their shards, sends them ours. One thread per connection (R13, R14).
 
-A connection carries one request at a time. Requests (CALL bodies, key "do"):
-
-    offer     shard, digest, attempt, sender, count            -> {"ok", "why"}     opens a draft of count chunks;
-              digest is "" while the sender itself does not know it yet
-    chunks    shard, sender, want=[index...], digests, sizes   -> {"lack": [...]}   then the lacking chunks, in
-              order, as CHUNK frames (chunk_frames.py), then the reply {"bad": [...]}
-    seal      shard, sender, manifest                          -> {"ok", "missing"}
-    abort     shard, sender                                    -> {}
-    manifest  shard, digest                                    -> {"manifest"}
-    fetch     shard, digest, want=[index...]                   -> CHUNK frames, then {"lacking": [...]}
-    verify    shard, digest                                    -> {"missing": [...]}  after digesting it again; the
-              controller hears the same
-    ping                                                       -> {}
+The requests and their replies: `core/wire/peer_messages.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +12,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.arena.replica_index import Draft, Shelved
-from memstore.core.format.manifest import DIGEST_BYTES, decode_manifest, shard_digest
-from memstore.core.format.object_tree import checked_count, checked_list
-from memstore.core.wire.frame import Kind, error_body
-from memstore.core.wire.messages import copy_to_wire, shard_from_wire, shard_to_wire
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.codec import Message
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.peer_messages import (
+    Abort,
+    Admitted,
+    BatchReceived,
+    ChunkBatch,
+    ChunksMissing,
+    ChunksSent,
+    ChunksWanted,
+    CopySealed,
+    Done,
+    DraftRequest,
+    FetchChunks,
+    FetchManifest,
+    HasCopy,
+    ManifestFound,
+    NoDraft,
+    Offer,
+    PeerRequest,
+    Ping,
+    Refused,
+    Seal,
+    Verified,
+    Verify,
+    decode_request,
+)
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.net.channel import Channel, Frame
+from memstore.shell.net.channel import Channel
 from memstore.shell.net.pacing import give_way
 from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
@@ -87,9 +100,10 @@ class PeerServer:
                     return
                 if frame.kind is not Kind.CALL:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
-                if frame.body.get("sender", host) != host:
-                    raise ProtocolError(f"{channel.peer} is {host} and speaks for {str(frame.body['sender'])[:80]!r}")
-                self._answer(channel, frame)
+                request = decode_request(frame.data)
+                if isinstance(request, DraftRequest) and request.sender != host:
+                    raise ProtocolError(f"{channel.peer} is {host} and speaks for {request.sender[:80]!r}")
+                self._answer(channel, frame.request_id, request)
         except PeerUnreachable:
             return
         except ProtocolError as exc:
@@ -97,41 +111,47 @@ class PeerServer:
         finally:
             self._leave(channel)
 
-    def _answer(self, channel: Channel, frame: Frame) -> None:
-        body = frame.body
-        do = str(body.get("do"))[:80]
+    def _answer(self, channel: Channel, request_id: int, request: PeerRequest) -> None:
         try:
-            if do == "chunks":
-                reply = self._chunks(channel, frame)
-            elif do == "offer":
-                reply = self._offer(channel, body)
-            elif do == "fetch":
-                reply = self._fetch(channel, frame)
-            else:
-                handler = {"seal": self._seal, "abort": self._abort, "manifest": self._manifest, "verify": self._verify}
-                reply = handler[do](body) if do in handler else {}
-            channel.send(Kind.REPLY, frame.request_id, reply, deadline_s=REPLY_TIMEOUT_S)
-        except (PeerUnreachable, ProtocolError):  # whoever breaks the order of frames cannot be answered in it
+            reply = self._reply(channel, request_id, request)
+            channel.send(Kind.REPLY, request_id, reply, deadline_s=REPLY_TIMEOUT_S)
+        except (PeerUnreachable, ProtocolError):  # a peer that breaks the order of frames cannot be answered in it
             raise
         except MemstoreError as exc:
-            channel.send(Kind.ERROR, frame.request_id, error_body(exc), deadline_s=REPLY_TIMEOUT_S)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
-            raise ProtocolError(f"{channel.peer}: request {do!r} is not understood: {str(exc)[:200]}") from exc
+            channel.send(Kind.ERROR, request_id, ErrorMessage.of(exc), deadline_s=REPLY_TIMEOUT_S)
+
+    def _reply(self, channel: Channel, request_id: int, request: PeerRequest) -> Message:
+        match request:
+            case ChunkBatch():
+                return self._chunks(channel, request_id, request)
+            case Offer():
+                return self._offer(channel, request)
+            case FetchChunks():
+                return self._fetch(channel, request_id, request)
+            case Seal():
+                return self._seal(request)
+            case Abort():
+                return self._abort(request)
+            case FetchManifest():
+                return self._manifest(request)
+            case Verify():
+                return self._verify(request)
+            case Ping():
+                return Done()
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def _offer(self, channel: Channel, body: dict[str, Any]) -> dict[str, Any]:
+    def _offer(self, channel: Channel, offer: Offer) -> Admitted | HasCopy | Refused:
         """Admit or refuse a shard before a byte of it travels (R10, R13)."""
-        shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
-        attempt = checked_count(body["attempt"], "attempt")
-        count, slots_count = checked_count(body["count"], "count"), len(self.vault.table.slots)
-        if not body["digest"]:  # else it is no new put, and nothing here is to come
+        shard, sender, attempt = offer.shard.id, offer.sender, offer.attempt
+        count, slots_count = offer.chunks_count, len(self.vault.table.slots)
+        if offer.digest is None:  # else it is no new put, and nothing here is to come
             self.before_offer(shard)
         if self.is_fenced(shard.job, attempt):
-            return {"ok": False, "why": f"attempt {attempt} of job {shard.job!r} is fenced here", "is_final": True}
+            return Refused(why=f"attempt {attempt} of job {shard.job!r} is fenced here", is_final=True)
         if count > slots_count:
-            return {"ok": False, "why": f"{count} chunks offered, this host has {slots_count} slots", "is_final": False}
-        known = self.vault.shelf.find(shard, str(body["digest"])) if body["digest"] else None
+            return Refused(why=f"{count} chunks offered, this host has {slots_count} slots", is_final=False)
+        known = self.vault.shelf.find(shard, offer.digest) if offer.digest is not None else None
         if known is not None:  # outside the lock: it reads bytes
             self.vault.verify_old(known.digests, [known.spec.chunk_nbytes(i) for i in range(len(known.digests))])
         with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
@@ -145,49 +165,47 @@ class PeerServer:
         if known is not None and has_it:
             # The controller may not know of it: the word of this copy died with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
-            return {"ok": True, "have": True}
+            return HasCopy()
         if why is not None:
-            return {"ok": False, "why": why, "is_final": False}
+            return Refused(why=why, is_final=False)
         with self.lock:
             self.incoming[sender, shard] = Incoming(draft, self._life(channel), self.vault.clock.monotonic())
-        return {"ok": True, "have": False}
+        return Admitted()
 
-    def _chunks(self, channel: Channel, frame: Frame) -> dict[str, Any]:
+    def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> BatchReceived | NoDraft:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
-        body = frame.body
-        shard, sender = shard_from_wire(body["shard"]), str(body["sender"])
+        shard, sender = batch.shard.id, batch.sender
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:
-            return {"ok": False, "why": "no such draft"}
-        want, digests, sizes = self._chunks_named(body, len(draft.slots))
+            return NoDraft()
+        want = self._named(batch, len(draft.slots))
         with self.lock:
             incoming = self.incoming.setdefault((sender, shard), Incoming(draft, self._life(channel), 0.0))
             incoming.heard_s = self.vault.clock.monotonic()
-        lack = self.vault.expect(draft, want, digests, sizes)
-        channel.send(Kind.EVENT, frame.request_id, {"ok": True, "lack": lack}, deadline_s=REPLY_TIMEOUT_S)
-        bad: list[int] = []
+        lack = self.vault.expect(draft, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
+        channel.send(Kind.EVENT, request_id, ChunksWanted(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
+        damaged: list[int] = []
         while lack:
             run = receive_run(
                 channel, self.vault, draft, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
             )
             incoming.heard_s = self.vault.clock.monotonic()
             self.received_bytes += run.nbytes
-            bad += run.bad
+            damaged += run.bad
             lack = lack[run.answered :]
-        return {"ok": True, "bad": bad}
+        return BatchReceived(damaged=tuple(damaged))
 
-    def _chunks_named(self, body: dict[str, Any], chunks_count: int) -> tuple[list[int], list[bytes], list[int]]:
-        """Return the indices, digests and sizes of a batch; ValueError for what no draft here can have."""
-        want, digests, sizes = (checked_list(body[name], None, name) for name in ("want", "digests", "sizes"))
-        if any(checked_count(i, "chunk index") >= chunks_count for i in want) or len({*want}) != len(want):
-            raise ValueError(f"the draft has chunks 0 to {chunks_count - 1}, each once")
-        if any(type(digest) is not bytes or len(digest) != DIGEST_BYTES for digest in digests):
-            raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
-        if any(type(size) is not int or not 0 < size <= self.vault.chunk_bytes for size in sizes):
-            raise ValueError(f"a chunk has 1 to {self.vault.chunk_bytes} bytes")
-        if not len(want) == len(digests) == len(sizes):
-            raise ValueError(f"{len(want)} indices, {len(digests)} digests, {len(sizes)} sizes")
-        return want, digests, sizes
+    def _named(self, batch: ChunkBatch, chunks_count: int) -> list[int]:
+        """Return the indices of a batch; ProtocolError for what no draft here can have."""
+        indices = [chunk.index for chunk in batch.chunks]
+        if any(index >= chunks_count for index in indices) or len({*indices}) != len(indices):
+            raise ProtocolError(
+                f"the draft has chunks 0 to {chunks_count - 1}, each once; the peer names {indices[:64]}"
+            )
+        sizes = [chunk.nbytes for chunk in batch.chunks if chunk.nbytes > self.vault.chunk_bytes]
+        if sizes:
+            raise ProtocolError(f"a chunk has 1 to {self.vault.chunk_bytes} bytes; the peer names some of {sizes[:64]}")
+        return indices
 
     def _take(self, count: int) -> list[int]:
         """Slots for that many chunks, or as many as there are: the sender keeps the others and tries again (R13)."""
@@ -196,40 +214,39 @@ class PeerServer:
         except CapacityError:
             return []
 
-    def _seal(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _seal(self, seal: Seal) -> CopySealed | ChunksMissing | Refused:
         """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
-        shard, sender, data = shard_from_wire(body["shard"]), str(body["sender"]), body["manifest"]
-        if type(data) is not bytes:  # of a number, bytes() would make that many
-            raise ValueError("a manifest is bytes")
-        manifest = decode_manifest(data)
+        shard, sender = seal.shard.id, seal.sender
+        manifest = decode_manifest(seal.manifest)
         draft = self.vault.shelf.draft(sender, shard)
         if draft is None:
-            return {"ok": False, "missing": [], "why": "no such draft: it was aborted or fenced"}
+            return Refused(why="no such draft: it was aborted or fenced", is_final=True)
         if manifest.shard != shard or [c.digest for c in manifest.chunks] != draft.digests:
-            self._abort(body)
-            return {"ok": False, "missing": [], "why": "the manifest names other chunks than the offer"}
+            self._abort(seal)
+            return Refused(why="the manifest names other chunks than the offer", is_final=True)
         if self.is_fenced(shard.job, draft.attempt):
-            self._abort(body)
-            return {"ok": False, "missing": [], "why": f"attempt {draft.attempt} is fenced here"}
+            self._abort(seal)
+            return Refused(why=f"attempt {draft.attempt} is fenced here", is_final=True)
         if draft.missing:
-            return {"ok": False, "missing": draft.missing, "why": f"{len(draft.missing)} chunks are missing"}
+            return ChunksMissing(chunks=tuple(draft.missing))
         try:
-            shelved = self.vault.finish(sender, data)
+            shelved = self.vault.finish(sender, seal.manifest)
         except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
-            if not draft.missing:
-                self._abort(body)
-            return {"ok": False, "missing": draft.missing, "why": str(exc)}
+            if draft.missing:
+                return ChunksMissing(chunks=tuple(draft.missing))
+            self._abort(seal)
+            return Refused(why=str(exc), is_final=True)
         with self.lock:
             self.incoming.pop((sender, shard), None)
         self.on_sealed(Copy(shard, shelved.spec, self.host_id))
-        return {"ok": True, "missing": [], "digest": shard_digest(data)}
+        return CopySealed()
 
-    def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        sender, shard = str(body["sender"]), shard_from_wire(body["shard"])
+    def _abort(self, request: Abort | Seal) -> Done:
+        sender, shard = request.sender, request.shard.id
         with self.lock:
             self.incoming.pop((sender, shard), None)
         self.vault.abort_draft(sender, shard)
-        return {}
+        return Done()
 
     def _arrive(self, channel: Channel, life: tuple[str, str]) -> None:
         with self.lock:
@@ -269,44 +286,40 @@ class PeerServer:
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _pinned(self, body: dict[str, Any]) -> tuple[Shelved, int]:
-        shard = shard_from_wire(body["shard"])
-        pinned = self.vault.pin(shard, str(body["digest"]))
+    def _pinned(self, request: FetchManifest | FetchChunks | Verify) -> tuple[Shelved, int]:
+        pinned = self.vault.pin(request.shard.id, request.digest)
         if pinned is None:
-            raise IntegrityError(f"{self.host_id} does not hold {shard_to_wire(shard)} {body['digest']}")
+            raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")
         return pinned
 
-    def _manifest(self, body: dict[str, Any]) -> dict[str, Any]:
-        shelved, pin = self._pinned(body)
+    def _manifest(self, request: FetchManifest) -> ManifestFound:
+        shelved, pin = self._pinned(request)
         try:
-            return {
-                "manifest": self.vault.manifest(shelved),
-                "copy": copy_to_wire(Copy(shelved.shard, shelved.spec, "", shelved.missing)),
-            }
+            return ManifestFound(manifest=self.vault.manifest(shelved))
         finally:
             self.vault.unpin(shelved, pin)
 
-    def _verify(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Somebody was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
-        shelved, pin = self._pinned(body)
+    def _verify(self, request: Verify) -> Verified:
+        """A peer was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
+        shelved, pin = self._pinned(request)
         try:
             missing = self.vault.verify(shelved)
         finally:
             self.vault.unpin(shelved, pin)
         self.on_sealed(Copy(shelved.shard, shelved.spec, self.host_id, frozenset(missing)))
-        return {"missing": missing}
+        return Verified(missing=tuple(missing))
 
-    def _fetch(self, channel: Channel, frame: Frame) -> dict[str, Any]:
+    def _fetch(self, channel: Channel, request_id: int, request: FetchChunks) -> ChunksSent:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
-        shelved, pin = self._pinned(frame.body)
+        shelved, pin = self._pinned(request)
         lacking: list[int] = []
         try:
-            want = [checked_count(i, "chunk index") for i in checked_list(frame.body["want"], None, "want")]
+            want = request.chunks
             sizes = [shelved.spec.chunk_nbytes(i) if i < len(shelved.slots) else 0 for i in want]
             for part in runs(sizes):
                 views = [self.vault.chunk_view(shelved, i) if i < len(shelved.slots) else None for i in want[part]]
                 lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
-                send_run(channel, frame.request_id, views, timeout_s=CHUNK_TIMEOUT_S)
+                send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
             self.vault.unpin(shelved, pin)
-        return {"lacking": lacking}
+        return ChunksSent(lacking=tuple(lacking))

@@ -21,7 +21,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
-from memstore.core.wire.frame import Kind, error_from_body, pack_body
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -99,7 +100,8 @@ class RankLink(LeasedSlots):
             )  # fmt: skip
             welcome = channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).body
             if welcome["k"] == "refused":
-                raise error_from_body({**welcome, "message": self.commands(str(welcome["message"]))})
+                message = self.commands(str(welcome["message"]))
+                raise ErrorMessage(error=str(welcome["error"]), message=message, context=welcome["context"]).rebuilt()
             if self.welcome and welcome["chunk_bytes"] != self.welcome["chunk_bytes"]:
                 raise ConfigError(
                     f"the holder in {self.folder} has chunk_bytes={welcome['chunk_bytes']} now, this process connected "
@@ -198,7 +200,8 @@ class RankLink(LeasedSlots):
                 future.set_result(body["body"])
             else:
                 name, message = body["error"]
-                future.set_exception(error_from_body({"error": name, "message": self.commands(message)}))
+                error = ErrorMessage(error=name, message=self.commands(message), context={})
+                future.set_exception(error.rebuilt())
             with self.room:
                 self.room.notify_all()  # somebody waits for this or something else
         elif kind == "grant":

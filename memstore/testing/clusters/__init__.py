@@ -1,1 +1,1 @@
-"""Stores on one machine: processes, namespaces, embedded Ray."""
+"""Stores on one machine: plain processes, network namespaces, raylets."""

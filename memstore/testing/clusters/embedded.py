@@ -1,8 +1,8 @@
-"""Several hosts on one machine: one raylet per host, with `host` and `rack` labels, and a memstore on top.
+"""Several hosts on one machine: one raylet per host, with `host` and `rack` labels, and a store on top.
 
-For the demo, drills and tests. Losing a host here means what it means on real machines: every process
-of its raylet is killed and checked to be gone, and its arena is destroyed. With a `NamespaceRig` every host
-but the head also has a network of its own, with links to cut.
+The demo, drills and tests use it. Losing a host means the same as on real machines: every process of its raylet is
+killed and checked to be gone, and its arena is destroyed. With a `NamespaceRig` every host but the head also has a
+network of its own, with links to cut.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
 DEATH_S = 20.0
 JOIN_S = 60.0
-# Stock Ray needs 12 to 65 s to see a dead raylet; drills and the demo do not wait for that twice.
+# With its default settings Ray needs 12 to 65 s to notice a dead raylet, too long for drills and the demo.
 FAST_HEALTH = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -44,18 +44,20 @@ FAST_HEALTH = {
 
 
 class EmbeddedCluster:
-    """Raylets by host id plus a started store. The first host is Ray's head and carries the driver.
+    """Raylets by host id and a started store; the first host is Ray's head and carries the driver.
 
-    A context manager: leaves no process, socket or arena behind.
+    It is a context manager that leaves no process, socket or arena behind.
     """
 
     def __init__(
         self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
         has_store: bool = True, rig: NamespaceRig | None = None, ray_settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """A cluster that is yet to start.
+        """Prepare a cluster; `start` begins it.
 
-        `rig` has a namespace for every host but the first, Ray's head; `ray_settings` are Ray's, for all of it.
+        Args:
+            rig: Has a namespace for every host but the first, Ray's head; None for loopback.
+            ray_settings: Ray's own settings for the whole cluster.
         """
         self.rig = rig
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
@@ -66,7 +68,7 @@ class EmbeddedCluster:
         )  # fmt: skip
         self.has_store = has_store
         self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
-        self.nodes: dict[str, Any] = {}  # of cluster_utils; in a rig, processes of `ray start`
+        self.nodes: dict[str, Any] = {}  # nodes of cluster_utils, or in a rig processes of `ray start`
         self.cluster: Any = None
 
     def __enter__(self) -> EmbeddedCluster:
@@ -88,18 +90,18 @@ class EmbeddedCluster:
         head, *others = self.labels
         self.add_node(head)
         ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
-        for host in others:  # one after the other: raylets that start at once take the same socket name
+        for host in others:  # one after the other, because raylets that start at once take the same socket name
             self.add_node(host)
         if self.has_store:
             store_cluster.start(self.config)
 
     @property
     def address(self) -> str:
-        """The Ray address of the cluster."""
+        """The address of the Ray cluster."""
         return str(self.cluster.address)
 
     def add_node(self, host: str, labels: Mapping[str, str] | None = None) -> None:
-        """A machine joins Ray; the store's supervisor gives it a holder without being asked (R3)."""
+        """Let a machine join Ray; the store's supervisor gives it a holder by itself (R3)."""
         if labels is not None:
             self.labels[host] = {"host": host, **labels}
         is_head = not self.nodes
@@ -115,7 +117,7 @@ class EmbeddedCluster:
         )
 
     def _start_in_namespace(self, rig: NamespaceRig, host: str) -> subprocess.Popen[Any]:
-        """Start a raylet on a host of the rig; what it says goes to Ray's own log folder."""
+        """Start a raylet on a host of the rig; it logs into Ray's own folder."""
         argv = [
             sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block",
             f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}", "--disable-usage-stats",
@@ -123,12 +125,12 @@ class EmbeddedCluster:
             "--labels", ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
         ]  # fmt: skip
         quiet = subprocess.DEVNULL
-        # A cluster half with and half without Ray's token authentication does not form.
+        # If some raylets used Ray's token authentication and others did not, the cluster would not form.
         env = {"RAY_AUTH_MODE": "disabled", **os.environ}
         return rig.popen(host, argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, env=env)
 
     def _wait_joined(self, address: str) -> None:
-        """Wait until Ray counts a raylet alive; cluster_utils does so for its own."""
+        """Wait until Ray counts a raylet alive; cluster_utils does that for its own."""
         deadline_s = time.monotonic() + JOIN_S
         while address not in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}:
             if time.monotonic() > deadline_s:
@@ -136,7 +138,7 @@ class EmbeddedCluster:
             time.sleep(0.05)
 
     def node_processes(self, host: str) -> list[tuple[int, int]]:
-        """(pid, start time) of the raylet of a host and of everything below it."""
+        """Return (pid, start time) of the raylet of a host and of all processes below it."""
         node = self.nodes[host]
         if self.rig is not None and host in self.rig.hosts:
             pids = self.rig.processes(host)
@@ -145,7 +147,7 @@ class EmbeddedCluster:
         return [(pid, start) for pid in pids if (start := process_start_time(pid)) is not None]
 
     def kill_processes(self, host: str) -> list[tuple[int, int]]:
-        """SIGKILL every process of a host at once; return those that were killed."""
+        """Send SIGKILL to every process of a host at once; return them as (pid, start time)."""
         victims = self.node_processes(host)
         for pid, start in victims:
             if is_alive(pid, start):
@@ -154,7 +156,7 @@ class EmbeddedCluster:
         return victims
 
     def raylet(self, host: str) -> tuple[int, int]:
-        """(pid, start time) of the raylet of a host; RuntimeError if it is gone."""
+        """Return (pid, start time) of the raylet of a host; RuntimeError if it is gone."""
         pid = self.nodes[host].all_processes["raylet"][0].process.pid
         start = process_start_time(pid)
         if start is None:
@@ -162,7 +164,7 @@ class EmbeddedCluster:
         return pid, start
 
     def replace_raylet(self, host: str) -> None:
-        """A host's raylet has died: what is left of it is killed, a new one joins; the host's memory stays."""
+        """Replace a host's raylet after its death: kill what is left of it, start a new one over the same memory."""
         victims = self.kill_processes(host)
         node = self.nodes.pop(host)
         with contextlib.suppress(Exception):
@@ -171,14 +173,14 @@ class EmbeddedCluster:
         self.add_node(host)
 
     def kill_head(self) -> list[tuple[int, int]]:
-        """SIGKILL every process of Ray's head, and let this process go from Ray; return those that were killed."""
+        """Send SIGKILL to every process of Ray's head, and disconnect from Ray; return them as (pid, start time)."""
         victims = self.kill_processes(next(iter(self.labels)))
         with contextlib.suppress(Exception):
             ray.shutdown()
         return victims
 
     def kill_everything(self) -> None:
-        """SIGKILL every process of every host, Ray's head included; the hosts' memory stays."""
+        """Send SIGKILL to every process of every host, Ray's head included; the hosts' memory stays."""
         victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -188,7 +190,7 @@ class EmbeddedCluster:
         self._wait_dead(victims, "the cluster")
 
     def lose_host(self, host: str) -> dict[str, Any]:
-        """The machine dies: its processes are killed and checked, its memory destroyed. Return what was done."""
+        """Kill a machine: kill its processes, check that they are gone, destroy its memory; return what was done."""
         if host == next(iter(self.labels)):
             raise ValueError(f"{host} is Ray's head and carries this driver: lose another host")
         arena = self.arena(host)
@@ -203,7 +205,7 @@ class EmbeddedCluster:
         return {"host": host, "processes": len(victims), "nbytes": nbytes}
 
     def _wait_dead(self, victims: list[tuple[int, int]], what: str) -> None:
-        """A fault that has not taken effect proves nothing."""
+        """Wait until processes are dead, because a fault that has not taken effect proves nothing."""
         deadline_s = time.monotonic() + DEATH_S
         while any(is_alive(pid, start) for pid, start in victims):
             if time.monotonic() > deadline_s:
@@ -211,7 +213,7 @@ class EmbeddedCluster:
             time.sleep(0.02)
 
     def arena(self, host: str) -> Path:
-        """The arena folder of a host."""
+        """Return the arena folder of a host."""
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     def stop(self) -> None:

@@ -3,8 +3,8 @@
     host h0  eth0 198.18.n.11 --- p0 \\
     host h1  eth0 198.18.n.12 --- p1 -- br0 (a namespace of its own) -- root --- ms-<pid>-<n> 198.18.n.1 (this machine)
 
-No namespace has a name: each is kept by one process that ends when the rig's owner does, however that ends, and the
-links inside go with it. What may outlive a killed owner is proved ours by its pid, and `sweep` removes it. Needs root.
+No namespace has a name. Each is kept by one process, which ends when the rig's owner ends in any way, and the links
+inside go with it. `sweep` removes what outlives a killed owner: the owner's pid proves whose it was. Needs root.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NETWORKS = list(ipaddress.IPv4Network("198.18.0.0/15").subnets(new_prefix=24))
 """For benchmarks of isolated networks (RFC 2544): no real network has these addresses."""
 FIRST_HOST = 11  # 198.18.n.11; .1 is this machine's own end
 HOSTS_MAX = 240
-OWNER = "MEMSTORE_RIG"  # in the environment of what runs in a rig: who owns it, for `sweep`
+OWNER = "MEMSTORE_RIG"  # environment variable of processes in a rig: its owner, for `sweep`
 CLONE_NEWNET = 0x40000000
 _SWITCH = ""  # the bridge's namespace
 _PROBE = """ip link add t0 type veth peer name t1 && ip link add t2 type bridge && ip link set t1 master t2 &&
@@ -42,7 +42,7 @@ tc qdisc replace dev t0 root tbf rate 1000000bit burst 16384 latency 50ms && ip 
 
 
 def available() -> str | None:
-    """Return why no rig can be made here (not root, a tool or a kernel feature missing), or None."""
+    """Say why no rig can be made here (not root, a tool or a kernel feature missing), or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
@@ -56,7 +56,7 @@ def available() -> str | None:
 
 
 class NamespaceRig:
-    """One namespace per host. A context manager that leaves nothing behind; two of them run side by side."""
+    """One namespace per host; a context manager that leaves nothing behind. Several rigs can run side by side."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
         self.hosts: list[str] = []
@@ -94,7 +94,7 @@ class NamespaceRig:
         self.close()
 
     def close(self) -> None:
-        """Kill every process in the rig and remove every link; may be called twice."""
+        """Kill every process in the rig and remove every link; a second call does nothing."""
         for host in self.hosts:
             self.kill(host)
         for process in self._started:
@@ -129,19 +129,19 @@ class NamespaceRig:
         raise DrillError(f"all {len(NETWORKS)} networks of 198.18.0.0/15 are in use: end some rigs, or sweep()")
 
     def _keep(self, name: str) -> None:
-        """Make a namespace, kept by a process that waits for the end of its input: ours, or our end."""
+        """Make a namespace and its keeper: a process that ends with its input, and so with this process."""
         argv = ["unshare", "--net", "env", f"{OWNER}={self._owner}", "cat"]
         keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._keepers[name] = keeper
         if keeper.stdin is None or keeper.stdout is None:
             raise DrillError("a namespace's keeper has no pipes")
-        keeper.stdin.write(b".")  # it comes back when the namespace is there
+        keeper.stdin.write(b".")  # the keeper echoes it as soon as the namespace is there
         ready, _, _ = select.select([keeper.stdout], [], [], COMMAND_S)
         if not ready or keeper.stdout.read(1) != b".":
             raise DrillError(f"no network namespace within {COMMAND_S:g} s: {available() or 'unshare says nothing'}")
 
     def add_host(self, host: str) -> None:
-        """A machine joins the network."""
+        """Add a host to the network."""
         number = len(self.hosts)
         if host in self._keepers or not host or number >= HOSTS_MAX:
             raise DrillError(f"host {host!r} is there already, has no name, or is one too many of {HOSTS_MAX}")
@@ -159,19 +159,19 @@ class NamespaceRig:
 
     @property
     def root_address(self) -> str:
-        """This machine's own address in the rig's network."""
+        """The address of this machine in the rig's network."""
         return str(self.network[1])
 
     def address(self, host: str) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return str(self.network[FIRST_HOST + self.hosts.index(host)])
 
     def namespace(self, host: str) -> str:
-        """The path of a host's namespace, for `enter`."""
+        """Return the path of a host's namespace, for `enter`."""
         return f"/proc/{self._keepers[host].pid}/ns/net"
 
     def prefix(self, host: str) -> list[str]:
-        """What to put before an argv so that it runs on a host; it becomes that very process."""
+        """Return the words to put before an argv so that it runs on a host, in the same process."""
         return ["nsenter", f"--net={self.namespace(host)}", "env", f"{OWNER}={self._owner}"]
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -181,7 +181,7 @@ class NamespaceRig:
         return process
 
     def processes(self, host: str) -> list[int]:
-        """The pids of what runs on a host, the namespace's keeper left out."""
+        """Return the pids of a host's processes, without the namespace's keeper."""
         inode = os.stat(self.namespace(host)).st_ino
         keeper = self._keepers[host].pid
         found = []
@@ -193,7 +193,7 @@ class NamespaceRig:
         return found
 
     def kill(self, host: str) -> list[int]:
-        """The power of a host fails: SIGKILL whatever runs there; return the pids."""
+        """Send SIGKILL to every process of a host, as if its power failed; return the pids."""
         pids = self.processes(host)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -203,17 +203,17 @@ class NamespaceRig:
     # -- faults -------------------------------------------------------------------------------
 
     def cut(self, host: str) -> None:
-        """Pull a host's cable at the switch: nothing in or out, nobody is told."""
+        """Cut a host off at the switch: no packet goes in or out, and no connection is reset."""
         self._ip(_SWITCH, f"link set {self._port(host)} down")
 
     def heal(self, host: str) -> None:
-        """Put a cut host's cable back."""
+        """Undo `cut`."""
         self._ip(_SWITCH, f"link set {self._port(host)} up")
 
     def block(self, source: str, target: str, *, one_way: bool = False) -> None:
-        """Lose every packet from `source` to `target`, and the other way too unless `one_way`.
+        """Lose every packet from `source` to `target`, and in the other direction too unless `one_way`.
 
-        Open connections fall silent; a new one from `source` is refused by its own kernel, one from `target` times out.
+        Open connections fall silent. A new one from `source` is refused by its own kernel; one from `target` times out.
         """
         for a, b in [(source, target)] if one_way else [(source, target), (target, source)]:
             if (a, b) not in self._blocked:
@@ -263,7 +263,7 @@ class NamespaceRig:
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and what it starts from now on, into a namespace: for a fork with one thread."""
+    """Move the calling thread, and all that it starts later, into a namespace; for a fork with one thread."""
     with open(namespace, "rb") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
@@ -271,7 +271,7 @@ def enter(namespace: str) -> None:
 
 
 def sweep() -> list[str]:
-    """Remove what rigs of dead owners left: links by the pid in their name, processes by their environment."""
+    """Remove the leftovers of rigs whose owners are dead: links by the pid in their name, processes by environment."""
     removed = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -299,7 +299,7 @@ def _wait_gone(path: Path) -> None:
 
 
 def _addresses_and_routes() -> list[str]:
-    """Every IPv4 network of this namespace's addresses and routes but the default route."""
+    """Return every IPv4 network of this namespace's addresses and routes, without the default route."""
     addresses = json.loads(_run(["ip", "-json", "-4", "addr"]) or "[]")
     routes = json.loads(_run(["ip", "-json", "-4", "route"]) or "[]")
     found = [f"{a['local']}/{a['prefixlen']}" for row in addresses for a in row.get("addr_info", ())]
@@ -307,7 +307,7 @@ def _addresses_and_routes() -> list[str]:
 
 
 def _run(argv: Sequence[str], *, text: str = "") -> str:
-    """Run a command; DrillError with what it said if it fails or takes longer than COMMAND_S."""
+    """Run a command; raise DrillError with its output if it fails or takes longer than COMMAND_S."""
     try:
         done = subprocess.run(argv, input=text, text=True, capture_output=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:

@@ -1,4 +1,4 @@
-"""Entry point of the processes that `processes.py` starts: one holder or one controller. Runs until killed."""
+"""The program of the processes that `processes.py` starts: one holder or one controller. It runs until it is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GATE_S = 60.0
 
 
 def hold_durable_writes(gate: Path) -> None:
-    """Make every durable write of this process wait for a file, as one to a file system that hangs."""
+    """Let every durable write of this process wait for a file, as if the file system hung."""
     real = PartsTier.write_slice
 
     def held(self: PartsTier, *args: Any, **kwargs: Any) -> int | None:
@@ -42,11 +42,11 @@ def hold_durable_writes(gate: Path) -> None:
 
 
 def main() -> int:
-    """Run one role as the JSON specification on stdin says."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that dies leaves no process behind
+    """Run the role that the JSON specification on stdin names."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this process dies with the test
     spec = json.load(sys.stdin)
     if os.getppid() != spec["parent"]:
-        return 1  # it died before it could be agreed that this process dies with it
+        return 1  # the test died before the line above took effect
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     config = Config().with_fields(spec["config"])
     membership = DirectoryMembership(spec["membership"])
@@ -68,7 +68,7 @@ def main() -> int:
             limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
         )  # fmt: skip
         info = holder.info
-        if spec["peer_address"] is not None:  # peers go through a proxy; they learn the address with the first session
+        if spec["peer_address"] is not None:  # of a proxy; peers learn it with the first session
             address, port = spec["peer_address"]
             holder.info = dataclasses.replace(info, address=address, port=port)
         membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})

@@ -1,7 +1,7 @@
 """A store of plain processes on one machine, without Ray: holders and a controller that can be killed for real.
 
-Each holder and the controller is a process of its own, found through a folder of small files
-(`DirectoryMembership`). Used by tests, drills of the core, and machines that have no Ray.
+Each holder and the controller is a process of its own. They find one another through a folder of small files
+(`DirectoryMembership`). Tests, drills of the core, and machines without Ray use it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLL_S = 0.02
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    """Poll until `condition()` is true and return its value; AssertionError naming `what` after the deadline."""
+    """Poll until `condition()` is true and return its value; raise AssertionError with `what` after the limit."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -53,17 +53,17 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S
 
 
 class ProcessCluster:
-    """Holders by host id plus one controller. A context manager that leaves nothing behind."""
+    """Holders by host id and one controller; a context manager that leaves nothing behind."""
 
     def __init__(
         self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
         durable_gate: Path | None = None, rig: NamespaceRig | None = None, controller_host: str = "",
         proxied: Collection[str] = (), **config: Any,
     ) -> None:  # fmt: skip
-        """Processes that are yet to start.
+        """Prepare the processes; entering the context starts them.
 
         Args:
-            folder: Where the processes find one another, and for their logs.
+            folder: Where the processes find one another and write their logs.
             hosts: The labels of each host.
             rig: Has a namespace for every host, where its processes run; None for loopback.
             controller_host: The host of the rig on which the controller runs; "" for this machine's own end.
@@ -81,15 +81,15 @@ class ProcessCluster:
             "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
         }  # fmt: skip
         self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
-        self.working_folders: dict[str, Path] = {}  # of holders: where one host's files are to differ from another's
+        self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}
-        self.started_s: dict[str, float] = {}  # by host: when its newest holder was started
-        self.replaced: list[subprocess.Popen[bytes]] = []  # holders that a successor was started for
+        self.started_s: dict[str, float] = {}  # host -> when its newest holder was started
+        self.replaced: list[subprocess.Popen[bytes]] = []  # holders beside which a successor was started
         self.controller: subprocess.Popen[bytes] | None = None
         self.settle_s = 5.0
-        self.environ: dict[str, dict[str, str]] = {}  # by host, "" for the controller: of what is started from now on
-        self.controller_way: Path | None = None  # another way to the folder, for the controllers started from now on
+        self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
+        self.controller_way: Path | None = None  # another path to the folder, for the next controllers
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessCluster:
@@ -135,14 +135,14 @@ class ProcessCluster:
                 cwd=self.working_folders.get(on_host),
             )  # fmt: skip
         if process.stdin is not None:
-            with process.stdin as stdin:  # not an argument: everybody on the machine could read the secret there
+            with process.stdin as stdin:  # as an argument every user of the machine could read the secret
                 stdin.write(json.dumps(spec).encode())
         return process
 
     def start_controller(self, *, on_host: str = "", membership: Path | None = None) -> None:
-        """Start a controller, by default where the first one ran; an older one is outranked by its term (R17).
+        """Start a controller, by default where the first one ran; its term outranks an older one (R17).
 
-        `membership` is another way to the folder, so that a test can take it away from this controller alone.
+        `membership` is another path to the folder, so that a test can take it away from this controller alone.
         """
         if self.controller is not None:
             self.replaced.append(self.controller)
@@ -171,11 +171,11 @@ class ProcessCluster:
         return [] if self.rig is None or not host else self.rig.prefix(host)
 
     def namespace(self, host: str) -> str:
-        """The path of the network namespace in which a host's processes run; "" for this process's own."""
+        """Return the path of the network namespace of a host's processes; "" for this process's own."""
         return "" if self.rig is None else self.rig.namespace(host)
 
     def announced(self, host: str) -> Callable[[], tuple[str, int]]:
-        """Return what tells where a host's holder listens now."""
+        """Return a function that says where a host's holder listens now."""
 
         def record() -> tuple[str, int]:
             found = json.loads((self.folder / "hosts" / host).read_text())
@@ -184,7 +184,7 @@ class ProcessCluster:
         return record
 
     def add_host(self, host: str, labels: Mapping[str, str]) -> None:
-        """A machine joins."""
+        """Add a machine, and start its holder."""
         self.labels[host] = dict(labels)
         self.start_holder(host)
 
@@ -201,12 +201,12 @@ class ProcessCluster:
             self.controller = None
 
     def forget_membership(self) -> None:
-        """What Ray knew is gone, as after a fresh start of the whole cluster: announcements and terms."""
+        """Remove announcements and terms, as a fresh start of the whole Ray cluster does."""
         for name in ("hosts", "terms"):
             shutil.rmtree(self.folder / name)
 
     def kill_all(self) -> None:
-        """SIGKILL every holder and the controller; the hosts' memory stays."""
+        """Send SIGKILL to every holder and the controller; the hosts' memory stays."""
         for process in [*self.holders.values(), self.controller]:
             if process is not None:
                 process.kill()
@@ -222,20 +222,20 @@ class ProcessCluster:
         return old
 
     def lose_host(self, host: str) -> None:
-        """The machine is gone: its holder killed, its memory destroyed, its announcement left behind."""
+        """Lose a machine: its holder is killed, its memory destroyed, its announcement left behind."""
         self.kill_holder(host)
         shutil.rmtree(self.arena(host))
 
     def signal_holder(self, host: str, sig: signal.Signals) -> None:
-        """Send a signal, such as SIGSTOP, to the holder."""
+        """Send a signal such as SIGSTOP to the holder."""
         self.holders[host].send_signal(sig)
 
     def arena(self, host: str) -> Path:
-        """The arena folder of a host."""
+        """Return the arena folder of a host."""
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     def manifests(self, host: str) -> dict[str, bytes]:
-        """The files in a host's folder of manifests; what was renamed or dropped since it was listed is left out."""
+        """Return the manifests of a host by file name, without those that go while they are read."""
         found = {}
         for path in sorted((self.arena(host) / "manifests").iterdir()):
             with contextlib.suppress(FileNotFoundError):
@@ -243,7 +243,7 @@ class ProcessCluster:
         return found
 
     def inventory(self, host: str) -> dict[str, Any]:
-        """What a host stores, as its files say: manifests and journal by content, and slots that hold bytes."""
+        """Return what a host stores, read from its files: manifests, journal, and slots that hold bytes."""
         folder = self.arena(host)
         table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
@@ -254,15 +254,15 @@ class ProcessCluster:
         }
 
     def joined(self, host: str) -> set[str]:
-        """The hosts that a host's journal knows to have joined."""
+        """Return the hosts that have joined, as a host's journal says."""
         facts = (entry_from_record(record).fact for record in read_records(self.arena(host) / "journal"))
         return {joined for fact in facts if isinstance(fact, HostsJoined) for joined in fact.labels}
 
     def settled_inventory(self, manifests_count: int) -> dict[str, Any]:
-        """The inventory of every host that runs, once each has this many manifests and no slot but theirs.
+        """Return the inventory of every host that runs, once each has this many manifests and no slot but theirs.
 
-        Older steps are dropped by then, what half-received shards held is given back, and that the hosts joined, which
-        the controller records once a tick, is in every journal.
+        By then older steps are dropped, slots of half-received shards are given back, and every journal knows which
+        hosts joined, which the controller records once a tick.
         """
 
         def settled() -> dict[str, Any]:
@@ -280,7 +280,7 @@ class ProcessCluster:
         return inventory
 
     def env(self, host: str) -> dict[str, str]:
-        """The environment of a process that runs on a host."""
+        """Return the environment of a process that runs on a host."""
         return {**os.environ, "MEMSTORE_HOST": host}
 
     # -- questions ----------------------------------------------------------------------------
@@ -298,15 +298,15 @@ class ProcessCluster:
         raise MemstoreError(f"no holder answers: {problems}")
 
     def status(self) -> dict[str, Any]:
-        """The controller's status."""
+        """Return the controller's status."""
         return self.ask("status")
 
     def job(self, name: str) -> dict[str, Any] | None:
-        """One job's status, or None."""
+        """Return one job's status, or None."""
         return next((job for job in self.status()["jobs"] if job["job"] == name), None)
 
     def host_rows(self) -> list[dict[str, Any]]:
-        """The hosts in the controller's status, or nothing while no controller answers."""
+        """Return the hosts in the controller's status; empty while no controller answers."""
         try:
             found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
         except (MemstoreError, OSError):
@@ -314,18 +314,19 @@ class ProcessCluster:
         return found
 
     def host_status(self) -> dict[str, str]:
-        """Status by host, or nothing while no controller answers."""
+        """Return the status of each host; empty while no controller answers."""
         return {row["host"]: row["status"] for row in self.host_rows()}
 
     def host_events(self, *kinds: str) -> list[tuple[str, str]]:
-        """What happened to hosts so far, as (host, "host_dead" and the like), in order.
+        """Return the events of hosts so far, such as (host, "host_dead"), in order.
 
-        A status is of one moment: it misses what came between two, and on a busy machine any host is suspect for one.
+        A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
+        suspect at that moment.
         """
         return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
 
     def wait_live(self, *hosts: str) -> None:
-        """Wait until the controller counts these hosts live, by the holders that were started last."""
+        """Wait until the controller counts these hosts live, each with the holder that was started last."""
 
         def are_live() -> bool:
             live = {row["host"]: row["up_s"] for row in self.host_rows() if row["status"] == "live"}
@@ -334,17 +335,17 @@ class ProcessCluster:
         wait_for(are_live, f"live hosts {hosts}")
 
     def logs(self) -> str:
-        """All logs, for a failing test."""
+        """Return all logs, for a failing test."""
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
 
 
 def _named(manifests: dict[str, bytes]) -> set[bytes]:
-    """The digests of all chunks that manifests name."""
+    """Return the digests of all chunks that manifests name."""
     return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill and reap one process that we started."""
+    """Kill and reap a process that this one started."""
     if process.poll() is None:
         process.kill()
     process.wait(timeout=START_S)

@@ -1,4 +1,4 @@
-"""An arena folder under a random store name, removed afterwards; for tests and drills (R5)."""
+"""An arena folder under a random store name, which is removed afterwards, for tests and drills (R5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wall clock that is off, for a process that is yet to start: monotonic time goes on as it does everywhere."""
+"""A wall clock that is off, for a process that is yet to start; its monotonic clock is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ time.time_ns = lambda: _time_ns() + int(_step_s * 1e9)
 
 
 def stepped_clock(folder: Path, step_s: float) -> dict[str, str]:
-    """Return what the environment of a Python process needs so that its clock is `step_s` ahead; writes to `folder`."""
+    """Return the environment that sets a Python process's wall clock `step_s` ahead; write its files to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_SITE)
     return {"PYTHONPATH": str(folder), "STEPPED_CLOCK_S": str(step_s)}

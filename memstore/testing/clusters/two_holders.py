@@ -1,4 +1,4 @@
-"""Two real holders in this process that know each other, without a controller: what passes between them is real."""
+"""Two real holders in this process that know each other, without a controller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARENA_BYTES = 8 << 20
 
 @contextlib.contextmanager
 def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holder]]:
-    """Yield the holders of hosts a and b; nothing of them is left afterwards."""
+    """Yield the holders of hosts a and b; remove everything of them afterwards."""
     config = Config(
         store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, chunk_bytes=chunk_bytes, interface="127.0.0.1",
         scrub_bytes_per_s=0, **fields,

@@ -1,1 +1,1 @@
-"""The controller's state machine under test, with hosts that answer it."""
+"""The controller's real state machine among fake holders."""

@@ -1,4 +1,4 @@
-"""Durable storage for catalog tests: who wrote which slice, which markers are there, and what goes wrong."""
+"""Fake durable storage: which host wrote which slice, which markers are there, and what fails."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Durable:
     slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
     damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
-    discarded: list[tuple[str, int, int]] = field(default_factory=list)  # what abandoned writes left was removed
+    discarded: list[tuple[str, int, int]] = field(default_factory=list)  # steps whose unfinished slices were removed
     problem: str = ""
-    lacks: str = ""  # what the step that a host is to check lacks
+    lacks: str = ""  # what is missing of the step that a host is told to check
     keys: dict[ShardId, set[str]] = field(default_factory=dict)  # -> keys that some slice of it was written under
     marker_keys: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ class StorageUser(Protocol):
 
 
 def persist(holder: StorageUser, body: Body) -> None:
-    """Do what the controller orders: say the key, write slices or the marker, or remove a step."""
+    """Do what the controller orders: report the key, write slices or the marker, or remove a step."""
     job, (attempt, step), what = body["job"], body["step"], body["what"]
     why = holder.durable.problem or holder.durable_problem
     if what == "parts" and body["key"] != holder.durable_key:

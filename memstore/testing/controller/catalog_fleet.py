@@ -1,7 +1,7 @@
-"""One real catalog among thousands of hosts, without time, delays or bytes: what a step costs the catalog alone.
+"""One real state machine among thousands of hosts, without time, delays or bytes, to measure what a step costs it.
 
-`CatalogWorld` shows what the catalog decides; this shows how much work that is. Events are those that holders send:
-one report a seal, one acknowledgement a fact. Only the time and the calls inside `Catalog.handle` are the catalog's.
+`CatalogWorld` shows what the controller decides; this shows how much work that is. Events are those that holders send:
+one report a seal, one acknowledgement a fact. Only the time inside `Catalog.handle` is counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.cluster.state import Rules
+from memstore.core.controller.machine import Catalog
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -46,8 +47,8 @@ class CatalogFleet:
         self.now = 0.0
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
-        self.rooms: dict[str, Body] = {}  # what each host was told last to claim
-        self.committed: set[int] = set()  # steps of which every host was told
+        self.rooms: dict[str, Body] = {}  # host -> the last reservation that it was ordered
+        self.committed: set[int] = set()  # steps whose commit every host was told
         self.answers: list[Answer] = []
         self._told: dict[int, int] = {}
         self.catalog = Catalog(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)
@@ -68,11 +69,11 @@ class CatalogFleet:
         self._call("reserve", {"attempt": 1, "slots": CHUNKS})
 
     def host_of(self, rank: int) -> str:
-        """Ranks fill one host after the other, as launchers number them."""
+        """Return the host of a rank; ranks fill one host after the other, as launchers number them."""
         return self.hosts[rank // self.ranks_per_host]
 
     def _call(self, verb: str, body: dict[str, Any]) -> None:
-        """Every rank asks; raise AssertionError unless each got an answer."""
+        """Let every rank ask; raise AssertionError unless each got an answer."""
         self.answers.clear()
         for rank in range(self.world_size):
             more = {"job": JOB, "rank": rank, "nonce": f"n{rank}", "pid": 1000 + rank}
@@ -82,7 +83,7 @@ class CatalogFleet:
         assert len(self.answers) == self.world_size, (verb, len(self.answers))
 
     def handle(self, event: Event) -> None:
-        """Give the catalog one event, then obey what it orders, as every host would."""
+        """Give the state machine one event, then carry out its orders, as every host would."""
         waiting: list[Event] = [event]
         while waiting:
             begun_s = time.process_time()
@@ -118,7 +119,7 @@ class CatalogFleet:
         return []
 
     def seal(self, host: str, rank: int, step: int, *, is_own: bool) -> None:
-        """A host reports its copy of a rank's shard."""
+        """Let a host report its copy of a rank's shard."""
         spec = [f"{step:016x}{rank:016x}", CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size]
         body: dict[str, Any] = {"copies": [[[JOB, 1, step, rank], spec, []]]}
         if is_own:
@@ -126,7 +127,7 @@ class CatalogFleet:
         self.handle(Report(host, "sealed", body))
 
     def put(self, step: int, ranks: Iterable[int] | None = None) -> None:
-        """Every rank puts; its own host seals the shard first, then the targets of that host."""
+        """Let every rank put; its own host seals the shard first, then the targets of that host."""
         order = list(range(self.world_size)) if ranks is None else list(ranks)
         for rank in order:
             self.seal(self.host_of(rank), rank, step, is_own=True)

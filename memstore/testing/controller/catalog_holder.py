@@ -1,7 +1,8 @@
-"""A holder without an arena: obeys the controller's orders as core/wire/messages.py words them, on plain values.
+"""A holder without an arena: it carries out the orders of core/wire/messages.py on plain values.
 
-It keeps copies as facts about bytes (a shard, its digest, the chunks it lacks) and a journal, and it hosts ranks
-that put, get and hear levels. The world delivers its messages; nothing here knows of time or of the catalog.
+A copy is a statement about bytes (a shard, its digest, the chunks that it lacks). The holder also keeps a journal, and
+hosts ranks that put, get and are told levels. The world delivers its messages; this file knows neither time nor
+controller.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
 
 @dataclass
 class FakeRank:
-    """One training process: what it asked, what it was told."""
+    """One training process, with the answers and levels that it was told."""
 
     job: str
     rank: int
@@ -47,7 +48,7 @@ class FakeRank:
     key: str | None
     attempt: int = 0
     is_dead: bool = False
-    stall_s: float = 0.0  # what each of its puts blocks
+    stall_s: float = 0.0  # how long each of its puts blocks
     has_room: bool = False  # its reservation was granted
     answers: dict[str, list[Body]] = field(default_factory=dict)
     errors: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class FakeRank:
     is_fenced: bool = False
 
     def rise(self, step: int, level: str, reason: str = "", *, is_degraded: bool = False) -> None:
-        """A ticket hears a level; levels only grow, and what ended stays ended (R15)."""
+        """Set the level of a ticket; levels only grow, and a ticket that has ended stays as it is (R15)."""
         now = self.tickets.get(step, "pending")
         if now not in LEVELS or step not in self.tickets:
             return
@@ -67,7 +68,7 @@ class FakeRank:
             self.tickets[step], self.reasons[step], self.degraded[step] = level, reason, is_degraded
 
     def error(self, verb: str) -> str:
-        """The last error of a verb as "Class: message", or "" if it never failed."""
+        """Return the last error of a verb as "Class: message", or "" if it never failed."""
         found = self.errors.get(verb)
         return ": ".join(found[-1]) if found else ""
 
@@ -91,19 +92,19 @@ class FakeHolder:
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
         self.journal: list[bytes] = []
-        self.pages: list[bytes] = []  # of a journal order whose end has not come
+        self.pages: list[bytes] = []  # pages of a journal order whose last page has not come
         self.term = 0
-        self.clock_s = -math.inf  # of the controller, as it told it last in this session
+        self.clock_s = -math.inf  # the controller's clock, as it last sent it in this session
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
-        self.copiers: dict[str, dict[int, list[str]]] = {}  # targets of local ranks that copy what others hold too
+        self.copiers: dict[str, dict[int, list[str]]] = {}  # job -> local copier -> targets
         self.ranks: dict[str, FakeRank] = {}  # by nonce
         self.calls, self.calls_count = dict[int, tuple[str, str, Body]](), 0
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
-        self.rooms: dict[str, Body] = {}  # job -> what was ordered for it: without, nothing of it is taken from a peer
+        self.rooms: dict[str, Body] = {}  # job -> its reservation; without one no copy is taken from a peer
         self.staging_fails = ""
-        self.checks_lost = 0  # so many check orders find the rank's link down
+        self.checks_lost = 0  # so many of the next check orders find the rank's link broken
         self.orders: list[tuple[str, Body]] = []
 
     @property
@@ -112,13 +113,13 @@ class FakeHolder:
         return self.info.host_id
 
     def hello(self) -> HostUp:
-        """What a new session begins with: inventory and journal."""
+        """Return the first event of a session: inventory and journal."""
         self.pages.clear()
         seen = {"idle_s": self.idle_s, "dropped": dict(self.stories)}
         return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal), **seen)  # type: ignore[arg-type]
 
     def restart(self, *, keep_memory: bool) -> None:
-        """A new holder process takes the host's memory over, or finds none."""
+        """Let a new holder process take the host's memory over, or find none."""
         self.info = replace(self.info, incarnation=self.info.incarnation + 1)
         self.targets, self.copiers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
         self.rooms = {}
@@ -128,18 +129,18 @@ class FakeHolder:
     # -- ranks --------------------------------------------------------------------------------
 
     def call(self, rank: FakeRank, verb: str, body: Body) -> None:
-        """A rank asks the controller something; asked again in every session until it is answered."""
+        """Send a rank's question to the controller; it is sent again in every session until it is answered."""
         self.calls_count += 1
         self.calls[self.calls_count] = (rank.nonce, verb, body)
         self._send(self, RankCall(self.host_id, self.calls_count, verb, dict(body)))
 
     def resend_calls(self) -> None:
-        """A new session: whoever waits asks again."""
+        """Send every unanswered question again in a new session."""
         for call_id, (_, verb, body) in sorted(self.calls.items()):
             self._send(self, RankCall(self.host_id, call_id, verb, dict(body)))
 
     def answer(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
-        """The controller answered."""
+        """Pass an answer of the controller on to its rank."""
         nonce, verb, _ = self.calls.pop(call_id, ("", "", {}))
         rank = self.ranks.get(nonce)
         if rank is None:
@@ -155,7 +156,7 @@ class FakeHolder:
             rank.resume_step = max(rank.resume_step, int(body["resume"]))
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
-        """A rank handed a step over and it is digested: report it, push it to the targets (R13)."""
+        """Report a step that a rank has handed over and push it to the targets (R13)."""
         shard = ShardId(rank.job, rank.attempt, step, rank.rank)
         if rank.attempt < self.fences.get(rank.job, 0):
             rank.rise(step, "failed", "fenced")
@@ -175,7 +176,7 @@ class FakeHolder:
         self._send(self, Report(self.host_id, kind, body))
 
     def lose(self, *shards: ShardId) -> None:
-        """Copies of a job are gone, and an inventory lacks them."""
+        """Lose copies of a job, and report an inventory without them."""
         for shard in shards:
             del self.copies[shard]
         job, attempt = shards[0].job, shards[0].attempt
@@ -220,7 +221,7 @@ class FakeHolder:
         self.copiers[body["job"]] = {rank: list(targets) for rank, targets, _ in body["copiers"]}
 
     def _on_grow(self, body: Body) -> None:
-        """Memory that no share claims takes copies as well."""
+        """Accept copies of the job although no reservation was made; the real holder grows its arena."""
         self.rooms.setdefault(body["job"], body)
 
     def _on_reserve(self, body: Body) -> None:
@@ -233,7 +234,7 @@ class FakeHolder:
         self._later(self, lambda: self._fork(body))
 
     def _fork(self, body: Body) -> None:
-        """Copies of a new job over the same chunks: their digest follows from the origin's and the new id (R14)."""
+        """Make copies of a new job over the same chunks: their digest follows from the origin's and the new id."""
         looked: list[list[Any]] = []
         for item, digest, renamed in body["shards"]:
             mine, new = self.copies.get(shard_from_wire(item)), shard_from_wire(renamed)
@@ -354,7 +355,7 @@ class FakeHolder:
 
 
 def plain(body: Body) -> Body:
-    """As it comes off the wire: tuples are lists, and what cannot travel fails here."""
+    """Return a body as it comes off the wire: tuples become lists, and values that cannot travel raise here."""
     return dict(msgpack.unpackb(msgpack.packb(body), strict_map_key=False))
 
 

@@ -1,4 +1,4 @@
-"""Room on a holder without an arena: what a peer's copy counts for, as the real shelf does (R10)."""
+"""The memory limit of a holder without an arena: it counts copies of peers as the real index does (R10)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recovery.inventory import ShardId
 
 
 def guest_refusal(room: Mapping[str, Any] | None, held: Iterable[ShardId], shard: ShardId, chunks: int) -> str:
-    """Say why a peer's copy of `chunks` slots does not fit what was ordered for its job here, or ""."""
+    """Say why a peer's copy of `chunks` slots does not fit the reservation of its job here, or ""."""
     if room is None:
         return f"no room is reserved for job {shard.job!r} here"
     ranks = {rank for rank, _ in room.get("ranks", ())}

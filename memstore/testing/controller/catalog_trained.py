@@ -1,4 +1,4 @@
-"""A catalog world whose job has trained for some steps: where most tests begin."""
+"""Worlds whose job has trained for some steps, the start of most tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memstore.testing.controller.catalog_world import CatalogWorld, describe
 def trained(
     hosts: int, world_size: int | None = None, last: int = 1, **config: Any
 ) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job with steps 1 to `last` committed, one rank a host unless told."""
+    """Return a world whose job has committed steps 1 to `last`, and its ranks: one a host by default."""
     world = CatalogWorld(hosts, **config)
     ranks = world.launch(world_size or hosts)
     world.get(ranks)
@@ -22,7 +22,7 @@ def trained(
 
 
 def written(last: int = 1, **config: Any) -> tuple[CatalogWorld, list[FakeRank]]:
-    """A job of two ranks with a durable directory, steps 1 to `last` committed, and each written where it was due."""
+    """Return a world whose job of two ranks has committed and durably written steps 1 to `last`, and its ranks."""
     world = CatalogWorld(2, **{"durable": "/durable", "durable_every": 1, **config})
     ranks = world.launch(2)
     world.get(ranks)

@@ -1,8 +1,8 @@
-"""One real catalog among fake holders, on virtual time: seeded delays, crashes and returns, no threads.
+"""One real state machine among fake holders, on virtual time: seeded delays, crashes and returns, no threads.
 
-`CatalogWorld` is a shell around `Catalog.handle`, as the controller actor is: it delivers messages in order per
-session, ticks, renews the lease, and starts a successor after a crash. A larger simulator extends it by replacing
-`FakeHolder`. What every rank put is remembered, so `check_restored` can compare bytes by digest.
+`CatalogWorld` is a shell around `Catalog.handle`, as the controller actor is. It delivers messages in order per
+session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put, so that
+`check_restored` can compare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.job import Job
-from memstore.core.controller.machine import Catalog, Rules
+from memstore.core.cluster.state import Rules
+from memstore.core.controller.machine import Catalog
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -42,7 +43,7 @@ JOB = "train"
 
 
 class CatalogWorld:
-    """Hosts by id, ranks by (job, rank), and the controller if one is alive."""
+    """A cluster: hosts by id, ranks by (job, rank), and the controller if one is alive."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class CatalogWorld:
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.delay_s = (0.001, 0.02)  # one message, least and most
-        self.work_s = (0.01, 0.2)  # one push or staging
+        self.delay_s = (0.001, 0.02)  # of a message, least and most
+        self.work_s = (0.01, 0.2)  # of a push or a staging, least and most
         fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "outlast_s": 1.0, "settle_s": 3.0}
         self.rules = Rules(**{**fields, **(rules or {})})
         self.config = Config(connect_timeout_s=20.0, **config).job_fields()
@@ -65,7 +66,8 @@ class CatalogWorld:
         self.notes: list[str] = []
         self.catalog: Catalog | None = None
         self.term = 0
-        self.has_lease, self.skew_s = True, 0.0  # of the next controller's wall clock
+        self.has_lease = True
+        self.skew_s = 0.0  # how far the next controller's wall clock is ahead
         self.nonces = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
@@ -104,7 +106,7 @@ class CatalogWorld:
         return True
 
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Do something later."""
+        """Do something after a delay."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._ids), work))
 
     def _repeat(self, every_s: float, work: Callable[[], None]) -> None:
@@ -117,7 +119,7 @@ class CatalogWorld:
     # -- controller ---------------------------------------------------------------------------
 
     def start_controller(self) -> None:
-        """A controller of the next term: it knows who was announced and dials everybody."""
+        """Start a controller of the next term: it knows which hosts were announced, and dials them all."""
         self.term += 1
         self.catalog = Catalog(
             term=self.term, now=self.now, wall_offset_s=1e9 + self.skew_s, rules=self.rules,
@@ -128,7 +130,7 @@ class CatalogWorld:
             self._dial(holder)
 
     def crash_controller(self, *, restart_after_s: float | None = 0.5) -> None:
-        """The controller is gone with all it knew; what was on the wire to it is lost."""
+        """End the controller with all that it knew; messages on their way to it are lost."""
         self.catalog = None
         self._sessions.clear()
         if restart_after_s is not None:
@@ -148,7 +150,7 @@ class CatalogWorld:
         holder.resend_calls()
 
     def _send(self, holder: FakeHolder, event: Event) -> None:
-        """From a holder to the controller, in order within the session."""
+        """Send an event from a holder to the controller, in order within the session."""
         host, session = holder.host_id, self._sessions.get(holder.host_id)
         if session is None or not holder.is_up:
             return
@@ -173,7 +175,7 @@ class CatalogWorld:
         if self.catalog is None:
             return
         actions = self.catalog.handle(self.now, event)
-        assert not self.catalog.observer.problem, self.catalog.observer.problem
+        assert not self.catalog.parts.observer.problem, self.catalog.parts.observer.problem
         for action in actions:
             if isinstance(action, Note):
                 self.notes.append(f"{self.now:.2f} {action.text}")
@@ -213,7 +215,7 @@ class CatalogWorld:
     # -- hosts --------------------------------------------------------------------------------
 
     def add_host(self, name: str, labels: Mapping[str, str] | None = None) -> FakeHolder:
-        """A new machine with empty memory."""
+        """Add a machine with empty memory."""
         info = HostInfo(name, 1, f"10.0.0.{len(self.holders)}", 7000, machine=f"m-{name}", labels=labels or {})
         holder = FakeHolder(info, self.durable, send=self._send, peer=self._reachable, later=self._later)
         self.holders[name] = holder
@@ -235,7 +237,7 @@ class CatalogWorld:
         self.at(self.random.uniform(*self.work_s), unless_dead)
 
     def kill_host(self, name: str, *, keep_memory: bool = False) -> None:
-        """The machine (or, with `keep_memory`, its holder and ranks) dies; connections reset at once."""
+        """End a machine, or with `keep_memory` only its holder and ranks; connections reset at once."""
         holder = self.holders[name]
         holder.is_up = False
         for rank in holder.ranks.values():
@@ -246,16 +248,16 @@ class CatalogWorld:
             self._handle(HostLost(name, "connection reset"))
 
     def return_host(self, name: str) -> None:
-        """A new holder on that host: with the memory that its death left there."""
+        """Start a new holder on a host, with the memory that is left there."""
         self.holders[name].restart(keep_memory=True)
         self._dial(self.holders[name])
 
     def silence(self, name: str) -> None:
-        """The host hangs: nothing goes in or out, no connection resets."""
+        """Let a host hang: no message goes in or out, and no connection resets."""
         self._silent.add(name)
 
     def thaw(self, name: str) -> None:
-        """It goes on."""
+        """Let a host that hangs go on."""
         self._silent.discard(name)
 
     # -- ranks --------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class CatalogWorld:
     def join(
         self, rank: int, world_size: int, key: str | None, *, host: str | None = None, job: str = JOB, **more: Any
     ) -> FakeRank:
-        """Start a process and let it connect; look at its answers."""
+        """Start a process and let it connect; its answers come later."""
         name = host or sorted(h for h, x in self.holders.items() if x.is_up)[rank % self._up_count()]
         process = FakeRank(job, rank, name, f"n{next(self.nonces)}", key)
         self.ranks[job, rank] = process
@@ -289,7 +291,7 @@ class CatalogWorld:
         return ranks
 
     def kill_rank(self, rank: FakeRank) -> None:
-        """A process dies; its holder proves it by the pid."""
+        """End a process; its holder proves that by the pid."""
         if rank.is_dead:
             return
         rank.is_dead = True
@@ -299,14 +301,14 @@ class CatalogWorld:
         self._send(holder, RankGone(rank.host_id, rank.nonce))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
-        """A rank asks the controller."""
+        """Send a rank's question to the controller."""
         base = {"job": rank.job, "attempt": rank.attempt, "rank": rank.rank}
         self.holders[rank.host_id].call(rank, verb, {**base, **body})
 
     def get(
         self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False
     ) -> list[Body]:
-        """All ranks call get(), or agree(); return their answers, or the errors as {"error": text}."""
+        """Call get() or agree() on all ranks; return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:
             self.call(rank, "get", step=step, timeout_s=limit_s, is_agreement=is_agreement)
@@ -320,7 +322,7 @@ class CatalogWorld:
         return [{"error": r.error("get")} if r.errors.get("get") else _last(r.answers.get("get")) for r in ranks]
 
     def reserve(self, ranks: Sequence[FakeRank]) -> None:
-        """The collective round of the first put."""
+        """Do the collective reservation of the first put."""
         for rank in ranks:
             self.call(rank, "reserve", slots=CHUNKS)
         self.run_until(lambda: all(r.answers.get("reserve") or r.errors.get("reserve") for r in ranks), 30.0)
@@ -328,7 +330,7 @@ class CatalogWorld:
             rank.has_room = bool(rank.answers.get("reserve"))
 
     def put(self, rank: FakeRank, step: int) -> None:
-        """A rank hands a step over; below its resume step it skips by itself (R12)."""
+        """Let a rank hand a step over; below its resume step it skips by itself (R12)."""
         holder = self.holders[rank.host_id]
         if rank.is_dead or not holder.is_up or rank.is_fenced:
             return
@@ -343,7 +345,7 @@ class CatalogWorld:
         holder.seal(rank, step, ShardSpec(digest, CHUNKS * 64, 64, CHUNKS, int(join["world_size"])))
 
     def put_all(self, ranks: Sequence[FakeRank], step: int, *, until: str = "committed", limit_s: float = 20.0) -> bool:
-        """All ranks put a step (reserving first if need be); True once every ticket is at `until`."""
+        """Put a step on all ranks, after a reservation if there is none; say whether every ticket came to `until`."""
         if not all(rank.has_room for rank in ranks):
             self.reserve(ranks)
         for rank in ranks:
@@ -351,7 +353,7 @@ class CatalogWorld:
         return self.run_until(lambda: all(rank.tickets.get(step) == until for rank in ranks), limit_s)
 
     def skip(self, rank: FakeRank, step: int, *, is_failed: bool = False) -> None:
-        """A rank finds no room for a step, or its put fails."""
+        """Let a rank skip a step, because it has no room or its put failed."""
         rank.tickets[step] = "skipped"
         self.call(rank, "skip", step=step, is_failed=is_failed, why="its state was changed" if is_failed else "no room")
 
@@ -359,17 +361,17 @@ class CatalogWorld:
 
     @property
     def served(self) -> Catalog:
-        """The catalog; there must be one."""
+        """The state machine of the controller that lives; LookupError if none does."""
         if self.catalog is None:
             raise LookupError("no controller is alive")
         return self.catalog
 
     def job(self, name: str = JOB) -> Job:
-        """The catalog's view of a job."""
+        """Return what the controller knows of a job."""
         return self.served.jobs[name]
 
     def holders_of(self, step: StepId, rank: int, job: str = JOB) -> list[str]:
-        """Live hosts that really have a whole copy."""
+        """Return the live hosts that have a whole copy in truth."""
         shard = ShardId(job, step.attempt, step.step, rank)
         return sorted(
             h for h, x in self.holders.items() if x.is_up and shard in x.copies and not x.copies[shard].missing
@@ -387,7 +389,7 @@ class CatalogWorld:
 
 
 def describe(world: CatalogWorld) -> str:
-    """One page about a world, for a failing test."""
+    """Return a page about a world, for a failing test."""
     rows = [f"t={world.now:.2f} term={world.term}"]
     for name, job in world.served.jobs.items():
         newest = job.newest

@@ -1,1 +1,1 @@
-"""States and steps that tests store."""
+"""Steps with known bytes that tests store and read."""

@@ -1,4 +1,4 @@
-"""Steps with known bytes on a durable tier, for the tests of every implementation of the port (R31)."""
+"""Steps with known bytes on a durable tier, for the tests of every implementation of its port (R31)."""
 
 from __future__ import annotations
 

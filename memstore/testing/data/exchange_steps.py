@@ -1,6 +1,6 @@
 """Steps of several ranks, made in one process for tests of export and import: put, sharded, or saved through DCP.
 
-Every rank is a thread with a store of its own; DTensors are made without any communication.
+Every rank is a thread with a store of its own. DTensors are made without any communication.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Proxies and servers that fail on demand."""
+"""A TCP proxy and an S3 server that fail on demand."""

@@ -1,12 +1,12 @@
-"""A TCP proxy that breaks what passes through it: late, slow, lost, reset at a byte, with a bit flipped.
+"""A TCP proxy that delays, slows down, loses or resets what passes through it, or flips a bit.
 
     proxy = FaultProxy(lambda: ("127.0.0.1", port))      clients connect to (proxy.address, proxy.port)
     proxy.up.delay_s = 0.05                              from client to target, until it is changed again
     proxy.down.drop = True                               from target to client: half-open
     proxy.up.flip("payload", 100, payload_min=4096)      once: bit 0 of byte 100 of the next payload that large
 
-One thread moves all bytes, so what happens follows from the rules alone. It knows memstore's frames
-(core/wire/frame.py), to break a chosen part of one; other bytes pass as they are.
+One thread moves all bytes, so the result follows from the rules alone. The proxy knows memstore's frames
+(core/wire/frame.py), in order to break a chosen part of one; other bytes pass as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close() sends RST
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens once, at byte `at` of a part: of the connection, or of a frame with that much payload."""
+    """A reset or a flip that happens once, at byte `at` of the connection or of a frame with enough payload."""
 
     kind: Literal["reset", "flip"]
     part: Part
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass
 class Lane:
-    """The rules of one direction, for every connection; any of them may be changed at any time."""
+    """The rules of one direction, for all connections; any of them may be changed at any time."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0  # added to the delay, uniformly from 0
@@ -64,7 +64,7 @@ class Lane:
     _due_s: float = 0.0
 
     def reset(self, part: Part, at: int = 0, *, payload_min: int = 0) -> None:
-        """Reset one connection, both ends of it, in place of a byte; see `Fault`."""
+        """Reset both ends of one connection in place of a byte; see `Fault`."""
         self._faults.append(Fault("reset", part, at, payload_min))
 
     def flip(self, part: Part, at: int = 0, *, payload_min: int = 0, bit: int = 0) -> None:
@@ -73,7 +73,7 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """Faults asked for that have not happened."""
+        """The faults that have not happened yet."""
         return len(self._faults)
 
     def _take(self, part_at: Callable[[Fault], int | None]) -> tuple[Fault, int] | None:
@@ -86,7 +86,7 @@ class Lane:
 
 
 class _Flow:
-    """One direction of one connection: what was read and is due later, and where the next frame begins."""
+    """One direction of one connection: bytes that were read and are due later, and where the next frame begins."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, lane: Lane) -> None:
         self.source, self.sink, self.lane = source, sink, lane
@@ -111,7 +111,7 @@ class _Flow:
         return max(self.queue[0][0], self.lane._due_s if self.lane.rate_bytes_per_s else 0.0)
 
     def take(self, data: bytes, now: float) -> None:
-        """Queue what was read, with the faults that are asked for in it."""
+        """Queue bytes that were read, with the faults that fall into them."""
         if self.lane.drop:
             self.lane.dropped_count += len(data)
             self._has_lost = True
@@ -132,7 +132,7 @@ class _Flow:
             self._emit(part, now)
 
     def _begin_frame(self) -> None:
-        """Read the header, and see whether a fault is asked for in this frame."""
+        """Read the header, and choose a fault that falls into this frame."""
         try:
             header = unpack_header(self._held[:HEADER_BYTES])
         except ProtocolError:
@@ -209,7 +209,7 @@ class _Flow:
 
 
 class FaultProxy:
-    """Listens on (address, port) and passes connections on to what `target` names at that moment."""
+    """A proxy on (address, port); each connection goes to the address that `target` returns when it comes."""
 
     def __init__(self, target: Callable[[], tuple[str, int]], *, address: str = "127.0.0.1") -> None:
         self.target = target
@@ -238,7 +238,7 @@ class FaultProxy:
         self._thread.join(timeout=CONNECT_S + 1.0)
 
     def reset_all(self) -> None:
-        """Reset every connection there is now."""
+        """Reset every connection that is open."""
         self._reset_all.set()
 
     def _run(self) -> None:
@@ -309,7 +309,7 @@ class FaultProxy:
                 if self.refuse:
                     raise ConnectionRefusedError("as asked")
                 server = socket.create_connection(self.target(), timeout=CONNECT_S)
-            except (OSError, ValueError, KeyError):  # refused, nobody listens, or nobody has said where
+            except (OSError, ValueError, KeyError):  # refused, or the target is not known yet
                 self.refused_count += 1
                 _reset(client)
                 return

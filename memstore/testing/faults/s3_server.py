@@ -1,12 +1,12 @@
 """A real S3 server process on loopback, and an HTTP layer before it that fails, delays, cuts and loses on request.
 
     with S3Server(folder) as server, HttpFaults(server.port) as faults:
-        os.environ.update(server_environment(faults.port))        what obstore and other S3 clients read
+        os.environ.update(server_environment(faults.port))        obstore and other S3 clients read these
         server.make_bucket("bucket")
         faults.add("PUT", "marker", kind="status", status=500, times=2)
 
-The server is moto's: pure Python from PyPI, kept by many, and true in what matters here (ranges, conditional puts,
-error bodies). It keeps everything in its memory.
+The server is moto's, pure Python from PyPI. It behaves like S3 in ranges, conditional puts and error bodies, which the
+tests need, and keeps everything in its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kind = Literal["status", "truncate", "hang-up", "lose-reply", "wait"]
 
 
 def server_environment(port: int) -> dict[str, str]:
-    """Return the environment in which S3 clients find the server, with the credentials that it takes: any."""
+    """Return the environment in which S3 clients find the server; it takes any credentials."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
@@ -37,7 +37,7 @@ def server_environment(port: int) -> dict[str, str]:
 
 
 class S3Server:
-    """One server process. A context manager that leaves nothing behind."""
+    """One server process; a context manager that leaves nothing behind."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "s3-server.log"
@@ -63,7 +63,7 @@ class S3Server:
         self.stop()
 
     def stop(self) -> None:
-        """Kill the server; what it had is gone."""
+        """Kill the server, which loses all that it had stored."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(10)
@@ -78,7 +78,7 @@ class S3Server:
 
 @dataclass
 class Rule:
-    """What happens to the next `times` requests of this method with `part` in their path."""
+    """A fault for the next `times` requests of a method with `part` in their path."""
 
     method: str
     part: str
@@ -126,7 +126,7 @@ class HttpFaults:
         return rule
 
     def clear(self) -> None:
-        """Forget all rules and what was seen; who waits goes on."""
+        """Remove all rules and the list of requests; requests that wait go on."""
         with self.lock:
             for rule in self.rules:
                 rule.gate.set()
@@ -144,13 +144,13 @@ class HttpFaults:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection of a client."""
+    """The handler of one connection of a client."""
 
     owner: HttpFaults
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: requests are in `seen`."""
+        """Log nothing: requests are in `seen`."""
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

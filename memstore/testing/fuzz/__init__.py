@@ -1,1 +1,1 @@
-"""Fuzzers of every decoder of foreign bytes."""
+"""Fuzzers for every decoder of foreign bytes."""

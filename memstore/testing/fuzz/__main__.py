@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of the decoders: `python -m memstore.testing.fuzz TARGET SECONDS`, or `make fuzz`.
 
-Needs atheris (the `fuzz` extra), which drives libFuzzer over instrumented bytecode. Ends with the first finding, whose
-input it writes to `build/fuzz`, beside the corpora; without one it prints how many inputs it ran.
+It needs atheris (the `fuzz` extra), which drives libFuzzer over instrumented bytecode. It ends with the first finding,
+whose input it writes to `build/fuzz`, beside the corpora. Without a finding it prints how many inputs it ran.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INPUT_LIMIT_S = 10
 
 
 def main(argv: list[str]) -> int:
-    """Fuzz one target; returns only if it could not begin."""
+    """Fuzz one target; return only if it could not begin."""
     try:
         import atheris
     except ImportError:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     name, seconds = argv[1], int(argv[2])
     with atheris.instrument_imports(include=["memstore", "recovery"]):
         targets = importlib.import_module("memstore.testing.fuzz.targets")
-    corpus = FOLDER / name  # libFuzzer ends the process, so nothing could be cleaned up; what it learnt is used again
+    corpus = FOLDER / name  # kept, because libFuzzer ends the process; the next run goes on from it
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(targets.SEEDS[name]()):
         (corpus / f"seed-{number}").write_bytes(seed)

@@ -1,7 +1,8 @@
-"""What the decoders promise about any bytes: a value, or an error of ours; nothing else, and no memory to speak of.
+"""Fuzz targets: every decoder turns any bytes into a value or a MemstoreError, and allocates little.
 
-Each target takes bytes and returns nothing; whatever it raises is a finding. Hypothesis calls them in `make test`,
-`fuzz.py` calls them coverage-guided. `SEEDS` gives each target a few valid inputs to start from.
+Each target takes bytes and returns nothing; an exception that it raises is a finding. Hypothesis calls them in
+`make test`, and `python -m memstore.testing.fuzz` calls them coverage-guided. `SEEDS` gives each target a few valid
+inputs to start from.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from memstore.core.durable.marker_format import decode_marker, encode_marker
 from memstore.core.durable.slice_format import SliceHeader, decode_header
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
+from memstore.core.wire import codec, dialects
 from memstore.core.wire import frame as wire
+from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
-from memstore.errors import MemstoreError
+from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.durable.codec import Codec
+from memstore.testing.fuzz.message_samples import sample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 STREAM_BYTES_MAX = 1 << 20
-"""A layout that asks for a longer stream is only decoded: in the store its bytes would have to be there, too."""
+"""A layout that asks for a longer stream is only decoded: in the store its bytes would have to exist, too."""
 CHUNK_BYTES = 4096
+DECODERS = list(dialects.decoders().values())
 
 
 def frame(data: bytes) -> None:
-    """The first byte chooses between peer and stranger; the rest is a frame, whose crc need not be right."""
+    """Decode a frame: the first byte chooses between peer and stranger, and the crc need not be right."""
     is_peer, data = bool(data[:1] > b"\x7f"), data[1:]
     try:
         header = wire.unpack_header(data[: wire.HEADER_BYTES], authenticated=is_peer)
@@ -42,28 +47,39 @@ def frame(data: bytes) -> None:
             raise AssertionError(f"lengths beyond their limits were let in: {header}")
         wire.check_crc(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :])
     except MemstoreError:
-        pass  # the body is tried all the same
+        pass  # decode the body all the same
     body(data[wire.HEADER_BYTES :], is_peer=is_peer)
 
 
 def body(data: bytes, *, is_peer: bool = True) -> None:
-    """A body, and what is read out of bodies everywhere."""
+    """Decode a body, then an error and a shard id out of it."""
     try:
         found = wire.unpack_body(data, authenticated=is_peer)
     except MemstoreError:
         return
     wire.pack_body(found)
-    error = wire.error_from_body(found)
-    if not isinstance(error, MemstoreError):
-        raise AssertionError(f"a peer made an error of class {type(error)}")
     try:
         shard_from_wire(found.get("shard"))
     except ValueError:
         return
 
 
+def message(data: bytes) -> None:
+    """The first byte chooses who reads the rest as a message; what is decoded encodes to an equal one."""
+    decode = DECODERS[data[0] % len(DECODERS)] if data else DECODERS[0]
+    try:
+        found = decode(data[1:])
+    except ProtocolError:
+        return
+    encoded = codec.encode(found)
+    if codec.encode(decode(encoded)) != encoded:
+        raise AssertionError(f"a {type(found).__name__} changed on its way")
+    if isinstance(found, ErrorMessage) and not isinstance(found.rebuilt(), MemstoreError):
+        raise AssertionError(f"a peer made an error of class {type(found.rebuilt())}")
+
+
 def manifest(data: bytes) -> None:
-    """A manifest; what is decoded encodes to an equal one."""
+    """Decode a manifest, and encode it to an equal one."""
     try:
         found = decode_manifest(data)
     except MemstoreError:
@@ -73,7 +89,7 @@ def manifest(data: bytes) -> None:
 
 
 def layout(data: bytes) -> None:
-    """A layout."""
+    """Decode a layout."""
     try:
         decode_layout(data)
     except MemstoreError:
@@ -81,7 +97,7 @@ def layout(data: bytes) -> None:
 
 
 def state(data: bytes) -> None:
-    """A layout rebuilt into objects from a stream of zeros."""
+    """Rebuild objects from a layout and a stream of zeros."""
     try:
         nbytes = decode_layout(data).nbytes
         if nbytes <= STREAM_BYTES_MAX:
@@ -92,7 +108,7 @@ def state(data: bytes) -> None:
 
 
 def durable(data: bytes) -> None:
-    """What durable storage holds: a slice's header with the file's size, a marker, a compressed chunk."""
+    """Decode what durable storage holds: a compressed chunk, a slice's header, a marker."""
     packed = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True))
     for decode in (
         lambda: Codec().open_chunk(packed, 1, data, memoryview(bytearray(1024))),
@@ -139,12 +155,32 @@ def _frame_seeds() -> list[bytes]:
     calls: list[tuple[Kind, dict[str, Any]]] = [
         (Kind.HELLO, {"nonce": bytes(32)}),
         (Kind.AUTH2, {"identity": wire.pack_body({"role": "holder"}), "mac": bytes(32)}),
-        (Kind.CALL, {"do": "offer", "shard": ["job", 1, 2, 0], "digest": "", "attempt": 1, "sender": "h", "count": 2}),
-        (Kind.CALL, {"do": "chunks", "want": [0, 1], "digests": [bytes(16)] * 2, "sizes": [4, 4]}),
-        (Kind.ERROR, {"error": "CapacityError", "message": "no", "context": {"asked_bytes": 7, "ranks": [1, 2]}}),
+        (Kind.EVENT, {"k": "push", "shard": ["job", 1, 2, 0], "digest": "", "target": "h", "is_repair": True}),
+        (Kind.EVENT, {"k": "handover", "slots": [0, 1], "layout": b"", "nbytes": 4, "sample": {"seed": 5}}),
     ]
     packed = [(kind, wire.pack_body(content)) for kind, content in calls]
     return [b"\xff" + wire.pack_header(kind, 1, content) + content for kind, content in packed]
+
+
+def _message_seeds() -> list[bytes]:
+    """A small and a full message of every type, each for the first that can read it."""
+    made = []
+    for kind in (kind for module in dialects.MODULES for kind in dialects.declared(module)):
+        if issubclass(kind, codec.Message):
+            for is_full in (True, False):
+                encoded = codec.encode(sample(kind, is_full=is_full))  # type: ignore[arg-type]
+                made.append(bytes([_first_reader(encoded)]) + encoded)
+    return made
+
+
+def _first_reader(encoded: bytes) -> int:
+    for number, decode in enumerate(DECODERS):
+        try:
+            decode(encoded)
+        except ProtocolError:
+            continue
+        return number
+    raise AssertionError(f"a message that nothing reads: {encoded[:200]!r}")
 
 
 def _durable_seeds() -> list[bytes]:
@@ -158,11 +194,13 @@ def _durable_seeds() -> list[bytes]:
 
 DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "frame": frame, "body": body, "manifest": manifest, "layout": layout, "state": state, "durable": durable,
+    "frame": frame, "body": body, "message": message, "manifest": manifest, "layout": layout, "state": state,
+    "durable": durable,
 }  # fmt: skip
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frame": _frame_seeds,
     "body": lambda: [seed[1 + wire.HEADER_BYTES :] for seed in _frame_seeds()],
+    "message": _message_seeds,
     "manifest": _manifest_seeds,
     "layout": lambda: [plan_state(sample).layout for sample in _sample_states()],
     "state": lambda: [plan_state(sample).layout for sample in _sample_states()] + [_empty_array("<U0", 1 << 50)],
@@ -171,6 +209,6 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
 
 
 def _empty_array(dtype: str, size: int) -> bytes:
-    """A layout of an array whose elements have no bytes: once it made numpy ask for petabytes."""
+    """Return the layout of an array whose elements have no bytes, which once made numpy ask for petabytes."""
     made: bytes = msgpack.packb([1, 0, [], [[None, 0, dtype, [size], None, 1, None]], [], [21, 0]])
     return made

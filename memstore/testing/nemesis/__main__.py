@@ -1,7 +1,7 @@
-"""Plays rounds: `python -m memstore.testing.nemesis --minutes 20`, or one of them again: `--round-seed S`.
+"""Play rounds: `python -m memstore.testing.nemesis --minutes 20`, or one of them again: `--round-seed S`.
 
-Exit 0 if every promise was kept, 1 if one was broken, 2 for a wrong command line. A round that breaks a promise leaves
-its story and the logs of all processes in a folder.
+The exit status is 0 if every promise was kept, 1 if one was broken, 2 for a wrong command line. A round that breaks a
+promise leaves its story and the logs of all processes in a folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ DEFAULT_FOLDER = Path("nemesis-report")
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     options = parser().parse_args(argv)
-    for sig in (signal.SIGTERM, signal.SIGINT):  # a shell's background job ignores SIGINT
+    for sig in (signal.SIGTERM, signal.SIGINT):  # SIGINT too: it is ignored in a shell's background job
         signal.signal(sig, _end)
     seed = options.seed if options.seed is not None else 1 + len(parts_of(options.out)) if options.out else 1
     part, broken = Part(seed), 0
     rng, began_s = random.Random(seed), time.monotonic()
     run = secrets.token_hex(8)
-    options.folder = options.folder.resolve()  # it has the jobs' durable storage, which is the same for every process
+    options.folder = options.folder.resolve()  # it holds durable storage, whose path every process must read alike
     options.folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of our own questions
+    logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of this process's questions
     os.environ[leaks.RUN_VARIABLE] = run
     os.environ.pop("RAY_ADDRESS", None)
     with LockedNursery() as nursery, LoadMeter() as meter:
@@ -61,14 +61,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end(number: int, _frame: object) -> None:
-    """End the round under way and leave nothing behind."""
+    """End the round that is played, which then cleans up."""
     raise SystemExit(128 + number)
 
 
 def _play(
     options: argparse.Namespace, seed: int, nursery: LockedNursery, meter: LoadMeter, run: str, part: Part
 ) -> bool:
-    """Play one round and say how it went; return whether it broke a promise."""
+    """Play one round and print how it went; return whether it broke a promise."""
     scenario = without(
         draw(seed, shape="ray" if options.ray else options.shape, is_short=options.short), options.without
     )

@@ -1,4 +1,4 @@
-"""What is asked of the store after every fault: functions and small objects that the tests feed wrong answers to."""
+"""Checks of gets, puts and reads; tests feed wrong answers to them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed
 
 STALL_MARGIN_S = 1.0
-LATE_FACTOR = 3.0  # a second that the machine overslept may cost a put so many
-FIRST_PUT_S = (
-    75.0  # the first put claims memory on all hosts: bounded by connect_timeout_s (60) and its slack, not the budget
-)
+LATE_FACTOR = 3.0  # so many seconds a put may take for each second that the machine overslept
+# The first put claims memory on all hosts, so its bound is connect_timeout_s (60) with some slack, not the budget.
+FIRST_PUT_S = 75.0
 PUT_MAY_RAISE_FENCED = "FencedError"
 
 
 class RestoreCheck:
-    """Judges every collective get of a round."""
+    """The judge of every collective get of a round."""
 
     def __init__(self, scenario: Scenario, ledger: Ledger, story: Story) -> None:
         self.scenario, self.ledger, self.story = scenario, ledger, story
@@ -30,7 +29,7 @@ class RestoreCheck:
         self, attempt: int, got: Sequence[dict[str, Any]], failed: Sequence[RankFailed], began_s: float, ended_s: float,
         place: Sequence[str],
     ) -> None:  # fmt: skip
-        """Compare what all ranks got: one step, right bytes, in the lineage, and as new as was promised."""
+        """Check the replies of all ranks: one step, right bytes, in the lineage, and as new as was promised."""
         demanded = self.ledger.demanded(began_s, ended_s)
         if failed:
             self._judge_failure(failed, demanded)
@@ -51,7 +50,7 @@ class RestoreCheck:
         self.ledger.restored(attempt, known)
 
     def check_bytes(self, got: Sequence[dict[str, Any]]) -> None:
-        """Every rank has the very bytes that were put."""
+        """Check that every rank has the bytes that were put."""
         for rank, reply in enumerate(got):
             if reply["step"] is not None:
                 self.story.add("bytes_compared", int(reply["nbytes"]))
@@ -59,7 +58,7 @@ class RestoreCheck:
                     self.story.violate("wrong-bytes", f"rank {rank}, step {reply['step']}: {reply['problem']}")
 
     def check_step(self, found: Step | None, demanded: Step | None) -> None:
-        """The step is of the lineage, and no committed one is lost within the promise."""
+        """Check that the step is of the lineage, and that no committed step is lost within the promise."""
         if found is None:
             if not self.ledger.may_have_no_history():
                 self.story.violate(
@@ -75,7 +74,7 @@ class RestoreCheck:
         return self.ledger.timeline.index(step)
 
     def _judge_failure(self, failed: Sequence[RankFailed], demanded: Step | None) -> None:
-        """A RecoveryError is right only where nothing is promised."""
+        """Check a get that failed: RecoveryError is right only if no step is promised."""
         words = "; ".join(sorted({f"{f.error}: {f.message}" for f in failed}))[:1500]
         lost = [f for f in failed if f.error == "RecoveryError"]
         if lost and demanded is not None:
@@ -92,7 +91,7 @@ def check_put(
     scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int, step: int,
     reply: dict[str, Any],
 ) -> None:  # fmt: skip
-    """No put raised, and none blocked for longer than its budget and what the machine overslept."""
+    """Check that a put did not raise, and blocked no longer than its budget and what the machine overslept."""
     story.add("puts")
     if reply["raised"]:
         kind = "first-put-raised" if reply["is_first"] else "put-raised"
@@ -110,12 +109,12 @@ def check_put(
 
 
 def stall_bound_s(budget_s: float, late_s: float, *, is_first: bool) -> float:
-    """Return for how long a put may block on a machine that overslept so many seconds meanwhile."""
+    """Return how long a put may block on a machine that overslept so many seconds meanwhile."""
     return (FIRST_PUT_S if is_first else budget_s) + STALL_MARGIN_S + LATE_FACTOR * late_s
 
 
 def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None:
-    """What a reader got is right, whatever happens meanwhile; that it got something is not promised here."""
+    """Check the bytes that a reader got; while faults go on it may be refused."""
     for row in rows:
         if "error" in row:
             story.add("reads_refused")
@@ -131,5 +130,5 @@ def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None
 
 
 def wait_limit_s(limit_s: float, meter: LoadMeter, since_s: float) -> float:
-    """Return a limit lengthened by what the machine overslept since."""
+    """Return a limit, lengthened by what the machine overslept since a moment."""
     return limit_s + LATE_FACTOR * meter.late_s(since_s, time.monotonic())

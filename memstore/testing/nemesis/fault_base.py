@@ -1,4 +1,4 @@
-"""What every fault needs: the round's parts, its victims, and the promise that bounds how much memory may go."""
+"""The base of all faults: the parts of the round, the choice of a victim, and the limit on memory that may go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FaultBase:
-    """State of the faults of one round."""
+    """The state of the faults of one round."""
 
     def __init__(
         self, scenario: Scenario, hosts: Hosts, job: Job, ledger: Ledger, story: Story, reading: Reading,
@@ -29,11 +29,11 @@ class FaultBase:
         self.ledger, self.story, self.reading, self.storage = ledger, story, reading, storage
         self.undo: list[tuple[float, int, Callable[[], None]]] = []
         self.order = 0
-        self.last_s = time.monotonic()  # when something broke, or came back, last
+        self.last_s = time.monotonic()  # when a fault last began or ended
         self.held_for_restart = False  # the job is dead until every host is back
 
     def later(self, planned: Planned, action: Callable[[], None]) -> None:
-        """Do something after the fault's seconds."""
+        """Do something when the fault's time is over."""
         raise NotImplementedError
 
     def start(self, host: str) -> None:
@@ -69,5 +69,5 @@ class FaultBase:
         return host
 
     def job_complete_s(self) -> float:
-        """When copies were last seen complete; 0 for never."""
+        """Return when copies were last seen complete; 0 for never."""
         return self.reading.observer.complete_s

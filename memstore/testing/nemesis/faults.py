@@ -1,6 +1,6 @@
-"""Faults of processes and clocks, and the table of all kinds: what a schedule names is a method here.
+"""Faults of processes and clocks. The class has a method for every kind of fault that a schedule can name.
 
-Each method does its damage at once and may leave something to undo after `for_s` seconds.
+Each method does its damage at once, and may leave something to undo after `for_s` seconds.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from memstore.testing.nemesis.faults_network import NetworkFaults
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.schedule import Planned
 
-CATCH_UP_S = 5.0  # a rank that goes on after a stop is given so long for what it missed
-SPARE_FDS = 0  # a full table: whoever wants one more gets EMFILE
+CATCH_UP_S = 5.0  # a rank that goes on after a stop may take so long to catch up
+SPARE_FDS = 0  # the table is full: the process gets EMFILE for the next descriptor
 
 
 class Faults(FileFaults, NetworkFaults):
-    """Carries out the faults of one round; undone in `tick` and `heal`. For the round's thread."""
+    """The faults of one round, undone in `tick` and `heal`; only the round's thread calls it."""
 
     def tick(self) -> None:
-        """Undo what is over."""
+        """Undo the faults whose time is over."""
         while self.undo and self.undo[0][0] <= time.monotonic():
             _, _, action = heapq.heappop(self.undo)
             action()
 
     def heal(self) -> None:
-        """Undo everything now."""
+        """Undo all faults now."""
         while self.undo:
             heapq.heappop(self.undo)[2]()
         self.hosts.heal()
 
     def play(self, planned: Planned) -> None:
-        """Carry out one fault; a victim or file that has gone meanwhile makes it none."""
+        """Do one fault; if its victim or file has gone meanwhile, nothing happens."""
         rng = random.Random(f"{self.scenario.seed} {planned.at_s} {planned.values.get('draw', 0)}")
         self.last_s = time.monotonic()
         getattr(self, planned.kind)(rng, planned)
 
     def later(self, planned: Planned, action: Callable[[], None]) -> None:
-        """Do something after the fault's seconds."""
+        """Do something when the fault's time is over."""
         self.order += 1
         heapq.heappush(self.undo, (time.monotonic() + planned.for_s, self.order, self.noted(action)))
 
     def noted(self, action: Callable[[], None]) -> Callable[[], None]:
-        """The end of a fault counts as its last moment."""
+        """Return the action that also notes the end of the fault in `last_s`."""
 
         def act() -> None:
             action()
@@ -63,7 +63,7 @@ class Faults(FileFaults, NetworkFaults):
     # -- holders --------------------------------------------------------------------------------
 
     def kill_holder(self, rng: random.Random, planned: Planned) -> None:
-        """SIGKILL; its successor comes later."""
+        """Kill a holder; its successor comes later."""
         host = self.up(rng, planned)
         if host:
             self.story.fault("kill_holder", f"{host}, for {planned.for_s:g} s")
@@ -77,7 +77,7 @@ class Faults(FileFaults, NetworkFaults):
             self.hosts.start_holder(host)
 
     def stop_holder(self, rng: random.Random, planned: Planned) -> None:
-        """SIGSTOP, SIGCONT."""
+        """Stop a holder for a while."""
         host = self.up(rng, planned)
         if host:
             self.story.fault("stop_holder", f"{host}, for {planned.for_s:g} s")
@@ -85,7 +85,7 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, lambda: self.hosts.continue_holder(host))
 
     def replace_stopped_holder(self, rng: random.Random, planned: Planned) -> None:
-        """A stopped holder gets a successor, which kills it; one that only begins has no lock to be killed for."""
+        """Stop a holder and start its successor, which kills it; a holder that only begins has no lock yet."""
         host = self.up(rng, planned)
         if host and self.hosts.has_lock(host):
             self.story.fault("replace_stopped_holder", host)
@@ -93,7 +93,7 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, lambda: self.hosts.replace_holder(host))
 
     def kill_everything(self, rng: random.Random, planned: Planned) -> None:
-        """All holders and the controller, as with a lost Ray head; the ranks live or die with them."""
+        """Kill all holders and the controller, as when Ray's head is lost; most often the ranks too."""
         self.story.fault("kill_everything", f"for {planned.for_s:g} s")
         self.hosts.kill_everything()
         if rng.random() < 0.7:
@@ -103,14 +103,14 @@ class Faults(FileFaults, NetworkFaults):
         self.later(planned, lambda: self.hosts.start_everything(order))
 
     def kill_raylet(self, rng: random.Random, planned: Planned) -> None:
-        """On Ray: a raylet and all below it die; another one joins, with the host's memory."""
+        """On Ray, kill a raylet and all processes below it; another one joins, with the host's memory."""
         host = self.up(rng, planned)
         if isinstance(self.hosts, RayHosts) and host and host not in self.hosts.undying:
             self.story.fault("kill_raylet", host)
             self.hosts.replace_raylet(host)
 
     def stop_gcs(self, rng: random.Random, planned: Planned) -> None:
-        """On Ray: the GCS is silent for a while."""
+        """On Ray, stop the GCS for a while."""
         if isinstance(self.hosts, RayHosts):
             hosts = self.hosts
             self.story.fault("stop_gcs", f"for {planned.for_s:g} s")
@@ -120,7 +120,7 @@ class Faults(FileFaults, NetworkFaults):
     # -- controllers ----------------------------------------------------------------------------
 
     def kill_controller(self, rng: random.Random, planned: Planned) -> None:
-        """SIGKILL; its successor comes later."""
+        """Kill the controller; its successor comes later."""
         if not self.hosts.is_controller_down:
             self.story.fault("kill_controller", f"for {planned.for_s:g} s")
             self.hosts.kill_controller()
@@ -131,14 +131,14 @@ class Faults(FileFaults, NetworkFaults):
             self.hosts.start_controller()
 
     def stop_controller(self, rng: random.Random, planned: Planned) -> None:
-        """SIGSTOP, SIGCONT."""
+        """Stop the controller for a while."""
         if not self.hosts.is_controller_down:
             self.story.fault("stop_controller", f"for {planned.for_s:g} s")
             self.hosts.signal_controller(signal.SIGSTOP)
             self.later(planned, lambda: self.hosts.signal_controller(signal.SIGCONT))
 
     def second_controller(self, rng: random.Random, planned: Planned) -> None:
-        """Another controller beside the first, which is stopped at that moment in half of the cases."""
+        """Start another controller beside the first, which is stopped at that moment in half of the cases."""
         if self.hosts.is_controller_down or self.hosts.is_controller_stopped:
             return
         old = self.hosts.cluster.controller
@@ -152,7 +152,7 @@ class Faults(FileFaults, NetworkFaults):
     # -- ranks ----------------------------------------------------------------------------------
 
     def kill_rank(self, rng: random.Random, planned: Planned) -> None:
-        """SIGKILL of one rank: the launcher ends the others and starts all again."""
+        """Kill one rank; the launcher ends the others and starts all again."""
         ranks = list(self.job.ranks)
         if ranks:
             rank = rng.choice(ranks)
@@ -161,7 +161,7 @@ class Faults(FileFaults, NetworkFaults):
                 rank.send_signal(signal.SIGKILL)
 
     def stop_rank(self, rng: random.Random, planned: Planned) -> None:
-        """SIGSTOP of one rank, SIGCONT."""
+        """Stop one rank for a while."""
         ranks = list(self.job.ranks)
         if not ranks:
             return
@@ -171,7 +171,7 @@ class Faults(FileFaults, NetworkFaults):
         with contextlib.suppress(OSError):
             rank.send_signal(signal.SIGSTOP)
 
-        def go_on() -> None:  # later than planned where a fault before it waited for Ray
+        def go_on() -> None:  # later than planned if a fault before it waited for Ray
             pause_s[1] = time.monotonic() + CATCH_UP_S
             with contextlib.suppress(OSError):
                 rank.send_signal(signal.SIGCONT)
@@ -181,7 +181,7 @@ class Faults(FileFaults, NetworkFaults):
     # -- hosts ----------------------------------------------------------------------------------
 
     def lose_host(self, rng: random.Random, planned: Planned) -> None:
-        """The machine is gone with its memory and its ranks; a blank one of the same id joins later."""
+        """Lose a machine with its memory and its ranks; a blank one of the same id joins later."""
         host = self.expendable(rng, planned)
         if host:
             self.story.fault("lose_host", f"{host}; a blank one comes after {planned.for_s:g} s")
@@ -190,7 +190,7 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, lambda: self.start(host))
 
     def lose_everything(self, rng: random.Random, planned: Planned) -> None:
-        """The memory of all hosts is lost with all processes; what is durable must come back."""
+        """Lose the memory of all hosts with all processes; the newest durable step must come back."""
         if not self.ledger.durable:
             self.story.tell("nothing is durable yet: nothing is destroyed")
             return
@@ -206,7 +206,7 @@ class Faults(FileFaults, NetworkFaults):
     # -- clocks, descriptors, versions ------------------------------------------------------------
 
     def step_clock(self, rng: random.Random, planned: Planned) -> None:
-        """A process comes back with another wall clock."""
+        """Kill a process, whose successor has another wall clock."""
         shift_s = planned.values.get("shift_s") or rng.choice((-3600.0, -30.0, 5.0, 3600.0, 200_000.0))
         if planned.values.get("who") == "controller" or rng.random() < 0.3:
             self.story.fault("step_clock", f"the controller is killed; the next has a clock {shift_s:+g} s")
@@ -222,7 +222,7 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, lambda: self.start(host))
 
     def fill_descriptors(self, rng: random.Random, planned: Planned) -> None:
-        """A holder's or the controller's table of descriptors is full for a while."""
+        """Fill the descriptor table of a holder or the controller for a while."""
         host = self.up(rng, planned)
         controller = self.hosts.cluster.controller
         pid = self.hosts.pid(host) if host else None
@@ -245,7 +245,7 @@ class Faults(FileFaults, NetworkFaults):
             self.later(planned, restore)
 
     def speak_another_version(self, rng: random.Random, planned: Planned) -> None:
-        """A process of another version says hello to a holder, over TCP and over the Unix socket."""
+        """Send a holder the greeting of another version, over TCP and over the Unix socket."""
         host = self.up(rng, planned)
         if not host:
             return

@@ -1,4 +1,4 @@
-"""Faults of files: removed, cut short, rotten; of holders that are down and of ones that live."""
+"""Faults of files that are removed, cut short or rotten, under holders that are down or live."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STOPPED_S = 2.0
 
 
 class FileFaults(FaultBase):
-    """A part of `Faults`."""
+    """The methods of `Faults` for files."""
 
     def lose_folder_under_ranks(self, rng: random.Random, planned: Planned) -> None:
-        """A holder dies, its folder is removed, a new holder comes; the host's ranks live on with the old mapping."""
+        """Kill a holder, remove its folder, start a new one; the host's ranks live on with the old mapping."""
         self._lose_under_ranks(rng, planned, "lose_folder_under_ranks", "*")
 
     def lose_file_under_ranks(self, rng: random.Random, planned: Planned) -> None:
-        """The same with one file of the folder."""
+        """Kill a holder, remove one file of its folder, start a new one."""
         name = rng.choice(("arena", "arena", "slots", "manifests", "journal"))
         self._lose_under_ranks(rng, planned, "lose_file_under_ranks", name)
 
@@ -45,7 +45,7 @@ class FileFaults(FaultBase):
         self.later(planned, lambda: self.start(host))
 
     def remove_live_files(self, rng: random.Random, planned: Planned) -> None:
-        """A cleaner removes files of a live holder's folder."""
+        """Remove files of a live holder's folder, as a cleaner of temporary files does."""
         host = self.expendable(rng, planned)
         if host:
             names = rng.choice(LIVE_FILES)
@@ -65,7 +65,7 @@ class FileFaults(FaultBase):
                 (folder / name).unlink(missing_ok=True)
 
     def truncate_while_down(self, rng: random.Random, planned: Planned) -> None:
-        """A holder dies, its journal or its manifests are cut short, a new one comes. Never what a rank has mapped."""
+        """Kill a holder, cut its journal or manifests short, start a new one; files that ranks have mapped stay."""
         host = self.expendable(rng, planned)
         if not host:
             return
@@ -81,7 +81,7 @@ class FileFaults(FaultBase):
         self.later(planned, lambda: self.start(host))
 
     def rot_slots(self, rng: random.Random, planned: Planned) -> None:
-        """Bytes of sealed slots change; the holder is stopped meanwhile, so that no slot is another by then."""
+        """Change bytes of sealed slots, with the holder stopped meanwhile, so that no slot is used again by then."""
         host = self.expendable(rng, planned)
         pid = self.hosts.pid(host) if host else None
         if pid is None:
@@ -114,7 +114,7 @@ class FileFaults(FaultBase):
         return len(victims)
 
     def rot_manifest(self, rng: random.Random, planned: Planned) -> None:
-        """A byte of some manifests on one host changes."""
+        """Change a byte of some manifests on one host."""
         host = self.expendable(rng, planned)
         if host:
             count = sum(_flip(rng, path) for path in _files(self.hosts.arena(host) / "manifests"))
@@ -123,7 +123,7 @@ class FileFaults(FaultBase):
                 self.story.fault("rot_manifest", f"{host}: {count} manifests")
 
     def rot_journal(self, rng: random.Random, planned: Planned) -> None:
-        """A byte of a journal changes."""
+        """Change a byte of a journal."""
         host = self.expendable(rng, planned)
         if host and _flip(rng, self.hosts.arena(host) / "journal"):
             self.ledger.harmed(self.hosts.domain[host], "rot-file", time.monotonic())

@@ -1,4 +1,4 @@
-"""Faults of links and of durable storage, and the questions that are asked while everything breaks."""
+"""Faults of links and of durable storage, and questions to readers and the command line in between."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memstore.testing.nemesis.schedule import Planned
 
 
 class NetworkFaults(FaultBase):
-    """A part of `Faults`."""
+    """The methods of `Faults` for links and storage."""
 
     def cut_link(self, rng: random.Random, planned: Planned) -> None:
-        """What peers send to a host, or what it answers, is lost or not taken for a while."""
+        """Lose or hold back what peers send to a host, or what it answers, for a while."""
         host = self._proxied(rng, planned)
         if not host:
             return
@@ -34,7 +34,7 @@ class NetworkFaults(FaultBase):
         self.later(planned, restore)
 
     def slow_link(self, rng: random.Random, planned: Planned) -> None:
-        """A link is late and slow for a while."""
+        """Make a host's link late and slow for a while."""
         host = self._proxied(rng, planned)
         if not host:
             return
@@ -50,7 +50,7 @@ class NetworkFaults(FaultBase):
         self.later(planned, restore)
 
     def reset_links(self, rng: random.Random, planned: Planned) -> None:
-        """Every connection of peers to a host is reset, or a bit of the next large payload is flipped on its way."""
+        """Reset every connection of peers to a host, or flip a bit of the next large payload."""
         host = self._proxied(rng, planned)
         if not host:
             return
@@ -67,7 +67,7 @@ class NetworkFaults(FaultBase):
         return host if host in self.hosts.cluster.proxies and host not in self.hosts.cut else ""
 
     def break_storage(self, rng: random.Random, planned: Planned) -> None:
-        """Durable storage fails, hangs up or is away for a while."""
+        """Let durable storage fail, hang up or be away for a while."""
         what, undo = self.storage.damage(rng)
         self.story.fault("break_storage", f"{what}, for {planned.for_s:g} s")
         began_s = time.monotonic()
@@ -80,11 +80,11 @@ class NetworkFaults(FaultBase):
         self.later(planned, restore)
 
     def read(self, rng: random.Random, planned: Planned) -> None:
-        """A reader that joins nothing reads shards on some host."""
+        """Let a reader read shards on some host."""
         host = self.up(rng, planned)
         if host:
             self.reading.begin_read(host, rng)
 
     def ask_cli(self, rng: random.Random, planned: Planned) -> None:
-        """A person asks."""
+        """Ask one verb of the command line, as a person does."""
         self.reading.begin_cli(rng)

@@ -1,8 +1,8 @@
 """The virtual hosts of a round: each a holder, a folder under arena_dir, and the ranks that sit on it.
 
-Processes come from the project's own harness (`ProcessCluster`). This adds what a nemesis needs: who is stopped or
-meant to be down, successors for processes that end by themselves, clocks that are off, and questions with a short
-limit that pass over whoever is stopped.
+The processes are those of `ProcessCluster`. This file adds what the nemesis needs: which processes are stopped or meant
+to be down, successors for processes that end by themselves, clocks that are off, and questions with a short limit that
+skip stopped holders.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if _s:
 
 
 class Hosts:
-    """All hosts of a round. Used by the round's thread; the observer only asks."""
+    """All hosts of a round; only the round's thread changes them, and the observer asks."""
 
     def __init__(self, cluster: ProcessCluster, ledger: Ledger, story: Story, domains: Mapping[str, str]) -> None:
         self.cluster, self.ledger, self.story = cluster, ledger, story
@@ -50,16 +50,16 @@ class Hosts:
         self.down: set[str] = set()  # hosts that a fault keeps without a holder
         self.is_controller_stopped = False
         self.is_controller_down = False
-        self.away: dict[str, Harm] = {}  # host -> its open harm
-        self.clocks_s: dict[str, float] = {}  # host, or "controller" -> shift of its next process
-        self._gone_s: dict[str, float] = {}  # when the supervisor saw that a process had ended
+        self.away: dict[str, Harm] = {}  # host -> its absence, which has not ended
+        self.clocks_s: dict[str, float] = {}  # host, or "controller" -> how far its next process's clock is ahead
+        self._gone_s: dict[str, float] = {}  # host, or "controller" -> when the supervisor saw that its process ended
         self.site = cluster.folder / "site"
         self.site.mkdir(parents=True, exist_ok=True)
         (self.site / "sitecustomize.py").write_text(_SITE.format(name=CLOCK_VARIABLE))
         self.cut: set[str] = set()  # hosts whose links are bad
         self.undying: set[str] = set()  # hosts whose machine cannot be lost
-        self.frozen: dict[str, int] = {}  # host -> its process that has SIGSTOP, where the host may have another by now
-        self.former: dict[int, str] = {}  # who was replaced while it ran, by pid
+        self.frozen: dict[str, int] = {}  # host -> its stopped process, beside which another may run by now
+        self.former: dict[int, str] = {}  # pid -> name of a process that was replaced while it ran
         self.extra_env: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -67,7 +67,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def _environment(self, who: str) -> Iterator[None]:
-        """Set what processes started now inherit: the harness starts them with this process's environment."""
+        """Set the environment that the next process inherits from this one."""
         changes = dict(self.extra_env)
         shift_s = self.clocks_s.get(who, 0.0)
         if shift_s:
@@ -93,18 +93,18 @@ class Hosts:
             self.cluster.__enter__()
 
     def close(self) -> None:
-        """Kill what runs; remove the arenas."""
+        """Kill all processes and remove the arenas."""
         self.cluster.stop()
 
     def start_holder(self, host: str) -> None:
-        """Start a holder; it adopts what the folder has."""
+        """Start a holder, which adopts the files of its folder."""
         with self.lock, self._environment(host):
             self.down.discard(host)
             self.stopped.discard(host)
             self.cluster.start_holder(host)
 
     def kill_holder(self, host: str, *, is_lost: bool = False) -> None:
-        """SIGKILL a host's holder; its folder stays, unless the host is lost."""
+        """Kill a host's holder; its folder stays, unless the host is lost."""
         with self.lock:
             self.down.add(host)
             self.stopped.discard(host)
@@ -119,14 +119,14 @@ class Hosts:
                 shutil.rmtree(self.cluster.arena(host), ignore_errors=True)
 
     def _lose_former(self, host: str) -> None:
-        """A machine takes the stopped holder with it whose successor was still about to kill it."""
+        """Kill the stopped holder of a lost machine whose successor was about to kill it."""
         for process in self.outranked():
             if self.former.get(process.pid) == f"holder of {host}":
                 process.kill()
                 process.wait(KILL_S)
 
     def stop_holder(self, host: str) -> None:
-        """SIGSTOP."""
+        """Stop a host's holder with SIGSTOP."""
         with self.lock:
             if host in self.cluster.holders:
                 self.stopped.add(host)
@@ -134,19 +134,19 @@ class Hosts:
                 self.cluster.holders[host].send_signal(signal.SIGSTOP)
 
     def continue_holder(self, host: str) -> None:
-        """SIGCONT."""
+        """Let a host's stopped holder go on."""
         with self.lock:
             self.stopped.discard(host)
             if host in self.cluster.holders:
                 self.cluster.holders[host].send_signal(signal.SIGCONT)
 
     def has_lock(self, host: str) -> bool:
-        """Say whether the host's holder has come so far as to hold its folder's lock."""
+        """Say whether the host's holder has its folder's lock already."""
         process, owner = self.cluster.holders.get(host), arena_lock.owner(self.cluster.arena(host))
         return process is not None and owner is not None and owner.pid == process.pid
 
     def replace_holder(self, host: str) -> None:
-        """Start a successor beside a stopped holder, which it kills (R2)."""
+        """Start a successor beside a stopped holder; the successor kills it (R2)."""
         with self.lock, self._environment(host):
             self.mark_away(host)
             self.stopped.discard(host)
@@ -154,7 +154,7 @@ class Hosts:
                 self.former[self.cluster.replace_holder(host).pid] = f"holder of {host}"
 
     def start_controller(self) -> None:
-        """Start a controller; one that runs is outranked."""
+        """Start a controller, which outranks one that runs."""
         with self.lock, self._environment("controller"):
             self.is_controller_down = self.is_controller_stopped = False
             if self.cluster.controller is not None:
@@ -162,35 +162,35 @@ class Hosts:
             self.cluster.start_controller()
 
     def kill_controller(self) -> None:
-        """SIGKILL."""
+        """Kill the controller."""
         with self.lock:
             self.is_controller_down, self.is_controller_stopped = True, False
             self.cluster.kill_controller()
 
     def signal_controller(self, sig: signal.Signals) -> None:
-        """SIGSTOP or SIGCONT."""
+        """Send the controller SIGSTOP or SIGCONT."""
         with self.lock:
             self.is_controller_stopped = sig == signal.SIGSTOP
             if self.cluster.controller is not None:
                 self.cluster.controller.send_signal(sig)
 
     def outranked(self) -> list[subprocess.Popen[bytes]]:
-        """The holders and controllers that were replaced and still run."""
+        """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
     def pid(self, host: str) -> int | None:
-        """The pid of a host's holder that runs."""
+        """Return the pid of a host's holder if it runs."""
         process = self.cluster.holders.get(host)
         return process.pid if process is not None and process.poll() is None else None
 
     def kill_everything(self) -> None:
-        """SIGKILL every holder and the controller; the hosts' memory stays."""
+        """Kill every holder and the controller; the hosts' memory stays."""
         for host in self:
             self.kill_holder(host)
         self.kill_controller()
 
     def start_everything(self, order: list[str]) -> None:
-        """Start what `kill_everything` killed, host by host."""
+        """Start the processes that `kill_everything` killed, host by host."""
         self.start_controller()
         for host in order:
             if host in self.down:
@@ -260,7 +260,7 @@ class Hosts:
         raise MemstoreError(f"no holder answers: {problems}")
 
     def arena(self, host: str) -> Path:
-        """A host's folder."""
+        """Return a host's folder."""
         return self.cluster.arena(host)
 
 

@@ -1,7 +1,7 @@
-"""The job as its launcher sees it: ranks started together, trained in step, killed together when one is gone.
+"""The job and its launcher: ranks that are started together, train in step, and are killed together when one is gone.
 
-A thread of the round. Every life of the job is connect and get on all ranks, compared with the oracle, then step after
-step: each rank puts, and nobody goes on before all have (as training's collectives would have it).
+It is a thread of the round. In every launch all ranks connect and get, and the result is compared with the oracle. Then
+each rank puts step after step; no rank goes on before all have put, as with the collectives of training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REPLY_S = 120.0  # beyond it a rank hangs, whatever the load
 
 
 class JobEnded(Exception):
-    """This life of the job is over: a rank is gone, or the round wants it so."""
+    """The end of a launch: a rank is gone, or the round demands it."""
 
 
 class Job(threading.Thread):
-    """Runs until `end`. `hold` keeps it dead, `release` has it launched again."""
+    """The thread that launches the job until `end`; `hold` keeps it dead, `release` lets it be launched again."""
 
     def __init__(
         self, scenario: Scenario, hosts: Hosts, nursery: RankNursery, ledger: Ledger, story: Story, meter: LoadMeter
@@ -53,7 +53,7 @@ class Job(threading.Thread):
         self._skips_told: set[str] = set()  # reasons since the last commit
         self.is_broken = False
         self.lives_count = 0
-        self.commit_s = 0.0  # when a commit was news last
+        self.commit_s = 0.0  # when a new commit was last reported
         self.paused_s: list[list[float]] = []  # (from, to) of ranks that had SIGSTOP
         self.restores = RestoreCheck(scenario, ledger, story)
         self.first_counts: list[dict[str, int]] = []
@@ -65,7 +65,7 @@ class Job(threading.Thread):
     # -- the round's side ---------------------------------------------------------------------
 
     def hold(self, why: str) -> None:
-        """Kill all ranks; none is started until `release`."""
+        """Kill all ranks and start none until `release`."""
         self.story.tell(f"the job is killed: {why}")
         self._held.set()
         self.kill_ranks()
@@ -73,7 +73,7 @@ class Job(threading.Thread):
             raise AssertionError("the job's thread does not end its life")
 
     def close(self) -> None:
-        """Have all ranks leave the job, after the step they are in; none is started until `release`."""
+        """Let all ranks leave the job after their current step, and start none until `release`."""
         self.story.tell("the job is closed")
         self._closing.set()
         self._held.set()
@@ -86,7 +86,7 @@ class Job(threading.Thread):
         self._held.clear()
 
     def kill_ranks(self, on_host: str = "") -> None:
-        """SIGKILL the ranks of one host, or all."""
+        """Kill the ranks of one host, or all."""
         for rank in list(self.ranks):
             if not on_host or self.place[rank.rank] == on_host:
                 with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ class Job(threading.Thread):
     # -- the thread ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Live again and again."""
+        """Launch again and again."""
         while not self._over.is_set():
             if self._held.is_set():
                 time.sleep(0.02)
@@ -112,7 +112,7 @@ class Job(threading.Thread):
                 self._live()
             except JobEnded as exc:
                 self.story.tell(f"job: {exc}")
-            except Exception as exc:  # a mistake of the nemesis's own must not pass for a clean round
+            except Exception as exc:  # a defect of the nemesis must not count as a clean round
                 self.story.violate("nemesis-broke", f"{type(exc).__name__}: {exc}")
                 self.is_broken = True
                 self._over.set()
@@ -140,7 +140,7 @@ class Job(threading.Thread):
         self._leave()
 
     def _leave(self) -> None:
-        """Wait for what is under way, count what the ranks hold, close."""
+        """Wait for puts that are not finished, count what the ranks hold, close."""
         time.sleep(self.scenario.step_s)
         for do in ("levels", "counts", "close"):
             replies = [reply for reply in self._all(do, REPLY_S) if isinstance(reply, dict)]
@@ -151,7 +151,7 @@ class Job(threading.Thread):
         raise JobEnded("closed")
 
     def _seat(self) -> None:
-        """Start one rank for each number: hosts in turn, shuffled where the scenario says so, none that is down."""
+        """Start the ranks on the hosts that are up, in turn or shuffled, as the scenario says."""
         usable = [host for host in self.hosts if host not in self.hosts.down] or sorted(self.hosts)
         if self.lives_count > 1 and self.rng.random() < self.scenario.shuffle_share:
             self.rng.shuffle(usable)
@@ -166,7 +166,7 @@ class Job(threading.Thread):
         ]
 
     def _clock(self, rank: int) -> dict[str, str]:
-        """Now and then a rank's wall clock is off."""
+        """Choose how far a rank's wall clock is off, most often not at all."""
         if self.rng.random() > CLOCKS_OFF_SHARE:
             return {}
         shift_s = self.rng.choice((-90_000.0, -60.0, 60.0, 90_000.0))
@@ -174,9 +174,9 @@ class Job(threading.Thread):
         return {CLOCK_VARIABLE: str(shift_s)}
 
     def _all(self, do: str, timeout_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
-        """Have all ranks do one thing; JobEnded if one is gone, or the round ends this life.
+        """Send all ranks one command; JobEnded if one is gone, or the round ends the launch.
 
-        A rank that puts does not know that another is gone: all others put the step as well.
+        A rank that puts does not know that another is gone, so all others put the step as well.
         """
         if self._held.is_set() and not self._closing.is_set():
             raise JobEnded("held")
@@ -189,7 +189,7 @@ class Job(threading.Thread):
                 gone = f"rank {rank.rank} was gone before {do}"
         replies: dict[int, dict[str, Any] | RankFailed] = {}
         until_s = time.monotonic() + timeout_s
-        while begun and (not gone or do == "put"):  # in no order: whom the others wait for may be gone
+        while begun and (not gone or do == "put"):  # in any order, because the rank that others wait for may be gone
             channels = [rank.channel for rank in begun]
             ready, _, _ = select.select(channels, [], [], max(0.0, until_s - time.monotonic()))
             if not ready:
@@ -207,7 +207,7 @@ class Job(threading.Thread):
                     gone = f"rank {rank.rank} was gone in {do}"
         if gone:
             if not self._held.is_set():
-                time.sleep(self.scenario.notice_s)  # the launcher does not know yet
+                time.sleep(self.scenario.notice_s)  # the launcher notices late
             raise JobEnded(gone)
         return [reply for _, reply in sorted(replies.items())]
 
@@ -225,7 +225,7 @@ class Job(threading.Thread):
         self.first_counts = [reply for reply in replies if isinstance(reply, dict)]
 
     def _restore(self) -> int:
-        """Get on all ranks; return the step to go on with."""
+        """Get on all ranks and judge the replies; return the step to go on with."""
         began_s = time.monotonic()
         replies = self._all("get", REPLY_S, limit_s=GET_S)
         failed = [reply for reply in replies if isinstance(reply, RankFailed)]
@@ -249,7 +249,7 @@ class Job(threading.Thread):
                 raise JobEnded(f"put raised on rank {rank}: {reply['raised']}")
 
     def _tell_skip(self, step: int, level: str, reason: str) -> None:
-        """Tell of steps given up: once for each reason until a commit, not for every step and rank."""
+        """Add a line about skipped steps to the story: one for each reason until the next commit."""
         shape = re.sub(r"[0-9a-f]{8,}|\d+", "#", f"{level}: {reason}")
         if level != "superseded" and shape not in self._skips_told:
             self._skips_told.add(shape)

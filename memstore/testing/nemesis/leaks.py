@@ -1,4 +1,4 @@
-"""What a round may not leave behind: processes, descriptors, leased slots, temporary files, bytes in shared memory."""
+"""Leaks that a round must not have: processes, descriptors, leased slots, temporary files, bytes in shared memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotS
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
 
-RUN_VARIABLE = "NEMESIS_RUN"  # in the environment of every process of a run
-FDS_MAX = 100  # of a holder or controller at rest: 12 to 17 were measured for small stores
+RUN_VARIABLE = "NEMESIS_RUN"  # environment variable of every process of a run
+FDS_MAX = 100  # descriptors of a holder or controller at rest; 12 to 17 were measured for small stores
 RANK_FDS_GROWTH_MAX = 16
 THREADS_GROWTH_MAX = 12
 TEMPORARY_S = 20.0
@@ -23,7 +23,7 @@ RECLAIMED_S = 20.0
 
 
 def check_processes_at_rest(hosts: Hosts, story: Story) -> None:
-    """Holders and controller hold a bounded number of descriptors; outranked controllers have ended."""
+    """Check that holders and controller have few descriptors open, and that outranked controllers have ended."""
     pids = {f"holder {host}": pid for host in hosts if (pid := hosts.pid(host)) is not None}
     if hosts.cluster.controller is not None and hosts.cluster.controller.poll() is None:
         pids["the controller"] = hosts.cluster.controller.pid
@@ -42,7 +42,7 @@ def check_processes_at_rest(hosts: Hosts, story: Story) -> None:
 
 
 def check_rank_growth(first: list[dict[str, int]], last: list[dict[str, int]], story: Story) -> None:
-    """Reconnections and puts cost a rank no descriptors or threads for good."""
+    """Check that a rank has no more descriptors or threads after many reconnections and puts."""
     for rank, (then, now) in enumerate(zip(first, last, strict=False)):
         for what, most in (("fds", RANK_FDS_GROWTH_MAX), ("threads", THREADS_GROWTH_MAX)):
             if now[what] > then[what] + most:
@@ -50,7 +50,7 @@ def check_rank_growth(first: list[dict[str, int]], last: list[dict[str, int]], s
 
 
 def check_folders(hosts: Hosts, story: Story) -> None:
-    """With no rank alive no slot is leased, and no temporary file is old."""
+    """Check that no slot is leased and no temporary file is old while no rank is alive."""
     deadline_s = time.monotonic() + RECLAIMED_S
     while (found := leased(hosts)) and time.monotonic() < deadline_s:
         time.sleep(0.2)
@@ -77,7 +77,7 @@ def leased(hosts: Hosts) -> dict[str, int]:
 
 
 def check_gone(run: str, known: set[int], arena_dir: Path, story: Story) -> None:
-    """When all is over nothing of the round is left."""
+    """Check that nothing of the round is left when all is over."""
     deadline_s = time.monotonic() + RECLAIMED_S
     while processes(run) - known and time.monotonic() < deadline_s:
         time.sleep(0.2)

@@ -1,8 +1,8 @@
-"""What must come back: puts, commits, losses and restores of one round, and the promise that follows from them. Pure.
+"""The record of puts, commits, losses and restores of one round, and the promise that follows from it. Pure.
 
 A step that was committed and not degraded must be restored, or a newer one of its lineage, while fewer than `replicas`
-failure domains have lost their memory since it was put, or since its copies were seen to be complete. A domain whose
-holder was stopped or away meanwhile counts as well if some memory was lost, because a later step may have been
+failure domains have lost their memory since it was put, or since its copies were seen to be complete. If some memory
+was lost, a domain whose holder was stopped or away meanwhile counts as well, because a later step may have been
 committed without it.
 """
 
@@ -16,15 +16,15 @@ Step = tuple[int, int]  # attempt, step
 
 @dataclass
 class Commit:
-    """One step that a rank was told is committed."""
+    """A step of which a rank was told that it is committed."""
 
     step: Step
-    safe_since_s: float | None  # from when on every copy was there; None: it was committed degraded
+    safe_since_s: float | None  # since when every copy was there; None: it was committed degraded
 
 
 @dataclass
 class Harm:
-    """Something that happened to a failure domain."""
+    """A loss or an absence that a fault caused in a failure domain."""
 
     domain: str
     at_s: float
@@ -35,19 +35,19 @@ class Harm:
 
 @dataclass
 class Ledger:
-    """Filled by the job, the faults and the observer, each in a thread of its own."""
+    """The record; the job, the faults and the observer write it, each in a thread of its own."""
 
     replicas: int
     keep_steps: int
     domains: frozenset[str]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    put_s: dict[Step, float] = field(default_factory=dict)  # when its first rank began
+    put_s: dict[Step, float] = field(default_factory=dict)  # when the first rank began to put it
     put_ranks: dict[Step, set[int]] = field(default_factory=dict)
     commits: dict[Step, Commit] = field(default_factory=dict)
     durable: list[Step] = field(default_factory=list)
     harms: list[Harm] = field(default_factory=list)
     storage_away: list[tuple[float, float | None]] = field(default_factory=list)
-    timeline: list[Step] = field(default_factory=list)  # every step put so far that the newest attempt follows from
+    timeline: list[Step] = field(default_factory=list)  # every step so far in the lineage of the newest attempt
     parents: dict[int, Step | None] = field(default_factory=dict)  # attempt -> what it restored
 
     # -- what happened ------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class Ledger:
             self.put_ranks.setdefault(key, set()).add(rank)
 
     def committed(self, step: Step, *, degraded: bool) -> bool:
-        """Note that a rank was told of a commit; return True if it is news."""
+        """Note that a rank was told of a commit; return whether it is the first."""
         with self.lock:
             known = self.commits.get(step)
             if known is None:
@@ -79,7 +79,7 @@ class Ledger:
                 self.durable.append(step)
 
     def complete(self, attempt: int, step: int, now_s: float) -> None:
-        """Note that the store said of its newest commit that every copy is there."""
+        """Note that the store reported every copy of its newest commit."""
         with self.lock:
             for commit in self.commits.values():
                 if commit.step == (attempt, step):
@@ -93,24 +93,24 @@ class Ledger:
             return harm
 
     def lost_storage(self, from_s: float, to_s: float | None = None) -> None:
-        """Note that durable storage did not work from one moment on; a later call with the end takes its place."""
+        """Note that durable storage failed from one moment on; a later call adds the end."""
         with self.lock:
             self.storage_away = [row for row in self.storage_away if row[0] != from_s]
             self.storage_away.append((from_s, to_s))
 
     def emptied_storage(self) -> None:
-        """Note that what was durable is gone."""
+        """Note that all durable steps are gone."""
         with self.lock:
             self.durable.clear()
 
     def verified(self, now_s: float) -> None:
-        """Note that everything was digested again and repaired: rot from before is over."""
+        """Note that everything was digested again and repaired, so that earlier rot is over."""
         with self.lock:
             for harm in self.harms:
                 harm.is_mended = harm.is_mended or (harm.kind == "rot" and harm.at_s < now_s)
 
     def restored(self, attempt: int, step: Step | None) -> None:
-        """Note what an attempt went on from: what lies beyond it in the timeline is no longer of its lineage."""
+        """Note the step that an attempt restored; later steps of the timeline leave its lineage."""
         with self.lock:
             if attempt in self.parents:
                 return
@@ -139,7 +139,7 @@ class Ledger:
             return max(kept, key=self.timeline.index, default=None)
 
     def excuse(self, commit: Commit, from_s: float, to_s: float) -> str:
-        """Return why a commit need not be there between two moments, "" if it must."""
+        """Say why a commit may be missing between two moments, or "" if it must be there."""
         since_s = commit.safe_since_s
         put_s = self.put_s.get(commit.step, 0.0)
         lost = {

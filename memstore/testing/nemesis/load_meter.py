@@ -1,6 +1,6 @@
-"""How late this machine runs what wants to run: a process that sleeps 20 ms and notes by how much it overslept.
+"""A meter of the machine's load: a process that sleeps 20 ms again and again and records how much it overslept.
 
-A bound on a stall grows by what was measured while it lasted, so that a loaded machine breaks no promise.
+A bound on a stall grows by what was measured while it lasted, so that load alone breaks no promise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ while True:
 
 
 class LoadMeter:
-    """A context manager. `late_s` sums what was overslept between two moments of the monotonic clock."""
+    """The meter, a context manager; `late_s` sums what was overslept between two moments of the monotonic clock."""
 
     def __enter__(self) -> LoadMeter:
         self._rows: deque[tuple[float, float]] = deque(maxlen=KEPT)
@@ -39,7 +39,7 @@ class LoadMeter:
             start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it runs
+        self._process.stdout.readline()  # it prints a line as soon as it runs
         self._thread = threading.Thread(target=self._read, name="nemesis-load", daemon=True)
         self._thread.start()
         self._began_s = time.monotonic()

@@ -12,17 +12,17 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 
 
 class LockedNursery(RankNursery):
-    """A `RankNursery` of the nemesis's own rank program."""
+    """A `RankNursery` for the nemesis's own rank program."""
 
     def __init__(self) -> None:
         super().__init__("memstore.testing.nemesis.rank_process")
         self._lock = threading.Lock()
-        self.log = Path(os.devnull)  # of the round
+        self.log = Path(os.devnull)  # the log of the current round's ranks
 
     def __enter__(self) -> LockedNursery:
         return self
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
-        """Fork one; one thread at a time."""
+        """Fork a rank or reader; threads wait for one another."""
         with self._lock:
             return super().start(rank, {LOG_VARIABLE: str(self.log), **env}, namespace=namespace)

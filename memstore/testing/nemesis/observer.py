@@ -1,4 +1,4 @@
-"""A thread that asks for status twice a second and tells the ledger who is live again, and when copies are complete."""
+"""A thread that asks for status twice a second, and notes in the ledger when hosts are live and copies complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SETTLED_S = 1.0  # a status this soon after a fault may not know of it yet
 
 
 class Observer:
-    """Keeps the newest status. A context manager."""
+    """The thread that keeps the newest status, a context manager."""
 
     def __init__(self, hosts: Hosts, story: Story, job: str) -> None:
         self.hosts, self.story, self.job = hosts, story, job
         self.newest: dict[str, Any] | None = None
         self.newest_s = 0.0
-        self.complete_s = 0.0  # when copies were seen to be complete last
+        self.complete_s = 0.0  # when copies were last seen to be complete
         self._why = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nemesis-observer", daemon=True)
@@ -46,7 +46,7 @@ class Observer:
             self.take(status, began_s)
 
     def take(self, status: dict[str, Any], asked_s: float) -> None:
-        """Learn from one status."""
+        """Note in the ledger what one status shows."""
         self.newest, self.newest_s = status, asked_s
         live = self._live(status, asked_s)
         row = next((job for job in status["jobs"] if job["job"] == self.job), None)
@@ -57,7 +57,7 @@ class Observer:
         self._note(f"status: {why or 'copies complete'}")
 
     def _live(self, status: dict[str, Any], asked_s: float) -> set[str]:
-        """Return the hosts that are really there; end what the ledger noted of them."""
+        """Return the hosts that are live, and end their absence in the ledger."""
         found = set()
         for row in status["hosts"]:
             host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
@@ -77,7 +77,7 @@ class Observer:
 
 
 def incomplete(row: dict[str, Any] | None, live: set[str], wanted: set[str]) -> str:
-    """Return what is missing of a job's copies, "" if nothing is."""
+    """Say which of a job's copies are missing, or ""."""
     if live != wanted:
         return f"hosts {', '.join(sorted(wanted - live))} are not live"
     if row is None or row.get("committed_step") is None:

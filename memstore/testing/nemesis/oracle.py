@@ -1,8 +1,8 @@
-"""The bytes that a rank has at a step, from a generator of its own: seed, job, attempt, rank and step.
+"""The oracle: it makes the bytes that a rank has at a step from seed, job, attempt, rank and step.
 
-A restored state says by its attempt who put it; the bytes are made again and compared one by one, so that a step of
-another attempt, rank or step is seen even where every digest fits. Uses hashlib and numpy's Philox, and nothing of the
-store.
+A restored state names the attempt that put it. Its bytes are made again and compared one by one, so that bytes of
+another attempt, rank or step are noticed even if every digest fits. It uses hashlib and numpy's Philox, and nothing of
+the store.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-FROZEN_SHARE = 4  # one part in so many never changes: chunks that are stored and sent once
-BIAS_COUNT = 17  # of odd size, in a chunk that other tensors share
+FROZEN_SHARE = 4  # one part in so many never changes, for chunks that are stored and sent once
+BIAS_COUNT = 17  # an odd size, for a chunk that tensors share
 
 
 def _generator(*words: object) -> np.random.Generator:
@@ -40,7 +40,7 @@ def tag(seed: int, job: str, attempt: int, rank: int, step: int) -> str:
 
 
 def difference(wanted: Mapping[str, Array], wanted_tag: str, found: Mapping[str, Array], found_tag: object) -> str:
-    """Return what differs between two states, "" if nothing does."""
+    """Say what differs between two states, or ""."""
     problems = []
     if found_tag != wanted_tag:
         problems.append(f"the state says it is {found_tag!r}, not {wanted_tag!r}")

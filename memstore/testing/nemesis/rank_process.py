@@ -1,7 +1,7 @@
-"""The rank of a nemesis: a program of its own, forked from a process that has imported torch.
+"""The rank of the nemesis: a program of its own, forked from a process that has imported torch.
 
-It trains on command, one step at a time, overwrites its tensors in place as an optimizer does, and compares what it
-restored with what the oracle makes. It never reports bytes: only what differs.
+It trains on command, one step at a time, overwrites its tensors in place as an optimizer does, and compares restored
+bytes with those of the oracle. It reports only what differs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from memstore.testing.nemesis import oracle
 from memstore.testing.ranks.rank_process import nursery_main
 
-LOG_VARIABLE = "NEMESIS_LOG"  # a file that takes what a rank prints and logs
-CLOCK_VARIABLE = "NEMESIS_CLOCK_S"  # so many seconds are added to the wall clock of a process
+LOG_VARIABLE = "NEMESIS_LOG"  # the file into which a rank prints and logs
+CLOCK_VARIABLE = "NEMESIS_CLOCK_S"  # how far the wall clock of a process is ahead
 TICKETS_MAX = 64
 
 
 class Rank:
-    """Carries out the commands of one round."""
+    """A rank that carries out the commands of one round."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel, self.lines = channel, channel.makefile("rb")
@@ -77,7 +77,7 @@ class Rank:
         return oracle.difference(wanted, words, found, got.state["tag"]), sum(a.nbytes for a in found.values())
 
     def do_put(self, step: int) -> dict[str, Any]:
-        """Train one step, then put; an exception of put is part of the answer."""
+        """Train one step, then put it; an exception of put is part of the answer."""
         import torch
 
         made = oracle.arrays(self.seed, self.store.job, self.store.attempt, self.store.rank, step, self.kib)
@@ -108,7 +108,7 @@ class Rank:
         }  # fmt: skip
 
     def do_levels(self) -> dict[str, Any]:
-        """Tell which tickets have changed since they were last told."""
+        """Return the tickets that have changed since the last call."""
         return {"levels": self._levels()}
 
     def _levels(self) -> list[list[Any]]:
@@ -121,7 +121,7 @@ class Rank:
         return changed
 
     def do_counts(self) -> dict[str, Any]:
-        """Tell what this process holds."""
+        """Return how many descriptors and threads this process has."""
         return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
 
     def do_close(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Rank:
     def do_read(
         self, job: str, config: dict[str, Any], seed: int, kib: int, ranks: list[int], step: int | None
     ) -> dict[str, Any]:
-        """Read some ranks' shards as a reader that joins nothing, and compare them."""
+        """Read shards of some ranks as a reader, which joins no job, and compare them."""
         from memstore.client.connect import reader
 
         self.seed, self.kib = seed, kib
@@ -158,14 +158,14 @@ def _config(fields: dict[str, Any]) -> Any:
 
 
 def shift_clock(seconds: float) -> None:
-    """Shift the wall clock of this process; the monotonic one goes on as it does."""
+    """Shift the wall clock of this process; its monotonic clock stays right."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
     time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
 
 def forget_ray() -> None:
-    """Let a rank that finds no holder wait for one: this machine has no Ray cluster of ours to start a store in."""
+    """Let a rank that finds no holder wait for one; without this it would try to start a store on Ray."""
     import memstore.client.connect
 
     if hasattr(memstore.client.connect, "start_through_ray"):
@@ -173,7 +173,7 @@ def forget_ray() -> None:
 
 
 def serve_round(channel: socket.socket) -> None:
-    """Be a rank until the round hangs up."""
+    """Serve as a rank until the round hangs up."""
     log = os.open(os.environ[LOG_VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,6 +1,6 @@
-"""The hosts of a round as raylets of a real Ray cluster on this machine: Ray starts holders and controller, and again.
+"""The hosts of a round as raylets of a real Ray cluster on this machine; Ray starts holders and controller.
 
-Ranks are processes of their own, as torchrun's are: they outlive raylets.
+Ranks are processes of their own, as with torchrun, and outlive raylets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Raylets:
-    """What `Hosts` asks of a cluster of processes, for one of raylets."""
+    """A cluster of raylets with the methods that `Hosts` uses of a cluster of processes."""
 
     def __init__(self, config: Config, labels: dict[str, dict[str, str]], folder: Path) -> None:
         self.config, self.labels, self.folder = config, labels, folder
@@ -36,7 +36,7 @@ class Raylets:
         self.proxies: dict[str, Any] = {}
 
     def arena(self, host: str) -> Path:
-        """A host's folder."""
+        """Return a host's folder."""
         return self.ray.arena(host)
 
     def restart(self) -> None:
@@ -46,7 +46,7 @@ class Raylets:
 
 
 class RayHosts(Hosts):
-    """Hosts on Ray; the first one carries its head and cannot be lost."""
+    """The hosts on Ray; the first one carries its head and cannot be lost."""
 
     raylets: Raylets
 
@@ -54,7 +54,7 @@ class RayHosts(Hosts):
     def of(
         cls, scenario: Scenario, ledger: Ledger, story: Story, folder: Path, arena_dir: Path, arena_bytes: int
     ) -> RayHosts:
-        """Hosts of a scenario, yet to be opened."""
+        """Return the hosts of a scenario; `open` starts them."""
         config = Config(
             store=f"n{secrets.token_hex(4)}", arena_bytes=arena_bytes, arena_dir=str(arena_dir),
             chunk_bytes=CHUNK_BYTES, interface="127.0.0.1", **scenario.store_fields,
@@ -70,11 +70,11 @@ class RayHosts(Hosts):
         self.raylets.ray.start()
 
     def close(self) -> None:
-        """Stop all of it."""
+        """Stop Ray and the store."""
         self.raylets.ray.stop()
 
     def pid(self, host: str) -> int | None:
-        """The holder that has the lock of a host's folder."""
+        """Return the pid of the holder that has the lock of a host's folder."""
         with contextlib.suppress(Exception):
             holding = owner(self.arena(host))
             if holding is not None and holding.is_alive():
@@ -90,14 +90,14 @@ class RayHosts(Hosts):
         return None
 
     def start_holder(self, host: str) -> None:
-        """A lost machine is replaced by a blank one; the holder of one that lives is Ray's and the store's business."""
+        """Replace a lost machine by a blank one; Ray and the store start the holder of a host that lives."""
         with self.lock:
             if host in self.down and self.raylets.ray.nodes:
                 self.down.discard(host)
                 self.raylets.ray.add_node(host, self.raylets.labels[host])
 
     def kill_holder(self, host: str, *, is_lost: bool = False) -> None:
-        """SIGKILL of the actor's process, or of the whole machine."""
+        """Kill the actor's process, or the whole machine."""
         with self.lock:
             self.mark_away(host)
             if is_lost:
@@ -110,7 +110,7 @@ class RayHosts(Hosts):
                 self._signal(self.pid(host), signal.SIGKILL)
 
     def stop_holder(self, host: str) -> None:
-        """SIGSTOP; the controller may replace it meanwhile."""
+        """Stop a holder with SIGSTOP; the controller may replace it meanwhile."""
         with self.lock:
             pid = self.pid(host)
             if pid is not None:
@@ -120,32 +120,32 @@ class RayHosts(Hosts):
                 self._signal(pid, signal.SIGSTOP)
 
     def continue_holder(self, host: str) -> None:
-        """SIGCONT of the process that was stopped."""
+        """Let the process that was stopped go on."""
         with self.lock:
             self.stopped.discard(host)
             self._signal(self.frozen.pop(host, None), signal.SIGCONT)
 
     def start_controller(self) -> None:
-        """Ray starts it again."""
+        """Do nothing: Ray starts the controller again."""
         self.is_controller_down = self.is_controller_stopped = False
 
     def kill_controller(self) -> None:
-        """SIGKILL."""
+        """Kill the controller."""
         self._signal(self._controller_pid(), signal.SIGKILL)
 
     def signal_controller(self, sig: signal.Signals) -> None:
-        """SIGSTOP or SIGCONT."""
+        """Send the controller SIGSTOP or SIGCONT."""
         self.is_controller_stopped = sig == signal.SIGSTOP
         self._signal(self._controller_pid(), sig)
 
     def signal_gcs(self, sig: signal.Signals) -> None:
-        """SIGSTOP or SIGCONT of Ray's head service."""
+        """Send Ray's head service SIGSTOP or SIGCONT."""
         head = self.raylets.ray.nodes.get(next(iter(self.undying)))  # none while all of Ray is down
         for infos in head.all_processes.get("gcs_server", []) if head is not None else ():
             self._signal(infos.process.pid, sig)
 
     def replace_raylet(self, host: str) -> None:
-        """A raylet dies with its holder; a new one joins over the same memory."""
+        """Kill a raylet with its holder; a new one joins over the same memory."""
         with self.lock:
             self.mark_away(host)
             self.stopped.discard(host)
@@ -153,7 +153,7 @@ class RayHosts(Hosts):
                 self.raylets.ray.replace_raylet(host)
 
     def kill_everything(self) -> None:
-        """SIGKILL of all of Ray."""
+        """Kill all of Ray."""
         with self.lock:
             for host in self:
                 self.mark_away(host)
@@ -161,17 +161,17 @@ class RayHosts(Hosts):
             self.raylets.ray.kill_everything()
 
     def start_everything(self, order: list[str]) -> None:
-        """A new Ray cluster, unless one runs; what was lost in the old one joins with it."""
+        """Start a new Ray cluster unless one runs; hosts that the old one had lost join it."""
         with self.lock:
             if not self.raylets.ray.nodes:
                 self.down.clear()
                 self.raylets.restart()
 
     def supervise(self) -> None:
-        """Ray and the store's own supervisor do that here."""
+        """Do nothing: Ray and the store's own supervisor start processes again."""
 
     def heal(self) -> None:
-        """Undo what keeps a process from running."""
+        """Let every stopped process go on."""
         for host in list(self.stopped):
             self.continue_holder(host)
         self.start_everything([])

@@ -26,7 +26,7 @@ EXIT_CODES = (0, 1, 2, 3, 4)
 
 
 class Reading:
-    """A context manager; one question at a time, and what comes while one is under way is passed over."""
+    """The thread that asks, a context manager; a question that comes while another one is asked is dropped."""
 
     def __init__(
         self, scenario: Scenario, hosts: Hosts, nursery: RankNursery, observer: Observer, story: Story, job: str

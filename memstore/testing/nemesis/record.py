@@ -1,4 +1,4 @@
-"""The record of all runs: a JSON file to which every part is appended, with sums over all of them."""
+"""The record of all runs: a JSON file to which every part is appended, with sums over all parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORY_LINES_MAX = 120
 
 
 class Part:
-    """One part: from a start of the program to its end."""
+    """A part of the record: one run of the program."""
 
     def __init__(self, seed: int) -> None:
         self.body: dict[str, Any] = {
@@ -31,7 +31,7 @@ class Part:
         body = self.body
         body["rounds"] += 1
         body["seconds"] = round(body["seconds"] + seconds, 1)
-        body["load"] = round(load, 3)  # share of the time that a sleeper overslept
+        body["load"] = round(load, 3)  # share of the time that the load meter overslept
         for name, counts in (("shapes", Counter([scenario.shape])), ("faults", story.faults), ("counts", story.counts)):
             body[name] = dict(sorted((Counter(body[name]) + counts).items()))
         if not story.violations:
@@ -50,7 +50,7 @@ class Part:
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Return a story that is not too long: its beginning, and what is around the violations."""
+    """Return a story that is not too long: its beginning, and the lines around violations."""
     if len(lines) <= STORY_LINES_MAX:
         return list(lines)
     at = next((i for i, line in enumerate(lines) if "VIOLATION" in line), len(lines))
@@ -91,7 +91,7 @@ def parts_of(path: Path) -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+" if it was changed; "unknown" outside one."""
+    """Return the commit of this checkout, with "+" if files were changed; "unknown" outside one."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=Path.cwd(), capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""One round: a store and a job of its own, the faults of its schedule, then everything that must be true again."""
+"""One round: a store and a job of its own, the faults of its schedule, then all that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from memstore.testing.nemesis.story import Story
 
 ARENA_BYTES = 192 << 20
 TICK_S = 0.02
-FIRST_COMMIT_S = 90.0  # a start on a loaded machine
+FIRST_COMMIT_S = 90.0  # limit of a start on a loaded machine
 COMMITS_RESUME_S = 30.0
 COPIES_COMPLETE_S = 60.0
 HOSTS_LIVE_S = 30.0
@@ -37,7 +37,7 @@ QUIET_S = 1.0
 
 
 class Round:
-    """Plays one scenario; `story` has what happened."""
+    """A round of one scenario; `story` has what happened."""
 
     def __init__(
         self, scenario: Scenario, nursery: LockedNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
@@ -51,7 +51,7 @@ class Round:
         self.rng = random.Random(f"ending {scenario.seed}")
 
     def play(self) -> Story:
-        """Play it; what it leaves behind is counted and removed."""
+        """Play the round; count and remove what it leaves behind."""
         self.story.tell(self.scenario.text())
         known = leaks.processes(self.run)
         self.arena_dir.mkdir(mode=0o700)
@@ -123,7 +123,7 @@ class Round:
                 self.job.close()
                 self._let_time_pass()
         self._verify()
-        if self.scenario.shape != "memory_lost":  # else nothing is there until a launch asks for what is durable
+        if self.scenario.shape != "memory_lost":  # there no copy exists until a launch asks for the durable step
             self._check_complete(healed_s)
             if self.scenario.ending == "dead":
                 self._lose_one_more()
@@ -142,7 +142,7 @@ class Round:
         self.story.tell("the round is over")
 
     def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
-        """Keep the round going until something is so; False if that took longer than the limit and the load."""
+        """Keep the round going until a condition holds; False if that took longer than the limit and the load."""
         began_s = time.monotonic()
         while not condition():
             self._tick()
@@ -156,11 +156,11 @@ class Round:
         return True
 
     def job_broke(self) -> bool:
-        """Whether the job's thread ended by a mistake of its own."""
+        """Say whether the job's thread ended by a mistake of its own."""
         return hasattr(self, "job") and self.job.is_broken
 
     def _tick(self) -> None:
-        """Undo what is over; start what ended by itself."""
+        """Undo faults whose time is over, and start processes that ended by themselves."""
         if hasattr(self, "faults"):
             self.faults.tick()
         self.hosts.supervise()
@@ -168,7 +168,7 @@ class Round:
     # -- checks -------------------------------------------------------------------------------
 
     def _await_hosts(self) -> None:
-        """All hosts serve again, as the controller says."""
+        """Demand that the controller counts all hosts live again."""
 
         def are_live() -> bool:
             return all(harm.until_s is not None for harm in self.hosts.away.values())
@@ -198,7 +198,7 @@ class Round:
         return incomplete(row, live, set(self.hosts)) or "complete by now"
 
     def _verify(self) -> None:
-        """Digest everything again, so that no rot is left of which nobody knows."""
+        """Digest everything again, so that all rot is found."""
         before_s = time.monotonic()
         code, answer = self.reading.cli(["verify"])
         self.story.tell(
@@ -208,7 +208,7 @@ class Round:
             self.ledger.verified(before_s)
 
     def _let_time_pass(self) -> None:
-        """A closed job whose newest step is durable leaves RAM after `job_ttl_s`; one that is not must stay."""
+        """Let `job_ttl_s` pass: a closed job leaves memory if its newest step is durable, and stays otherwise."""
         if self.scenario.job_ttl_s > COPIES_COMPLETE_S:
             return
         if self.rng.random() < 0.5 and self.faults.storage.empty():
@@ -217,7 +217,7 @@ class Round:
         self._until(lambda: False, self.scenario.job_ttl_s + 2.0, "")
 
     def _lose_one_more(self) -> None:
-        """Copies are complete, as the store says: then any replicas - 1 domains may go."""
+        """Lose replicas - 1 domains, which the promise allows once the store reports all copies."""
         hosts = [host for host in self.hosts if self.scenario.shape != "rack_then_host" or self.domains[host] == "b"]
         if self.scenario.replicas > 1 and self.observer.complete_s:
             self.faults.play(Planned(0.0, "lose_host", 0.5, {"host": self.rng.choice(hosts)}))
@@ -225,7 +225,7 @@ class Round:
             self._until(lambda: False, QUIET_S, "")
 
     def _read_all(self) -> None:
-        """A reader has every rank's newest shard."""
+        """Demand that a reader gets every rank's newest shard."""
         live = [host for host in self.hosts if self.hosts.pid(host) is not None]
         if live and self.ledger.newest_commit() is not None:
             self.reading.read(self.rng.choice(live), list(range(self.scenario.world_size)))

@@ -1,7 +1,6 @@
-"""What a round is, drawn from its seed alone: hosts, job, and the faults with their times. Pure.
+"""The schedule of a round, drawn from its seed alone: hosts, job, and the faults with their times. Pure.
 
-Some schedules are composed: their parts are ordinary, and it takes them in this order to find what each part alone
-does not.
+Some schedules are composed: an order of ordinary faults that found a defect which no single one of them shows.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Fault kinds by how often a random schedule draws them; `faults.py` has a method of each name.
+# Kinds of faults with their weights in a random schedule; `Faults` has a method for each.
 KINDS: dict[str, float] = {
     "kill_holder": 3, "stop_holder": 3, "replace_stopped_holder": 1, "kill_controller": 2, "stop_controller": 2,
     "second_controller": 2, "kill_rank": 3, "stop_rank": 2, "kill_everything": 1, "lose_host": 3,
@@ -52,7 +51,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One round."""
+    """The hosts, the job and the faults of one round."""
 
     seed: int
     shape: str  # "random", "kills" (of processes alone), "ray" (on raylets), or one of COMPOSED
@@ -80,15 +79,15 @@ class Scenario:
 
     @property
     def racks(self) -> bool:
-        """Whether copies are spread over racks."""
+        """True if copies are spread over racks."""
         return len({labels.get("rack") for labels in self.hosts.values()} - {None}) >= self.replicas
 
     def domains(self) -> dict[str, str]:
-        """Failure domain by host."""
+        """The failure domain of each host."""
         return {host: labels["rack"] if self.racks else host for host, labels in self.hosts.items()}
 
     def text(self) -> str:
-        """One line for the story."""
+        """Return a line for the story."""
         place = ", ".join(f"{host}({labels.get('rack', '-')})" for host, labels in self.hosts.items())
         days = f"orphan_ttl {self.orphan_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
         return (
@@ -99,7 +98,7 @@ class Scenario:
 
 
 def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
-    """Return the round of a seed. `shape` chooses one; `is_short` keeps it to some seconds."""
+    """Return the round of a seed; `shape` limits it to one shape, `is_short` to some seconds."""
     rng = random.Random(seed)
     if not shape:
         shape = rng.choice(COMPOSED) if rng.random() < COMPOSED_SHARE else "random"
@@ -120,7 +119,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
     orphan_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
     job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
-    is_tight = shape == "rack_then_host"  # little room, and a launcher that notices late
+    is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
     replay = Scenario(
         seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
         world_size=world_size, kib=rng.choice((64, 128, 320, 512)), has_overlap=rng.random() < 0.4,
@@ -139,7 +138,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
 
 
 def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
-    """Return the round without the faults of some kinds; all else as it was drawn."""
+    """Return the round without the faults of some kinds; the rest is as it was drawn."""
     return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.kind not in kinds))
 
 
@@ -175,7 +174,7 @@ def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> li
 
 
 def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """A holder is killed, its arena file or folder removed, and a new one started while its rank trains."""
+    """Kill a holder, remove its arena file or folder, and start a new one while its rank trains."""
     kind = rng.choice(("lose_folder_under_ranks", "lose_file_under_ranks"))
     at_s = rng.uniform(2.0, 4.0)
     return [
@@ -185,7 +184,7 @@ def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
 
 
 def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """The job trains for longer than orphan_ttl_s, then everything is killed and started again."""
+    """Train for longer than orphan_ttl_s, then kill everything and start it again."""
     at_s = scenario.orphan_ttl_s + rng.uniform(2.0, 4.0)
     draw = {"draw": rng.getrandbits(32)}
     kind = rng.choice(("kill_everything", "kill_everything", "kill_holder"))
@@ -193,7 +192,7 @@ def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
 
 
 def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """A rack is replaced host by host, the job dies, and later one host of the other rack is lost (by the ending)."""
+    """Replace a rack host by host and end the job; the round's ending then loses a host of the other rack."""
     at_s, gap_s = rng.uniform(2.0, 4.0), rng.choice((0.3, 0.6, 1.2))
     first, second = rng.sample(["h1", "h2"], 2)
     return [
@@ -203,13 +202,13 @@ def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Planned]:
 
 
 def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """A holder or the controller comes back with a clock that was set back or forth."""
+    """Restart a holder or the controller with a clock that was set back or forth."""
     values = {"draw": rng.getrandbits(32), "shift_s": rng.choice((-3600.0, -90_000.0, 3600.0, 90_000.0))}
     return [Planned(rng.uniform(2.0, 4.0), "step_clock", rng.choice((0.0, 1.0)), values)]
 
 
 def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """Storage fails for a while, works again, and then the memory of all hosts is lost."""
+    """Let storage fail for a while and work again, then lose the memory of all hosts."""
     at_s = rng.uniform(1.0, 2.0)
     return [
         Planned(at_s, "break_storage", rng.choice((0.3, 1.5)), {"draw": rng.getrandbits(32)}),
@@ -218,7 +217,7 @@ def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Planned]:
 
 
 def _live_folder(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """Files of a live holder's folder are removed; in half of the rounds the controller is replaced then."""
+    """Remove files of a live holder's folder; in half of the rounds replace the controller then."""
     at_s = rng.uniform(2.0, 4.0)
     found = [Planned(at_s, "remove_live_files", 0.0, {"draw": rng.getrandbits(32)})]
     if rng.random() < 0.5:

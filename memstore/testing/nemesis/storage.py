@@ -14,7 +14,7 @@ BUCKET = "nemesis"
 
 
 class Storage:
-    """A context manager. `url` is what `durable=` is set to, None for none."""
+    """The storage of a round, a context manager; `url` is the value of `durable=`, None for none."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder = kind, folder
@@ -42,7 +42,7 @@ class Storage:
         self._stack.close()
 
     def damage(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
-        """Break it; return what was done and the way back."""
+        """Break the storage; return what was done and the function that undoes it."""
         if self.faults is not None:
             return self._damage_s3(self.faults, rng)
         if self.kind != "directory" or not self.place.is_dir():
@@ -58,7 +58,7 @@ class Storage:
                 return
             if self.place.is_file():
                 self.place.unlink()
-            elif self.place.is_dir():  # what was written meanwhile is lost with the wrong mount
+            elif self.place.is_dir():  # steps that were written meanwhile are lost with the wrong mount
                 self.place.rename(self.place.with_name(f"durable-wrong-{rng.getrandbits(32)}"))
             aside.rename(self.place)
 

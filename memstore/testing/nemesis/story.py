@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Violation:
-    """One promise that was broken."""
+    """A promise that was broken."""
 
     kind: str
     at_s: float
@@ -19,7 +19,7 @@ class Violation:
 
 @dataclass
 class Story:
-    """Lines with the seconds since the round began; every thread of the round may write."""
+    """The lines of a round, with the seconds since it began; every thread of the round may write."""
 
     began_s: float = field(default_factory=time.monotonic)
     lines: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Story:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def now_s(self) -> float:
-        """Seconds since the round began."""
+        """Return the seconds since the round began."""
         return time.monotonic() - self.began_s
 
     def tell(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Story:
         self.tell(f"FAULT {kind}: {text}")
 
     def violate(self, kind: str, text: str) -> None:
-        """Note that a promise was broken; the round goes on, so that its consequences show."""
+        """Note that a promise was broken; the round goes on, to show the consequences."""
         with self.lock:
             self.violations.append(Violation(kind, self.now_s(), text))
         self.tell(f"VIOLATION {kind}: {text}")

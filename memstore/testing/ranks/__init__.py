@@ -1,1 +1,1 @@
-"""Ranks in processes of their own, driven by a test."""
+"""Ranks in processes of their own that tests command."""

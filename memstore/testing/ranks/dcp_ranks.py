@@ -1,7 +1,7 @@
-"""Ranks in one gloo group and one job, that save and load through torch.distributed.checkpoint.
+"""Ranks in one gloo group and one job, which save and load through torch.distributed.checkpoint.
 
-A `DcpFleet` forks them from a nursery that has imported torch.distributed, so that a launch of eight costs a second.
-What a rank does is a function of a test's own file: `run(ranks, "save", step=3)` calls `save(rank, step=3)` there.
+A `DcpFleet` forks them from a process that has imported torch.distributed, so that a launch of eight costs a second.
+Each does functions of a test's own file: `run(ranks, "save", step=3)` calls `save(rank, step=3)` there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict  # what ranks need, imported before the first fork
+import torch.distributed.checkpoint.state_dict  # ranks need it, and it is imported before the first fork
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,16 +35,16 @@ GROUP_S = 120.0
 
 
 class DcpFleet(Fleet):
-    """Launches of one job whose ranks have a process group."""
+    """The launches of one job whose ranks have a process group."""
 
     def __init__(
         self, cluster: ProcessCluster, nursery: RankNursery, program: Path, folder: Path, **job_fields: Any
     ) -> None:
-        """Launches that are yet to come.
+        """Prepare launches.
 
         Args:
             program: The file whose functions the ranks run.
-            folder: For the files over which the ranks of a launch meet.
+            folder: For the files through which the ranks of a launch find one another.
         """
         super().__init__(cluster, nursery, **job_fields)
         self.program, self.folder, self.launches_count = program, folder, 0
@@ -70,7 +70,7 @@ class DcpFleet(Fleet):
 
 
 def run(ranks: Sequence[RankProcess], name: str, *, do: str = "run", **arguments: Any) -> list[dict[str, Any]]:
-    """Run a function of the program on all ranks together; raise the first error, when all have ended."""
+    """Run a function of the program on all ranks together; raise the first error after all have ended."""
     found = outcomes(ranks, name, do=do, **arguments)
     for reply in found:
         if isinstance(reply, RankFailed):
@@ -81,7 +81,7 @@ def run(ranks: Sequence[RankProcess], name: str, *, do: str = "run", **arguments
 def outcomes(
     ranks: Sequence[RankProcess], name: str, *, do: str = "run", **arguments: Any
 ) -> list[dict[str, Any] | RankFailed]:
-    """Run a function of the program on all ranks together; return what each returned or raised."""
+    """Run a function of the program on all ranks together; return each rank's result or error."""
     for rank in ranks:
         rank.begin(do, **({"name": name, "arguments": arguments} if do == "run" else arguments))
     found: list[dict[str, Any] | RankFailed] = []
@@ -94,13 +94,13 @@ def outcomes(
 
 
 class DcpRank(Rank):
-    """The rank's side."""
+    """The rank's end of the commands."""
 
     program: ModuleType
     rank: int
 
     def do_group(self, rank: int, world_size: int, file: str, program: str) -> dict[str, Any]:
-        """Meet the others of the launch."""
+        """Join the process group of the launch."""
         self.rank = rank
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -117,7 +117,7 @@ class DcpRank(Rank):
         return {}
 
     def do_run(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a function of the program; what it returns is the reply."""
+        """Call a function of the program; its result is the reply."""
         try:
             reply: dict[str, Any] = getattr(self.program, name)(self, **arguments) or {}
         except CheckpointException as error:  # which is no Exception
@@ -131,7 +131,7 @@ class DcpRank(Rank):
 
 
 def serve_test(channel: socket.socket) -> None:
-    """Be a rank of a test until it hangs up."""
+    """Serve as a rank of a test until the test hangs up."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of a save process
     DcpRank(channel).run()

@@ -1,4 +1,4 @@
-"""A job's ranks on a `ProcessCluster`: launched together, checked together."""
+"""The ranks of a job on a `ProcessCluster`: launched together, checked together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess, state_
 
 
 class Fleet:
-    """Launches of one job; `job_fields` are Config's, such as replicas."""
+    """The launches of one job; `job_fields` are fields of Config, such as replicas."""
 
     def __init__(
         self, cluster: ProcessCluster, nursery: RankNursery, *, job: str = "train", seed: int = 1, kib: int = 256,
@@ -32,12 +32,12 @@ class Fleet:
         ]
 
     def join(self, ranks: Sequence[RankProcess], *, world_size: int | None = None, **options: Any) -> None:
-        """Send connect to every rank; the replies are the caller's to read."""
+        """Send connect to every rank; the caller reads the replies."""
         for rank in ranks:
             rank.begin("connect", **self.connect_command(rank.rank, world_size or len(ranks), **options))
 
     def connect_command(self, rank: int, world_size: int, **options: Any) -> dict[str, Any]:
-        """The connect command of one rank."""
+        """Return the connect command of one rank."""
         return {
             "job": self.job, "rank": rank, "world_size": world_size, "config": self.config, "seed": self.seed,
             "kib": self.kib, **options,
@@ -52,7 +52,7 @@ class Fleet:
         return ranks
 
     def resume(self, hosts: Sequence[str], **options: Any) -> tuple[list[RankProcess], dict[str, Any]]:
-        """Launch, get, check every byte on every rank; return the ranks and what rank 0's get said."""
+        """Launch, get, check every byte on every rank; return the ranks and the reply of rank 0."""
         ranks = self.launch(hosts, **options)
         got = together(ranks, "get")
         self.check(got)
@@ -67,7 +67,7 @@ class Fleet:
         return ranks
 
     def check(self, got: Sequence[dict[str, Any]]) -> None:
-        """Every rank has the same step, and exactly the bytes it put at that step."""
+        """Check that every rank has the same step, and exactly the bytes that it put there."""
         steps = {reply["step"] for reply in got}
         if len(steps) != 1:
             raise AssertionError(f"ranks restored different steps: {steps}")
@@ -78,7 +78,7 @@ class Fleet:
                     raise AssertionError(f"rank {rank} step {reply['step']}: {reply['digest']}, put was {wanted}")
 
     def kill(self, ranks: Sequence[RankProcess]) -> None:
-        """SIGKILL all ranks."""
+        """Send SIGKILL to all ranks."""
         for rank in ranks:
             rank.kill()
 

@@ -1,4 +1,4 @@
-"""Ranks of tests that hold equal state, shard by shard, and something of their own."""
+"""Ranks that share the state of a shard with others and have some state of their own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memstore.testing.ranks.rank_process import Rank, arrays, digest, nursery_ma
 
 
 class NaturalRank(Rank):
-    """The state is that of the rank's shard; `own` names the rank. A negative step in `poke` changes one element."""
+    """A rank whose state follows from its shard and step; `own` names the rank."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """What every rank of the shard holds at a step."""
+        """Return what every rank of the shard holds at a step."""
         import torch
 
         made = arrays(self.seed, self.store.natural.shard, abs(step), self.kib)
         return {"model": {name: torch.from_numpy(value) for name, value in made.items()}, "step": step}
 
     def do_role(self) -> dict[str, Any]:
-        """What it shares."""
+        """Return the shard, its copiers and whether this rank is one."""
         natural = self.store.natural
         return {"shard": natural.shard, "copiers": list(natural.copiers), "is_copier": natural.is_copier}
 
@@ -31,7 +31,7 @@ class NaturalRank(Rank):
         return {"rank": self.store.rank}
 
     def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
-        """Put the shard's state (that of another step if told), with one element of a tensor changed if told."""
+        """Put the shard's state, or that of another step, and change one element of a tensor if told."""
         import torch
 
         state = self.state(step if of_step is None else of_step)
@@ -44,7 +44,7 @@ class NaturalRank(Rank):
         return self._ticket(self.tickets[step])
 
     def do_get_own(self, into: bool = False, **options: Any) -> dict[str, Any]:
-        """Get both parts; `into` fills live ones."""
+        """Get both parts; `into` fills live tensors."""
         import torch
 
         target = {"into": self.state(0), "own_into": {"rank": -1, "noise": torch.zeros(1000)}} if into else {}
@@ -61,7 +61,7 @@ class NaturalRank(Rank):
 
 
 def serve_test(channel: socket.socket) -> None:
-    """Be a rank of a test until it hangs up."""
+    """Serve as a rank of a test until the test hangs up."""
     NaturalRank(channel).run()
 
 

@@ -1,11 +1,11 @@
 """Ranks that are real processes, so that a test can kill or freeze one at an exact point.
 
-A `RankNursery` is one process that has imported torch; it forks a rank in milliseconds. Test and rank
-talk in JSON lines over a socket pair: one command, one reply. A put with `hold=True` stops after half
-of its bytes, says so, and goes on when told: a rank in mid-copy without a clock.
+A `RankNursery` is one process that has imported torch; it forks a rank in milliseconds. Test and rank talk in JSON
+lines over a socket pair: one command, one reply. A put with `hold=True` stops after half of its bytes, reports that,
+and goes on when told, so that a test can find a rank in mid-copy without a clock.
 
-The state is made from (seed, rank, step) with numpy alone, and `state_digest` makes the same bytes in
-the test without the store, so what a rank restored is compared with something the store never saw.
+The state is made from (seed, rank, step) with numpy alone. `state_digest` makes the same bytes in the test without the
+store, so a restored state is compared with something that the store never saw.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from memstore.testing.clusters.namespaces import enter
 
 PR_SET_PDEATHSIG = 1
 REPLY_S = 60.0
-STEP_S = 0.02  # what a step of training takes: without it a loop of skipped puts would be over in no time
+STEP_S = 0.02  # duration of a training step: without it a loop of skipped puts would end at once
 
 
 def arrays(seed: int, rank: int, step: int, kib: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of one rank's state at one step: most of it changes with every step, one part never."""
+    """Return the arrays of one rank's state at one step; most of it changes with every step, one part never."""
     moving = np.random.default_rng((seed, rank, step))
     fixed = np.random.default_rng((seed, 1 << 20))
     return {
@@ -54,12 +54,12 @@ def digest(named: Mapping[str, Any], step: int) -> str:
 
 
 def state_digest(rank: int, step: int, *, seed: int = 1, kib: int = 256) -> str:
-    """Return the digest of what a rank put at a step, made anew."""
+    """Return the digest of a rank's state at a step, made from seed, rank and step."""
     return digest(arrays(seed, rank, step, kib), step)
 
 
 class RankFailed(AssertionError):
-    """A command raised in the rank; `error` is the class name, `message` its text."""
+    """The error of a command that raised in the rank: `error` is the class name, `message` the text."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(f"{error}: {message}")
@@ -79,7 +79,7 @@ class RankProcess:
         self.channel.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
 
     def finish(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
-        """Return the reply of the command begun; RankFailed if it raised there, EOFError if the rank is dead."""
+        """Return the reply to the last command; RankFailed if it raised in the rank, EOFError if the rank is dead."""
         self.channel.settimeout(timeout_s)
         line = self._lines.readline()
         if not line:
@@ -95,7 +95,7 @@ class RankProcess:
         return self.finish()
 
     def fails(self, do: str, **command: Any) -> RankFailed:
-        """Send a command that must raise; return what it raised."""
+        """Send a command that must raise in the rank; return the error."""
         try:
             reply = self.call(do, **command)
         except RankFailed as failed:
@@ -107,7 +107,7 @@ class RankProcess:
         os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
+        """Send SIGKILL; return when the process is gone."""
         if self._lines.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -132,7 +132,7 @@ def together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list[dict
 
 
 def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list[RankFailed]:
-    """Run one collective command that must raise on all ranks; return what was raised."""
+    """Run one collective command that must raise on all ranks; return the errors."""
     for rank in ranks:
         rank.begin(do, **command)
     found = []
@@ -147,10 +147,10 @@ def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list
 
 
 class RankNursery:
-    """Forks ranks from one process that has imported everything. A context manager; its ranks end with it."""
+    """A process that has imported everything and forks ranks; a context manager whose ranks end with it."""
 
     def __init__(self, module: str = "memstore.testing.ranks.rank_process") -> None:
-        """Start the process; `module` is run as one and must call `nursery_main`."""
+        """Start the process, which runs `module`; that must call `nursery_main`."""
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -196,7 +196,7 @@ class RankNursery:
 
 
 class Rank:
-    """Carries out the commands of one test."""
+    """A rank that carries out the commands of one test."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.lines = channel.makefile("rb")
@@ -216,7 +216,7 @@ class Rank:
             self.say(reply)
 
     def say(self, reply: dict[str, Any]) -> None:
-        """Send one line."""
+        """Send one line to the test."""
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
 
     def do_connect(
@@ -233,14 +233,14 @@ class Rank:
         return {"attempt": self.store.attempt}
 
     def state(self, step: int) -> dict[str, Any]:
-        """The state of this rank at a step."""
+        """Return the state of this rank at a step."""
         import torch
 
         made = arrays(self.seed, self.store.rank, abs(step), self.kib)
         return {"model": {name: torch.from_numpy(value) for name, value in made.items()}, "step": step}
 
     def do_put(self, step: int, hold: bool = False, extra: str = "", kib: int = 0, **options: Any) -> dict[str, Any]:
-        """Put; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
+        """Put a step; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
         import memstore.client.puts
 
         module: Any = memstore.client.puts
@@ -259,7 +259,7 @@ class Rank:
         return self._ticket(ticket)
 
     def _held_copy(self, plan: Any, views: Any, chunk_bytes: int) -> None:
-        """Fill half of the slots with what a torn copy leaves, wait for the test, then copy for real."""
+        """Fill half of the slots as a torn copy does, wait for the test, then copy in full."""
         from memstore.shell.codec.encode import copy_into
 
         for view in views[: len(views) // 2]:
@@ -270,7 +270,7 @@ class Rank:
         copy_into(plan, views, chunk_bytes)
 
     def do_due(self, step: int) -> dict[str, Any]:
-        """Whether to put a step."""
+        """Say whether to put a step."""
         return {"due": self.store.due(step)}
 
     def do_wait(self, step: int, level: str = "committed", timeout_s: float = 30.0) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Rank:
         return self._ticket(self.tickets[step].wait(level, timeout_s))
 
     def do_settle(self, step: int, timeout_s: float) -> dict[str, Any]:
-        """Wait for the commit of a step, but do not mind if it does not come."""
+        """Wait for the commit of a step, and go on if it does not come."""
         from memstore.errors import CommitError
 
         try:
@@ -296,7 +296,7 @@ class Rank:
         return self.do_wait(last, timeout_s=timeout_s)
 
     def do_ticket(self, step: int) -> dict[str, Any]:
-        """The ticket of a step as it is now."""
+        """Return the ticket of a step as it is now."""
         return self._ticket(self.tickets[step])
 
     def _ticket(self, ticket: Any) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class Rank:
         }  # fmt: skip
 
     def do_get(self, into: str = "", **options: Any) -> dict[str, Any]:
-        """Get; `into` is "" for none, "same" for a fitting state, "other" for one that does not fit."""
+        """Get a state; `into` is "" for none, "same" for a state that fits, "other" for one that does not."""
         target = None
         if into:
             import torch
@@ -333,7 +333,7 @@ class Rank:
         }  # fmt: skip
 
     def do_steps(self) -> dict[str, Any]:
-        """The steps the store knows."""
+        """Return the steps that the store knows."""
         return {"steps": [[s.attempt, s.step, s.committed, s.degraded, s.durable] for s in self.store.steps()]}
 
     def do_rewind(self, step: int, attempt: int | None = None) -> dict[str, Any]:
@@ -342,12 +342,12 @@ class Rank:
         return {"attempt": self.store.attempt}
 
     def do_pin(self, step: int, name: str) -> dict[str, Any]:
-        """Keep a step."""
+        """Pin a step."""
         self.store.pin(step, name)
         return {}
 
     def do_unpin(self, name: str) -> dict[str, Any]:
-        """Keep it no longer."""
+        """Take a pin back."""
         self.store.unpin(name)
         return {}
 
@@ -358,14 +358,14 @@ class Rank:
 
 
 def serve_test(channel: socket.socket) -> None:
-    """Be a rank of a test until it hangs up."""
+    """Serve as a rank of a test until the test hangs up."""
     Rank(channel).run()
 
 
 def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
-    """Import everything once, then fork a rank for every request; ends with the test that started it."""
+    """Import everything once, then fork a rank for every request, until the test that started this ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: a killed rank is gone at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ranks, so a killed one is gone at once
     import memstore.client.connect  # noqa: F401  (what the ranks need, imported before the first fork)
 
     channel = socket.socket(fileno=fd)
@@ -383,7 +383,7 @@ def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -
 
 
 def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], None]) -> None:
-    """The forked rank: never returns."""
+    """Run the forked rank; never return."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, one per host, for tests on real raylets. Their state follows from (rank, step) alone."""
+"""Ranks as Ray actors, one per host, for tests on real raylets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rank:
             return ticket.level
 
     def get(self) -> tuple[int, bool, str]:
-        """Return the restored step, whether every byte is right, and from where it came."""
+        """Return the restored step, whether every byte is right, and its source."""
         import torch
 
         import memstore

@@ -1,6 +1,6 @@
-"""Plays seeds: `python -m memstore.testing.simulator --seeds 1000`, or one of them again: `--seed N`.
+"""Play seeds: `python -m memstore.testing.simulator --seeds 1000`, or one of them again: `--seed N`.
 
-Exit 0 if every rule held, 1 if one broke, 2 for a wrong command line.
+The exit status is 0 if every rule held, 1 if one broke, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memstore.testing.simulator.run.campaign import COMMAND, Cut, Outcome, failu
 from memstore.testing.simulator.run.record import commit_of_checkout, play_on
 from memstore.testing.simulator.world.scenario import draw
 
-FAILURES_SHOWN_MAX = 10  # shrinking takes seconds each; the others are in the summary
+FAILURES_SHOWN_MAX = 10  # shrinking one takes seconds; the summary counts the others
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,12 @@ from memstore.testing.clusters.processes import ProcessCluster
 COMMAND = re.compile(r"`(memstore [^`]+)`")
 ELSEWHERE = {"demo": demo, "drill": drill}  # verbs that the command imports when they run
 LINE = re.compile(r"^(?:\$ )?(memstore [a-z][^#\n]*)", re.MULTILINE)  # of a code block
-PAGES = ("README.md", "THREAT_MODEL.md", "memstore/grafana/alerts.yaml", "memstore/grafana/dashboard.json")
+PAGES = (
+    "README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
+    "memstore/grafana/alerts.yaml",
+    "memstore/grafana/dashboard.json",
+)
 
 OTHER = Config(store="two", arena_dir="/mnt/a b")
 
@@ -93,7 +98,7 @@ def test_commands_are_found() -> None:
 def test_a_printed_command_can_be_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verb, arguments and options exist. A verb that is only named, without its arguments, exists."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("ckpt", "ranks"):  # that the README imports
+    for folder in ("ckpt", "ranks"):  # that the guide imports
         (tmp_path / folder).mkdir()
     words = command.replace(" /", "").split()
     if len(words) == 2 or " / " in command:  # "up / down" names two
@@ -103,6 +108,10 @@ def test_a_printed_command_can_be_run(command: str, tmp_path: Path, monkeypatch:
         parse(command)
     except click.UsageError as error:
         pytest.fail(f"{COMMANDS[command]} prints {command!r}: {error.format_message()}")
+
+
+#: Functions of the product that put the store's name into the commands of a text.
+NAMING = {"commands", "commands_for", "commands_naming", "_commands"}
 
 
 def unnamed(tree: ast.AST) -> Iterator[str]:
@@ -116,7 +125,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
                 above.append(at)
             calls = [found.func for found in above if isinstance(found, ast.Call)]
             names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
-            if not isinstance(above[0], ast.Expr) and not names & {"commands", "commands_for", "commands_naming", "_commands"}:
+            if not isinstance(above[0], ast.Expr) and not names & NAMING:
                 yield node.value
 
 

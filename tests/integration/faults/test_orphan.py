@@ -139,7 +139,7 @@ def test_a_forgotten_job_is_dropped_with_its_story() -> None:
     world.run(20.0)
     assert "train" not in world.served.jobs
     assert not any(holder.copies for holder in world.holders.values())
-    dropped = [x for x in world.served.observer.chronicle.since(0) if x.kind == "dropped"]
+    dropped = [x for x in world.served.parts.observer.chronicle.since(0) if x.kind == "dropped"]
     assert [x.job for x in dropped] == ["train"]
     errors = restored(world)
     assert len({str(error) for error in errors}) == 1
@@ -164,7 +164,7 @@ def test_a_story_outlives_journals_and_ends_with_a_fresh_start(loss: str) -> Non
     assert world.put_all(ranks, 1)
     world.holders["h2"].restart(keep_memory=True)
     assert world.run_until(lambda: not any(holder.stories for holder in world.holders.values()), 10.0)
-    assert "train" not in world.served.orphans.stories
+    assert "train" not in world.served.state.stories
 
 
 def test_a_late_host_does_not_bring_back_a_story_of_a_job_that_was_removed() -> None:
@@ -177,10 +177,10 @@ def test_a_late_host_does_not_bring_back_a_story_of_a_job_that_was_removed() -> 
     world.run(10.0)
     world.call(rank, "rm", force=True)
     assert world.run_until(lambda: bool(rank.answers.get("rm")), 10.0)
-    assert "train" not in world.served.orphans.stories
+    assert "train" not in world.served.state.stories
     world.holders["h2"].restart(keep_memory=True)
     assert world.run_until(lambda: "train" not in world.holders["h2"].stories, 10.0)
-    assert "train" not in world.served.orphans.stories
+    assert "train" not in world.served.state.stories
 
 
 def test_a_put_without_a_get_does_not_pass_a_story_over() -> None:

@@ -21,7 +21,26 @@ from memstore import errors
 from memstore.core.arena.replica_index import GUEST_DRAFTS_MAX
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
+from memstore.core.wire.codec import decode_reply
+from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ClientProof, Hello, decode_server_proof
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import (
+    Admitted,
+    BatchReceived,
+    ChunkBatch,
+    ChunkRun,
+    ChunksWanted,
+    CopySealed,
+    Done,
+    Offer,
+    OfferedChunk,
+    Ping,
+    Refused,
+    Seal,
+    decode_wanted,
+)
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp, connect_unix
 from memstore.shell.rank.admin_link import Tool
@@ -32,7 +51,7 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess, togeth
 GROWTH_MAX_BYTES = 96 << 20
 """Python keeps what it once took; one bomb let in costs ten times as much."""
 HOSTS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
-SHARD = ["train", 1, 1 << 40, 1]  # a guest of h0, of a step that nobody puts
+SHARD = WireShard("train", 1, 1 << 40, 1)  # a guest of h0, of a step that nobody puts
 
 
 @dataclass
@@ -96,6 +115,11 @@ def test_without_the_secret_nobody_is_a_peer(trained: Trained, changes: dict[str
         trained.peer(**changes)
 
 
+def answers(peer: Channel, timeout_s: float) -> bool:
+    """Say whether the holder answers a ping."""
+    return decode_reply(Ping(), peer.request(Ping(), timeout_s=timeout_s).data) == Done()
+
+
 def heard(sock: socket.socket) -> bytes:
     """Everything the other side says until it hangs up."""
     answer = b""
@@ -118,7 +142,7 @@ def test_a_recorded_handshake_opens_nothing(trained: Trained) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memstore.shell.net.listener.socket.socket", Recorded)
         with trained.peer() as peer:
-            assert peer.request({"do": "ping"}, timeout_s=5).body == {}
+            assert answers(peer, timeout_s=5)
     assert len(sent) == 3
     with trained.stranger() as again:
         for data in sent:
@@ -135,9 +159,10 @@ def test_a_recorded_handshake_opens_nothing(trained: Trained) -> None:
 def test_a_challenge_sent_back_proves_nothing(trained: Trained) -> None:
     """Whoever mirrors the holder's own nonce or proof is refused."""
     with Channel(trained.stranger()) as mirror:
-        mirror.send(Kind.HELLO, 0, {"nonce": bytes(32)}, deadline_s=5)
-        first = mirror.recv(timeout_s=5).body
-        mirror.send(Kind.AUTH2, 0, {"identity": frame.pack_body({"role": "holder"}), "mac": first["mac"]}, deadline_s=5)
+        mirror.send(Kind.HELLO, 0, Hello(nonce=bytes(32)), deadline_s=5)
+        first = decode_server_proof(mirror.recv(timeout_s=5).data)
+        proof = ClientProof(identity=frame.pack_body({"role": "holder"}), proof=first.proof)
+        mirror.send(Kind.AUTH2, 0, proof, deadline_s=5)
         assert mirror.recv(timeout_s=5).kind is Kind.ERROR
 
 
@@ -179,7 +204,7 @@ def test_hundreds_of_idle_connections_keep_nobody_out(trained: Trained) -> None:
         trained.step += 1
         assert together(trained.ranks, "train", first=trained.step, last=trained.step)[0]["level"] == "committed"
         with trained.peer() as peer:
-            assert peer.request({"do": "ping"}, timeout_s=10).body == {}
+            assert answers(peer, timeout_s=10)
         assert threads_of(trained) < 150
 
 
@@ -190,32 +215,34 @@ def threads_of(trained: Trained) -> int:
 
 # -- who knows the secret and sends nonsense ----------------------------------------------------------
 
-OFFER = {"do": "offer", "shard": SHARD, "digest": "", "attempt": 1, "sender": "h9", "count": 1}
-CHUNKS = {"do": "chunks", "shard": SHARD, "sender": "h9", "want": [0], "digests": [bytes(16)], "sizes": [10]}
+ROW = [*("train", 1, 1 << 40, 1)]
+OFFER = {"k": "offer", "shard": ROW, "digest": None, "attempt": 1, "sender": "h9", "chunks_count": 1}
+CHUNKS = {"k": "chunks", "shard": ROW, "sender": "h9", "chunks": [[0, bytes(16), 10]]}
+FETCHES = ({"k": "fetch_manifest"}, {"k": "fetch_chunks", "chunks": [0]}, {"k": "verify"})
 BOMB = msgpack.packb([[]] * 15)
 NONSENSE: list[dict[str, Any]] = [
     {},
-    {"do": ["offer"]},
-    {"do": "__class__"},
-    {"do": "offer"},
+    {"k": ["offer"]},
+    {"k": "__class__"},
+    {"k": "offer"},
+    {**OFFER, "more": 1},
     {**OFFER, "sender": "h1"},
     {**OFFER, "sender": None},
-    *({**OFFER, "count": count} for count in (-1, 2**40, 2**63, True, "1", None, [1], 1.5)),
+    *({**OFFER, "chunks_count": count} for count in (-1, 2**40, 2**63, True, "1", None, [1], 1.5)),
     *({**OFFER, "attempt": attempt} for attempt in (-1, 2**63, True, "1", None, float("inf"))),
+    *({**OFFER, "digest": digest} for digest in ("", "00" * 15, "AB" * 16, 5, [])),
     *({**OFFER, "shard": [job, 1, 7, 0]} for job in ("../../x", "", "x" * 300, "naïve", "a\0b", ".hidden", b"job", 5)),
     *({**OFFER, "shard": ["train", *numbers]} for numbers in ((1, -1, 0), (1, 2**63, 0), (True, 7, 0), (1, 7, "0"))),
     *({**OFFER, "shard": shard} for shard in (None, "abcd", 5, {}, [], ["other", 1, 7])),
-    *({**CHUNKS, "want": want} for want in ([-1], [1], [2**63], [0, 0], ["0"], [None], 5, {"0": 0}, [0] * 100_000)),
-    *({**CHUNKS, "digests": digests} for digests in ([], [b"short"], ["0" * 16], [bytes(1 << 20)], 5)),
-    *({**CHUNKS, "sizes": sizes} for sizes in ([0], [-1], [2**63], [1 << 20], [True], ["1"], None)),
-    *({"do": "seal", "shard": SHARD, "sender": "h9", "manifest": m} for m in (b"", "text", 10**15, BOMB, BOMB * 10**6)),
-    *(
-        {"do": do, "shard": ["train", 1, 1, 0], "digest": d}
-        for do in ("manifest", "fetch", "verify")
-        for d in ("", 5, [])
-    ),
-    {"do": "fetch", "shard": ["train", 1, 1, 0], "digest": "00" * 16, "want": [-1]},
-    {"do": "abort", "shard": ["train", 1, 1, 0], "sender": "h1"},
+    *({**CHUNKS, "chunks": [[index, bytes(16), 10]]} for index in (-1, 1, 2**63, "0", None)),
+    *({**CHUNKS, "chunks": [[0, bytes(16), 10]] * count} for count in (2, 100_000)),
+    *({**CHUNKS, "chunks": [[0, digest, 10]]} for digest in (b"short", "0" * 16, bytes(1 << 20), 5)),
+    *({**CHUNKS, "chunks": [[0, bytes(16), size]]} for size in (0, -1, 2**63, 1 << 20, True, "1", None)),
+    *({**CHUNKS, "chunks": chunks} for chunks in (5, {"0": 0}, [[]], [[0, bytes(16)]], [[0, bytes(16), 10, 1]])),
+    *({"k": "seal", "shard": ROW, "sender": "h9", "manifest": m} for m in (b"", "text", 10**15, BOMB, BOMB * 10**6)),
+    *({**fetch, "shard": ["train", 1, 1, 0], "digest": d} for fetch in FETCHES for d in ("", 5, [], "00" * 16)),
+    {"k": "fetch_chunks", "shard": ["train", 1, 1, 0], "digest": "00" * 16, "chunks": [-1]},
+    {"k": "abort", "shard": ["train", 1, 1, 0], "sender": "h1"},
 ]
 
 
@@ -224,14 +251,37 @@ def test_nonsense_from_a_peer_is_refused_in_words(trained: Trained) -> None:
     for body in NONSENSE:
         with trained.peer() as peer:
             try:
-                if body.get("do") in ("chunks", "seal"):
-                    assert peer.request(OFFER, timeout_s=10).body["ok"] is True
-                reply = peer.request(body, timeout_s=10)
-            except (errors.TransportError, errors.IntegrityError, errors.ConfigError):
+                if body.get("k") in ("chunks", "seal"):
+                    assert offered(peer, SHARD) == Admitted()
+                data = msgpack.packb(body)
+                peer.send_frame(frame.pack_header(Kind.CALL, 1, data) + data, deadline_s=10)
+                reply = peer.recv(timeout_s=10)
+            except errors.TransportError:
                 continue
             assert reply.bulk_bytes == 0
-            assert reply.body.get("ok", False) is False, body
-            assert not {"manifest", "lacking"} & set(reply.body), body
+            if reply.kind is Kind.ERROR:
+                assert isinstance(decode_error(reply.data).rebuilt(), errors.IntegrityError), body
+            else:
+                assert isinstance(decode_reply(offer_of(SHARD), reply.data), Refused), body
+
+
+def offer_of(shard: WireShard, chunks_count: int = 1) -> Offer:
+    """An offer by the peer that the tests are."""
+    return Offer(shard=shard, digest=None, attempt=1, sender="h9", chunks_count=chunks_count)
+
+
+def offered(peer: Channel, shard: WireShard, chunks_count: int = 1) -> Any:
+    """Offer a shard; return the reply."""
+    offer = offer_of(shard, chunks_count)
+    return decode_reply(offer, peer.request(offer, timeout_s=10).data)
+
+
+def announce(peer: Channel, digest: bytes) -> ChunkBatch:
+    """Announce the only chunk of the shard, of 10 bytes, which the holder lacks."""
+    batch = ChunkBatch(shard=SHARD, sender="h9", chunks=(OfferedChunk(0, digest, 10),))
+    peer.send(Kind.CALL, 77, batch, deadline_s=10)
+    assert decode_wanted(peer.recv(timeout_s=10).data) == ChunksWanted(chunks=(0,))
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -261,12 +311,12 @@ def test_bombs_in_a_peers_frame_end_its_connection(trained: Trained, kind: Kind,
 def test_a_chunk_of_another_size_than_announced_is_not_kept(trained: Trained, bulk_bytes: int) -> None:
     """Empty, longer than it said, longer than a slot: bad, or the end of the connection; no slot is lost by it."""
     with trained.peer() as peer:
-        assert peer.request(OFFER, timeout_s=10).body["ok"] is True
-        peer.send(Kind.CALL, 77, {**CHUNKS, "digests": [chunk_digest(bytes(10))]}, deadline_s=10)
-        assert peer.recv(timeout_s=10).body == {"ok": True, "lack": [0]}
+        assert offered(peer, SHARD) == Admitted()
+        batch = announce(peer, chunk_digest(bytes(10)))
         with contextlib.suppress(errors.TransportError):
-            peer.send(Kind.CHUNK, 77, {"sizes": [bulk_bytes]}, [memoryview(bytes(bulk_bytes))], deadline_s=10)
-            assert peer.recv(timeout_s=10).body == {"ok": True, "bad": [0]}
+            run = ChunkRun(sizes=(bulk_bytes,))
+            peer.send(Kind.CHUNK, 77, run, [memoryview(bytes(bulk_bytes))], deadline_s=10)
+            assert decode_reply(batch, peer.recv(timeout_s=10).data) == BatchReceived(damaged=(0,))
 
 
 @pytest.mark.parametrize(
@@ -287,14 +337,13 @@ def test_a_manifest_that_contradicts_the_chunks_is_not_stored(trained: Trained, 
     row = {"format": 1, "job": "train", "attempt": 1, "step": 1 << 40, "rank": 1, "world_size": 2, "nbytes": 10}
     row |= {"chunk_bytes": 4096, "layout": b"", "digests": digest}
     with trained.peer() as peer:
-        assert peer.request(OFFER, timeout_s=10).body["ok"] is True
-        peer.send(Kind.CALL, 77, {**CHUNKS, "digests": [digest]}, deadline_s=10)
-        assert peer.recv(timeout_s=10).body["lack"] == [0]
-        peer.send(Kind.CHUNK, 77, {"sizes": [10]}, [memoryview(bytes(10))], deadline_s=10)
-        assert peer.recv(timeout_s=10).body == {"ok": True, "bad": []}
-        seal = {"do": "seal", "shard": SHARD, "sender": "h9", "manifest": msgpack.packb(list((row | fields).values()))}
+        assert offered(peer, SHARD) == Admitted()
+        batch = announce(peer, digest)
+        peer.send(Kind.CHUNK, 77, ChunkRun(sizes=(10,)), [memoryview(bytes(10))], deadline_s=10)
+        assert decode_reply(batch, peer.recv(timeout_s=10).data) == BatchReceived(damaged=())
+        seal = Seal(shard=SHARD, sender="h9", manifest=msgpack.packb(list((row | fields).values())))
         with contextlib.suppress(errors.MemstoreError):
-            assert peer.request(seal, timeout_s=10).body["ok"] is False
+            assert decode_reply(seal, peer.request(seal, timeout_s=10).data) != CopySealed()
 
 
 def test_endless_offers_are_bounded(trained: Trained) -> None:
@@ -302,8 +351,7 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
     with trained.peer() as peer:
         refusals = 0
         for step in range(GUEST_DRAFTS_MAX + 200):
-            body = {**OFFER, "shard": ["train", 1, (1 << 40) + step, 1], "count": 0}
-            refusals += not peer.request(body, timeout_s=10).body["ok"]
+            refusals += isinstance(offered(peer, WireShard("train", 1, (1 << 40) + step, 1), 0), Refused)
     assert refusals == 200
 
 

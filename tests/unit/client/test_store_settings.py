@@ -19,7 +19,7 @@ import pytest
 
 from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
-from memstore.core.controller.machine import Rules
+from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
 from memstore.errors import PeerTimeout
@@ -182,7 +182,7 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     )  # fmt: skip
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
-        rules = controller.catalog.rules
+        rules = controller.catalog.state.rules
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}

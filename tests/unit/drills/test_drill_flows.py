@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import random
 from typing import Any, cast
 
 import pytest
 
 import memstore.drills.scenes.scene as scene_module
 from memstore.config import Config
+from memstore.drills.model.catalogue import find
+from memstore.drills.model.options import Options
 from memstore.drills.model.promises import GOES_ON, Promise
 from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.ranks import PutRow, Restored
 from memstore.drills.run.flows import GoesOn
-from memstore.drills.run.runner import DrillRun
 from memstore.drills.scenes.scene import Scene
+from memstore.drills.sites.drill_context import DrillContext
+from memstore.errors import DrillError
 
 GOOD = Restored(0, step=9, verdict="local", nbytes=64, bytes_equal=64)
 
 
 class FakeJob:
-    """Knows the newest committed step, and what ranks read."""
+    """A job with a newest committed step, and with what its ranks read."""
 
     def __init__(self, committed: int, read: list[Restored]) -> None:
         self.committed, self.results = committed, read
@@ -28,29 +31,36 @@ class FakeJob:
     def committed_step(self) -> int:
         return self.committed
 
+    def put(self, first: int, last: int, what: str) -> list[PutRow]:
+        return []
+
     def read(self, step: int, shift: int, *, is_altered: bool = False) -> list[Restored]:
         return self.results
 
+    def copies_text(self) -> str:
+        return "2 of 2 copies"
 
-def fake_run(*, committed: int = 9, read: list[Restored] | None = None, promise: Promise | None = None) -> Any:
-    """As much of a run as a flow looks at: step 5 was committed before the fault."""
-    report = Report("fake", 7, "", step_before=5)
-    run = SimpleNamespace(
-        site=None, rng=None, options=SimpleNamespace(is_beyond=False, is_altered=False),
-        config=Config(stall_budget_s=1.0), promise=promise or Promise("", resume_s=0.01), report=report,
-        timeline=Timeline(report, lambda line: None), broken=[],
-        job=FakeJob(committed, [GOOD] if read is None else read),
+    def wait_redundant(self) -> dict[str, Any]:
+        raise DrillError("a copy is missing")
+
+
+def goes_on(*, committed: int = 9, read: list[Restored] | None = None, promise: Promise | None = None) -> GoesOn:
+    """A flow whose job had committed step 5 before the fault; no site is there, so a call to it would fail."""
+    report = Report("freeze-holder", 7, "", step_before=5)
+    context = DrillContext(
+        find("freeze-holder"), cast(Any, None), Options(seed=7), Config(stall_budget_s=1.0),
+        promise or Promise("", resume_s=0.01), random.Random(7), report, Timeline(report, lambda line: None),
+        job=cast(Any, FakeJob(committed, [GOOD] if read is None else read)),
     )  # fmt: skip
-    run.scene = Scene(cast(DrillRun, run))
-    return run
+    return GoesOn(context, Scene(context))
 
 
 def test_a_whole_newest_step_keeps_the_promise() -> None:
     """Every shard read twice, each byte equal: verified, nothing lost."""
-    run = fake_run()
-    GoesOn(run).check()
-    assert run.broken == []
-    report = run.report
+    flow = goes_on()
+    flow.check()
+    assert flow.context.broken_promises == []
+    report = flow.context.report
     assert (report.verdict, report.step_restored, report.rpo_steps, report.is_verified) == (GOES_ON, 9, 0, True)
     assert report.bytes_compared == 128
 
@@ -65,10 +75,11 @@ def test_a_whole_newest_step_keeps_the_promise() -> None:
 )
 def test_a_byte_that_differs_or_a_shard_that_cannot_be_read_breaks_it(bad: Restored, words: str) -> None:
     """One shard of all is enough, and so is one of which nothing was compared."""
-    run = fake_run(read=[GOOD, bad])
-    GoesOn(run).check()
-    assert not run.report.is_verified
-    assert any(words in text for text in run.broken), run.broken
+    flow = goes_on(read=[GOOD, bad])
+    flow.check()
+    broken = flow.context.broken_promises
+    assert not flow.context.report.is_verified
+    assert any(words in text for text in broken), broken
 
 
 @pytest.mark.parametrize(
@@ -78,11 +89,12 @@ def test_a_byte_that_differs_or_a_shard_that_cannot_be_read_breaks_it(bad: Resto
 def test_a_put_that_stalls_or_raises_breaks_it(monkeypatch: pytest.MonkeyPatch, row: PutRow, words: str) -> None:
     """A stall beyond the budget and a second of slack, or any exception, is named with its step (promise 5)."""
     monkeypatch.setattr(scene_module, "collect", lambda calls, what: [[PutRow(6, 1.9), row]])
-    run = fake_run()
-    run.scene.end_puts([])
-    assert len(run.broken) == 1
-    assert words in run.broken[0]
-    assert run.report.stall_s == max(1.9, row.stall_s)
+    flow = goes_on()
+    flow.scene.end_puts([])
+    broken = flow.context.broken_promises
+    assert len(broken) == 1
+    assert words in broken[0]
+    assert flow.context.report.stall_s == max(1.9, row.stall_s)
 
 
 @pytest.mark.parametrize(("committed", "is_kept"), [(5, False), (6, True)])
@@ -91,6 +103,24 @@ def test_commits_that_were_promised_meanwhile_must_come(
 ) -> None:
     """With the fault in place a step beyond the one of before is committed in time, or the promise is broken."""
     monkeypatch.setattr(scene_module, "collect", lambda calls, what: [[PutRow(6, 0.0)]])
-    run = fake_run(committed=committed, promise=Promise("", resume_s=0.01, has_commits_meanwhile=True))
-    GoesOn(run).recover()
-    assert (run.broken == []) == is_kept, run.broken
+    flow = goes_on(committed=committed, promise=Promise("", resume_s=0.01, has_commits_meanwhile=True))
+    flow.recover()
+    broken = flow.context.broken_promises
+    assert (broken == []) == is_kept, broken
+    assert {line.label for line in flow.context.report.timeline} == {"training", *(["committed"] if is_kept else [])}
+
+
+@pytest.mark.parametrize(
+    ("committed", "words"),
+    [
+        (17, "no step was committed within 0.01 s after the outage"),
+        (18, "copies are not complete again: a copy is mis"),
+    ],
+)
+def test_after_the_fault_a_new_step_and_all_copies_must_come(committed: int, words: str) -> None:
+    """A step beyond those put during the fault (5 and 12 more) must be committed; then every copy must be there."""
+    flow = goes_on(committed=committed)
+    flow.wait_for_recovery()
+    assert len(flow.context.broken_promises) == 1
+    assert words in flow.context.broken_promises[0]
+    assert (flow.context.report.seconds["resume"] is not None) == (committed > 17)

@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 from typing import Any, cast
 
 import pytest
+from repository import ROOT
 
 import memstore.drills.run.suite as suite_module
+import memstore.drills.run.suite_record as suite_record
 from memstore.config import Config
 from memstore.drills.model.catalogue import DRILLS, find
 from memstore.drills.model.options import Options
@@ -78,7 +80,7 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
         yield cast(Site, type("FakeSite", (), {"config": Config()})())
         log.append("close")
 
-    def run(name: str, site: Site, options: Options, tell: Any) -> Report:
+    def run(name: str, site: Site, options: Options, print_line: Any) -> Report:
         log.append(name)
         found = outcomes[name]
         if isinstance(found, Exception):
@@ -86,7 +88,7 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
         return found
 
     monkeypatch.setattr(suite_module, "run_drill", run)
-    return Suite({EMBEDDED: opener}, Options(seed=7), durable="/d", timeout_s=60.0, tell=lambda line: None), log
+    return Suite({EMBEDDED: opener}, Options(seed=7), durable="/d", timeout_s=60.0, print_line=lambda line: None), log
 
 
 def test_a_drill_that_fails_does_not_stop_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +160,7 @@ def test_the_record_is_json_with_phases_and_versions(monkeypatch: pytest.MonkeyP
     found = json.loads(json.dumps(found))
     assert {"python", "cpus", "kernel"} <= set(found["environment"])
     assert found["versions"]["ray"]
+    assert suite_record.SOURCE_ROOT == ROOT, "the commit is that of another folder, or of none"
     row = found["drills"][0]
     assert set(told("kill-rank").to_dict()) <= set(row)
     assert [phase["phase"] for phase in row["phases"]] == [SETUP, CHECK]

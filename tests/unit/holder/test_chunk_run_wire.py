@@ -11,8 +11,22 @@ import pytest
 from memstore import errors
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
+from memstore.core.wire.codec import Message, decode_reply, encode
+from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import (
+    Admitted,
+    BatchReceived,
+    ChunkBatch,
+    ChunkRun,
+    ChunksWanted,
+    Done,
+    Offer,
+    OfferedChunk,
+    Ping,
+    decode_wanted,
+)
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
@@ -21,8 +35,18 @@ from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
 COUNT = 6
-SHARD = shard_to_wire(ShardId("train", 1, 2, 0))
+SHARD = WireShard("train", 1, 2, 0)
 CHUNKS = [bytes([i]) * CHUNK_BYTES for i in range(COUNT)]
+OFFER = Offer(shard=SHARD, digest=None, attempt=1, sender="z", chunks_count=COUNT)
+BATCH = ChunkBatch(
+    shard=SHARD, sender="z",
+    chunks=tuple(OfferedChunk(i, chunk_digest(chunk), CHUNK_BYTES) for i, chunk in enumerate(CHUNKS)),
+)  # fmt: skip
+
+
+def run(*sizes: Any) -> ChunkRun:
+    """The body of a frame of chunks of these sizes."""
+    return ChunkRun(sizes=sizes)
 
 
 def stranger(holder: Holder) -> Channel:
@@ -35,18 +59,20 @@ def stranger(holder: Holder) -> Channel:
 
 def ask_for_all(channel: Channel) -> None:
     """Begin a request whose chunks the receiver lacks, all of them."""
-    body = {
-        "do": "chunks", "shard": SHARD, "sender": "z", "want": list(range(COUNT)),
-        "digests": [chunk_digest(chunk) for chunk in CHUNKS], "sizes": [CHUNK_BYTES] * COUNT,
-    }  # fmt: skip
-    channel.send(Kind.CALL, 9, body, deadline_s=5)
-    assert channel.recv(timeout_s=5).body["lack"] == list(range(COUNT))
+    channel.send(Kind.CALL, 9, BATCH, deadline_s=5)
+    assert decode_wanted(channel.recv(timeout_s=5).data) == ChunksWanted(chunks=tuple(range(COUNT)))
 
 
 def offer(channel: Channel) -> None:
     """Open the draft."""
-    body = {"do": "offer", "shard": SHARD, "digest": "", "attempt": 1, "sender": "z", "count": COUNT}
-    assert channel.request(body, timeout_s=5).body["ok"]
+    assert decode_reply(OFFER, channel.request(OFFER, timeout_s=5).data) == Admitted()
+
+
+def received(channel: Channel) -> BatchReceived:
+    """The end of the batch."""
+    reply = decode_reply(BATCH, channel.recv(timeout_s=5).data)
+    assert isinstance(reply, BatchReceived)
+    return reply
 
 
 def wait_all_free(holder: Holder) -> None:
@@ -61,22 +87,24 @@ def wait_all_free(holder: Holder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "nbytes"),
+    ("kind", "message", "nbytes"),
     [
-        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES] * (COUNT + 1)}, CHUNK_BYTES * (COUNT + 1), id="too many"),
-        pytest.param(Kind.CHUNK, {"sizes": []}, 0, id="none"),
-        pytest.param(Kind.CHUNK, {"sizes": [0] * COUNT}, 0, id="all lacking"),
-        pytest.param(Kind.CHUNK, {"sizes": [-1, CHUNK_BYTES]}, CHUNK_BYTES, id="negative"),
-        pytest.param(Kind.CHUNK, {"sizes": [1.0]}, 1, id="fraction"),
-        pytest.param(Kind.CHUNK, {"sizes": [True]}, 1, id="truth"),
-        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES] * 3}, 2 * CHUNK_BYTES, id="more than the bulk"),
-        pytest.param(Kind.CHUNK, {"sizes": [CHUNK_BYTES + 1]}, CHUNK_BYTES + 1, id="longer than a slot"),
-        pytest.param(Kind.CHUNK, {}, CHUNK_BYTES, id="no sizes"),
-        pytest.param(Kind.ERROR, {"error": "CapacityError", "message": "x"}, 1000, id="error with bulk"),
+        pytest.param(Kind.CHUNK, run(*[CHUNK_BYTES] * (COUNT + 1)), CHUNK_BYTES * (COUNT + 1), id="too many"),
+        pytest.param(Kind.CHUNK, run(), 0, id="none"),
+        pytest.param(Kind.CHUNK, run(*[0] * COUNT), 0, id="all lacking"),
+        pytest.param(Kind.CHUNK, run(-1, CHUNK_BYTES), CHUNK_BYTES, id="negative"),
+        pytest.param(Kind.CHUNK, run(1.0), 1, id="fraction"),
+        pytest.param(Kind.CHUNK, run(True), 1, id="truth"),
+        pytest.param(Kind.CHUNK, run(*[CHUNK_BYTES] * 3), 2 * CHUNK_BYTES, id="more than the bulk"),
+        pytest.param(Kind.CHUNK, run(CHUNK_BYTES + 1), CHUNK_BYTES + 1, id="longer than a slot"),
+        pytest.param(Kind.CHUNK, BATCH, CHUNK_BYTES, id="no sizes"),
+        pytest.param(
+            Kind.ERROR, ErrorMessage(error="CapacityError", message="x", context={}), 1000, id="error with bulk"
+        ),
     ],
 )
 def test_a_frame_that_contradicts_itself_costs_no_slot(
-    kind: Kind, body: dict[str, Any], nbytes: int, caplog: pytest.LogCaptureFixture
+    kind: Kind, message: Message, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The connection ends or the chunks count as bad; the draft goes with its connection."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
@@ -85,8 +113,8 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
             offer(channel)
             ask_for_all(channel)
             with contextlib.suppress(errors.TransportError):
-                channel.send(kind, 9, body, [memoryview(bytes(nbytes))] if nbytes else [], deadline_s=5)
-                assert len(channel.recv(timeout_s=5).body["bad"]) == COUNT
+                channel.send(kind, 9, message, [memoryview(bytes(nbytes))] if nbytes else [], deadline_s=5)
+                assert len(received(channel).damaged) == COUNT
         wait_all_free(holder)
     assert not [record for record in caplog.records if "error of ours" in record.getMessage()]
 
@@ -98,7 +126,7 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
         with stranger(holder) as feeding, stranger(holder) as other:
             offer(other)
             ask_for_all(feeding)
-            packed = frame.pack_body({"sizes": [CHUNK_BYTES] * COUNT})
+            packed = encode(run(*[CHUNK_BYTES] * COUNT))
             head = frame.pack_header(Kind.CHUNK, 9, packed, COUNT * CHUNK_BYTES)
             feeding._sock.setblocking(True)  # type: ignore[union-attr]
             feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
@@ -122,8 +150,8 @@ def test_chunks_without_a_slot_are_asked_for_again() -> None:
             taken = holder.vault.take_slots(len(holder.vault.table.free) - 2)
             ask_for_all(channel)
             bulk = [memoryview(chunk) for chunk in CHUNKS]
-            channel.send(Kind.CHUNK, 9, {"sizes": [CHUNK_BYTES] * COUNT}, bulk, deadline_s=5)
-            assert channel.recv(timeout_s=5).body == {"ok": True, "bad": [2, 3, 4, 5]}
-            assert channel.request({"do": "ping"}, timeout_s=5).kind is Kind.REPLY
+            channel.send(Kind.CHUNK, 9, run(*[CHUNK_BYTES] * COUNT), bulk, deadline_s=5)
+            assert received(channel) == BatchReceived(damaged=(2, 3, 4, 5))
+            assert decode_reply(Ping(), channel.request(Ping(), timeout_s=5).data) == Done()
         holder.vault.give_back(taken)
         wait_all_free(holder)

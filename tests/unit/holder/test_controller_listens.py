@@ -94,9 +94,9 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     try:
         begin(sessions[0])
         controller.events.put((sessions[0], up(1)))
-        wait_for(lambda: controller.is_serving() and controller.catalog.log.entries, "the first fact")
+        wait_for(lambda: controller.is_serving() and controller.catalog.parts.journal.log.entries, "the first fact")
         begin(sessions[1])
-        entries = controller.catalog.log.entries
+        entries = controller.catalog.parts.journal.log.entries
         controller.drains_seen({"a": time.time() + 1000.0})
         wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
         controller.events.put((sessions[1], up(2)))

@@ -49,7 +49,9 @@ def test_beats_keep_a_controller_in_charge_while_the_membership_is_away(
     try:
         catalog = site.controller.catalog
         monkeypatch.setattr(site.controller.membership, "newest_term", away)
-        wait_for(lambda: catalog.now > catalog.lease.until_s + site.config.lease_s, "the lease to be the hosts' alone")
+        wait_for(
+            lambda: catalog.state.now > catalog.lease.until_s + site.config.lease_s, "the lease to be the hosts' alone"
+        )
         wait_for(catalog.lease.may_record, "an echo")
         first_s = min(state.was_with_us_s for state in catalog.hosts.states.values())
         wait_for(lambda: min(s.was_with_us_s for s in catalog.hosts.states.values()) > first_s, "newer echoes")

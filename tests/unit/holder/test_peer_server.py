@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 
 from memstore.core.arena.share import Share
+from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import Abort, Admitted, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, Frame
@@ -53,10 +55,14 @@ def vault() -> Iterator[Vault]:
         made.close()
 
 
-def offer(server: PeerServer, sender: str, shard: ShardId, digest: str = "") -> dict[str, Any]:
-    """Offer a shard of two chunks."""
-    body = {"shard": shard_to_wire(shard), "digest": digest, "attempt": shard.attempt, "sender": sender, "count": 2}
-    return server._offer(cast(Channel, object()), body)
+def offer_of(sender: str, shard: ShardId, digest: str | None = None) -> Offer:
+    """An offer of a shard of two chunks."""
+    return Offer(shard=WireShard.of(shard), digest=digest, attempt=shard.attempt, sender=sender, chunks_count=2)
+
+
+def offer(server: PeerServer, sender: str, shard: ShardId, digest: str | None = None) -> Message:
+    """Offer it."""
+    return server._offer(cast(Channel, object()), offer_of(sender, shard, digest))
 
 
 @pytest.mark.parametrize("is_reserved", [True, False])
@@ -69,7 +75,7 @@ def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.Monk
         vault.ensure_free(2)
     moments, real = Moments(), vault.shelf.guest_refusal
     monkeypatch.setattr(vault, "lock", moments)
-    answers: list[dict[str, Any]] = []
+    answers: list[Message] = []
 
     def refusal(shard: ShardId, chunks_count: int) -> str | None:
         why = real(shard, chunks_count)
@@ -80,12 +86,12 @@ def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.Monk
     monkeypatch.setattr(vault.shelf, "guest_refusal", refusal)
     answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
     second, first = answers
-    assert first == {"ok": True, "have": False}
-    assert not second["ok"]
-    assert not second["is_final"]
+    assert first == Admitted()
+    assert isinstance(second, Refused)
+    assert not second.is_final
     assert len(vault.shelf.drafts) == 1
-    server._abort({"sender": "b", "shard": shard_to_wire(ShardId("job", 1, 7, 1))})
-    assert offer(server, "c", ShardId("job", 1, 7, 2))["ok"]
+    server._abort(Abort(sender="b", shard=WireShard("job", 1, 7, 1)))
+    assert offer(server, "c", ShardId("job", 1, 7, 2)) == Admitted()
 
 
 def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +102,11 @@ def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, mo
     vault.ensure_free(4)
     slots = vault.take_slots(2)
     known = vault.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
-    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": True}
+    assert offer(server, "b", shard, known.spec.digest) == HasCopy()
     assert len(reported) == 1
     real = vault.verify_old
     monkeypatch.setattr(vault, "verify_old", lambda digests, sizes: (real(digests, sizes), vault.drop(shard)))
-    assert offer(server, "b", shard, known.spec.digest) == {"ok": True, "have": False}
+    assert offer(server, "b", shard, known.spec.digest) == Admitted()
     assert len(reported) == 1
 
 
@@ -110,7 +116,7 @@ class Line:
     def __init__(self) -> None:
         self.peer = "tcp:b"
         self.asked: queue.Queue[Frame | None] = queue.Queue()
-        self.replies: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.replies: queue.Queue[Message] = queue.Queue()
 
     def recv(self, timeout_s: float | None) -> Frame:
         frame = self.asked.get(timeout=60)
@@ -118,8 +124,8 @@ class Line:
             raise PeerUnreachable("the connection ended", peer=self.peer)
         return frame
 
-    def send(self, kind: Kind, request_id: int, body: dict[str, Any], *, deadline_s: float) -> None:
-        self.replies.put(body)
+    def send(self, kind: Kind, request_id: int, message: Message, *, deadline_s: float) -> None:
+        self.replies.put(message)
 
 
 def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
@@ -135,11 +141,10 @@ def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
     }
     for line, thread in serving.items():
         thread.start()
-        line.asked.put(Frame(Kind.CALL, 1, {"do": "ping"}, 0))
-        assert line.replies.get(timeout=60) == {}
-    body = {"shard": shard_to_wire(shard), "digest": "", "attempt": 1, "sender": "b", "count": 2}
-    first.asked.put(Frame(Kind.CALL, 2, {"do": "offer", **body}, 0))
-    assert first.replies.get(timeout=60) == {"ok": True, "have": False}
+        line.asked.put(Frame(Kind.CALL, 1, encode(Ping()), 0))
+        assert line.replies.get(timeout=60) == Done()
+    first.asked.put(Frame(Kind.CALL, 2, encode(offer_of("b", shard)), 0))
+    assert first.replies.get(timeout=60) == Admitted()
     for line, is_kept in ((first, True), (second, False), (older, False)):
         line.asked.put(None)
         serving[line].join(60)

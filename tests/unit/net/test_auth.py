@@ -9,11 +9,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from memstore import errors
 from memstore.core.wire import frame
+from memstore.core.wire.error_message import ErrorMessage, decode_error
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import (
+    ClientProof,
+    Hello,
+    ServerProof,
+    decode_hello,
+    decode_server_proof,
+)
 from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel
 
@@ -74,10 +83,10 @@ def test_wrong_secret_or_store_fails_on_both_ends_without_naming_the_secret(
         assert channel.identity == {}
 
 
-def hello(channel: Channel) -> dict[str, Any]:
+def hello(channel: Channel) -> ServerProof:
     """As a stranger, send HELLO and return the server's nonce and proof."""
-    channel.send(Kind.HELLO, 0, {"nonce": os.urandom(32)}, deadline_s=5)
-    return channel.recv(timeout_s=5).body
+    channel.send(Kind.HELLO, 0, Hello(nonce=os.urandom(32)), deadline_s=5)
+    return decode_server_proof(channel.recv(timeout_s=5).data)
 
 
 def test_a_servers_own_proof_sent_back_proves_nothing(
@@ -86,7 +95,8 @@ def test_a_servers_own_proof_sent_back_proves_nothing(
     """Reflection: echoing the server's MAC as the client's is refused (fault F33)."""
     server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
     first = hello(pair[0])
-    pair[0].send(Kind.AUTH2, 0, {"identity": frame.pack_body({}), "mac": first["mac"]}, deadline_s=5)
+    proof = ClientProof(identity=frame.pack_body({}), proof=first.proof)
+    pair[0].send(Kind.AUTH2, 0, proof, deadline_s=5)
     assert type(server.exception(5)) is errors.AuthenticationError
 
 
@@ -95,19 +105,20 @@ def test_a_client_refuses_its_own_nonce_and_a_proof_borrowed_from_a_server(
 ) -> None:
     """A mirror in place of a server is refused before the client has said who it is."""
     client = aside(auth.authenticate_client, pair[0], SECRET, store="s", identity={"role": "secret"}, timeout_s=5)
-    nonce = pair[1].recv(timeout_s=5).body["nonce"]
-    pair[1].send(Kind.AUTH1, 0, {"nonce": nonce, "mac": bytes(32)}, deadline_s=5)
+    nonce = decode_hello(pair[1].recv(timeout_s=5).data).nonce
+    pair[1].send(Kind.AUTH1, 0, ServerProof(nonce=nonce, proof=bytes(32)), deadline_s=5)
     assert type(client.exception(5)) is errors.AuthenticationError
-    assert pair[1].recv(timeout_s=5).body == {"error": "AuthenticationError", "message": "refused"}
+    refused = ErrorMessage(error="AuthenticationError", message="refused", context={})
+    assert decode_error(pair[1].recv(timeout_s=5).data) == refused
 
 
 def test_a_recorded_handshake_does_not_work_again(aside: Callable[..., Future[Any]]) -> None:
     """Replay: the client's frames of a good handshake are refused by the next one (fault F33)."""
-    recorded: list[tuple[Kind, dict[str, Any]]] = []
+    recorded: list[tuple[Kind, Any]] = []
 
     class Recording(Channel):
         def send(self, kind: Kind, request_id: int = 0, body: Any = None, bulk: Any = (), *, deadline_s: float) -> None:
-            recorded.append((kind, dict(body)))
+            recorded.append((kind, body))
             super().send(kind, request_id, body, bulk, deadline_s=deadline_s)
 
     left, right = socket.socketpair()
@@ -131,7 +142,7 @@ def test_an_identity_changed_on_the_way_is_refused(
 
     def tamper(self: Channel, kind: Kind, request_id: int, body: Any, *, deadline_s: float) -> None:
         if kind is changed:
-            body = {**body, "identity": frame.pack_body({"role": "controller"})}
+            body = msgspec.structs.replace(body, identity=frame.pack_body({"role": "controller"}))
         send(self, kind, request_id, body, deadline_s=deadline_s)
 
     monkeypatch.setattr(Channel, "send", tamper)
@@ -140,7 +151,16 @@ def test_an_identity_changed_on_the_way_is_refused(
     assert changed is Kind.AUTH3 or type(server) is errors.AuthenticationError
 
 
-@pytest.mark.parametrize("body", [{}, {"nonce": 5}, {"nonce": b"short"}, {"mac": b"x"}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"k": "hello"},
+        {"k": "hello", "nonce": 5},
+        {"k": "hello", "nonce": b"short"},
+        {"k": "hi", "nonce": bytes(32)},
+    ],
+)
 def test_malformed_handshakes_are_refused(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], body: dict[str, Any]
 ) -> None:
@@ -156,7 +176,7 @@ def test_a_handshake_has_one_deadline_for_all_its_frames(
     """Time spent before the first frame is missing for the next one."""
     times = iter([0.0, 1.0])
     monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: next(times, 100.0)))
-    pair[0].send(Kind.HELLO, 0, {"nonce": bytes(32)}, deadline_s=5)
+    pair[0].send(Kind.HELLO, 0, Hello(nonce=bytes(32)), deadline_s=5)
     with pytest.raises(errors.PeerTimeout) as caught:
         auth.authenticate_server(pair[1], SECRET, store="s", identity={}, timeout_s=5)
     assert caught.value.limit_s == 0  # type: ignore[attr-defined]

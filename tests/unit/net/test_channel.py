@@ -16,6 +16,7 @@ import pytest
 
 from memstore import errors
 from memstore.core.wire import frame as wire
+from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.shell.net.channel import Channel
 
@@ -65,8 +66,8 @@ def test_frames_arrive_as_sent_in_order(pair: tuple[Channel, Channel]) -> None:
     left.send(Kind.EVENT, 3, {"a": [1, b"x", None]}, deadline_s=5)
     left.send(Kind.CHUNK, 4, None, bulk, deadline_s=5)
     left.send(Kind.BYE, deadline_s=5)
-    assert right.recv(timeout_s=5) == (Kind.EVENT, 3, {"a": [1, b"x", None]}, 0)
-    assert right.recv(timeout_s=5) == (Kind.CHUNK, 4, {}, 70_005)
+    assert right.recv(timeout_s=5) == (Kind.EVENT, 3, wire.pack_body({"a": [1, b"x", None]}), 0)
+    assert right.recv(timeout_s=5) == (Kind.CHUNK, 4, b"", 70_005)
     first, second = bytearray(5), bytearray(70_000)
     right.recv_bulk_into(memoryview(first), timeout_s=5)
     right.recv_bulk_into(memoryview(second), timeout_s=5)
@@ -266,7 +267,7 @@ def test_garbage_and_oversized_frames_end_the_channel_before_anything_is_allocat
 
     with Channel(sockets[1]) as right:
         monkeypatch.setattr("memstore.shell.net.channel.bytearray", Watched, raising=False)
-        sockets[0].sendall(struct.pack("<4sBBHQIQI", wire.MAGIC, 1, 10, 0, 1, 2**32 - 1, 2**63, 0))
+        sockets[0].sendall(struct.pack("<4sBBHQIQI", wire.MAGIC, wire.VERSION, 10, 0, 1, 2**32 - 1, 2**63, 0))
         with pytest.raises(errors.ProtocolError, match="limit"):
             right.recv(timeout_s=5)
         assert right.is_closed
@@ -305,7 +306,7 @@ def test_request_returns_the_reply_and_raises_the_peers_error(
         right.send(Kind.REPLY, call.request_id, {"n": call.body["n"] + 1}, views(3), deadline_s=5)
         call = right.recv(timeout_s=5)
         refusal = errors.CapacityError("no room", bytes_asked=5)
-        right.send(Kind.ERROR, call.request_id, wire.error_body(refusal), deadline_s=5)
+        right.send(Kind.ERROR, call.request_id, ErrorMessage.of(refusal), deadline_s=5)
 
     served = aside(serve)
     reply = left.request({"n": 1}, timeout_s=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from memstore.core.cluster.kept_steps import kept_steps
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
@@ -115,7 +116,7 @@ class Redundancy:
         job = controller.catalog.jobs.get(world.scenario.job)
         if job is None or job.newest is None or len(trusted_hosts(world)) < len(world.holders):
             return ""  # a copy's place may be a host that dies often, which gets none
-        for step in controller.catalog.retention.kept(job, job.newest) & self.observed.facts.keys():
+        for step in kept_steps(job, job.newest) & self.observed.facts.keys():
             ranks = range(self.observed.facts[step].world_size)
             copies = [job.copies.get(step, {}).get(rank, {}) for rank in ranks]
             is_lost = not all(any(not copy.missing for copy in hosts.values()) for hosts in copies)

@@ -170,7 +170,7 @@ class SharedShards:
         world = self.world
         is_clear = not (world.network.cut or world.network.slow or world.drains) and world.has_kv
         served = world.served()
-        is_clear = is_clear and served is not None and not any(map(served.catalog.drains.is_draining, world.holders))
+        is_clear = is_clear and served is not None and not any(map(served.catalog.state.is_draining, world.holders))
         return are_well(world) and is_clear and len(trusted_hosts(world)) == len(world.holders)
 
     def _faults_count(self) -> int:

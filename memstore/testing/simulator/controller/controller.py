@@ -91,7 +91,7 @@ class SimController:
         if not self.is_alive:
             return
         actions = self.catalog.handle(self.world.now, event)
-        assert not self.catalog.observer.problem, self.catalog.observer.problem
+        assert not self.catalog.parts.observer.problem, self.catalog.parts.observer.problem
         for action in actions:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")

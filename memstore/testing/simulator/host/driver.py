@@ -15,7 +15,9 @@ from memstore.core.arena.replica_index import Draft, StagedKey
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
-from memstore.core.wire.messages import Body, shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import Body
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
 from memstore.shell.peer.outgoing_shard import Fresh, Shipment
 from memstore.testing.simulator.host.context import HostContext
@@ -106,25 +108,27 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.Ask) -> Waits[Any]:
-        return (yield from effect.peer.ask(effect.body))
+        return (yield from effect.peer.ask(effect.request))
 
     @_perform.register
     def _(self, effect: effects.SendChunks) -> Waits[None]:
         shipment, chunks = cast(Shipment, effect.source), list(effect.chunks)
         for batch in [chunks[i : i + BATCH_CHUNKS] for i in range(0, len(chunks), BATCH_CHUNKS)]:
             yield lambda: shipment.has_digests(batch)  # noqa: B023
-            body = {
-                "do": "chunks", "shard": shard_to_wire(shipment.shard), "sender": self.holder.host_id, "want": batch,
-                "digests": shipment.digests(batch), "sizes": [shipment.sizes[i] for i in batch],
-            }  # fmt: skip
-            reply = yield from effect.peer.ask(body, shipment)
-            if not reply["ok"]:
-                raise PeerRefused(str(reply["why"]), is_final=False)
+            offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
+            request = ChunkBatch(
+                shard=WireShard.of(shipment.shard), sender=self.holder.host_id,
+                chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
+            )  # fmt: skip
+            reply = yield from effect.peer.ask(request, shipment)
+            if isinstance(reply, NoDraft):
+                raise PeerRefused("no such draft", is_final=False)
 
     @_perform.register
     def _(self, effect: effects.ReceiveChunks) -> Waits[list[int]]:
-        ask = {"do": "fetch", "shard": shard_to_wire(effect.draft.shard), "digest": effect.digest}
-        found = yield from effect.peer.fetch({**ask, "want": list(effect.chunks)})
+        found = yield from effect.peer.fetch(
+            FetchChunks(shard=WireShard.of(effect.draft.shard), digest=effect.digest, chunks=tuple(effect.chunks))
+        )
         return [
             index for index, data in zip(effect.chunks, found, strict=True) if self._is_bad(effect.draft, index, data)
         ]

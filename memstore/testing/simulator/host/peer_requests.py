@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from memstore.core.wire.frame import Kind, error_from_body
-from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire import codec
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
 from memstore.errors import PeerRefused, PeerUnreachable
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import Fresh, Shipment
@@ -15,7 +17,7 @@ from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.world.memory import Crashed
 from memstore.testing.simulator.world.virtual_time import Wait
 
-Body = dict[str, Any]
+R = TypeVar("R")
 
 
 class Request:
@@ -26,16 +28,17 @@ class Request:
     def __init__(self, sender: HostContext, target: HostContext, source: Shipment | None = None) -> None:
         self.sender, self.target, self.source = sender, target, source
         self.peer = f"simulated:{sender.host_id}"
-        self.sent: list[tuple[Kind, Body, bytes]] = []
+        self.sent: list[tuple[codec.Message, bytes]] = []
         self.lack: list[int] = []
         self.went_bad = ""  # why the sender has to give up in the middle
         self.is_cut = source is not None and sender.world.network.take("resets")
         self._bulk = b""
 
-    def ask(self, body: Body) -> Body:
+    def ask(self, request: codec.Request[R]) -> R:
         """Let the server answer; its errors are raised here, and its death is a lost connection."""
         try:
-            self.target.peer_server._answer(self, Frame(Kind.CALL, 1, body, 0))  # type: ignore[arg-type]
+            decoded = decode_request(codec.encode(request))
+            self.target.peer_server._answer(self, 1, decoded)  # type: ignore[arg-type]
         except Crashed as crash:
             if crash.memory is not self.target.memory:
                 raise
@@ -46,30 +49,37 @@ class Request:
             if self.went_bad:
                 raise PeerRefused(self.went_bad, is_final=True) from None
             raise
-        kind, answer, _ = self.sent[-1]
-        if kind is Kind.ERROR:
-            raise error_from_body(answer)
-        return answer
+        answer, _ = self.sent[-1]
+        if isinstance(answer, ErrorMessage):
+            raise answer.rebuilt()
+        return codec.decode_reply(request, codec.encode(answer))
 
     def chunks(self) -> list[bytes]:
         """The chunks the server sent, in the order asked for; b"" for one it lacks."""
         found = []
-        for kind, body, data in self.sent:
-            for size in body["sizes"] if kind is Kind.CHUNK else ():
+        for message, data in self.sent:
+            for size in message.sizes if isinstance(message, ChunkRun) else ():
                 found.append(data[:size])
                 data = data[size:]
         return found
 
     def send(
-        self, kind: Kind, request_id: int, body: Body, bulk: Any = (), *, deadline_s: float, gate: object = None
+        self,
+        kind: Kind,
+        request_id: int,
+        message: codec.Message,
+        bulk: Any = (),
+        *,
+        deadline_s: float,
+        gate: object = None,
     ) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)
         if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
             data = bytes([data[0] ^ 0x40]) + data[1:]
-        self.sent.append((kind, body, data))
-        if kind is Kind.EVENT and "lack" in body:
-            self.lack = list(body["lack"])
+        self.sent.append((message, data))
+        if isinstance(message, ChunksWanted):
+            self.lack = list(message.chunks)
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
@@ -88,7 +98,7 @@ class Request:
         self._bulk = bytes(view)
         if self.sender.world.network.take("flips"):
             self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
-        return Frame(Kind.CHUNK, 1, {"sizes": [len(self._bulk)]}, len(self._bulk))
+        return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
 
     def recv_bulk_into(
         self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
@@ -110,21 +120,20 @@ class PeerLink:
     holder: HostContext
     peer: HostContext
 
-    def ask(self, body: Body, source: Shipment | None = None) -> Generator[Wait, None, Body]:
+    def ask(self, request: codec.Request[R], source: Shipment | None = None) -> Generator[Wait, None, R]:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
         yield from self._travel()
-        if body["do"] == "offer" and not body["digest"]:
-            shard = shard_from_wire(body["shard"])
-            if (yield from self.peer.twins.await_own_of(shard, self.holder)):
-                yield from self._travel()
-        return Request(self.holder, self.peer, source).ask(body)
+        fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
+        if fresh is not None and (yield from self.peer.twins.await_own_of(fresh, self.holder)):
+            yield from self._travel()
+        return Request(self.holder, self.peer, source).ask(request)
 
-    def fetch(self, body: Body) -> Generator[Wait, None, list[bytes]]:
+    def fetch(self, request: FetchChunks) -> Generator[Wait, None, list[bytes]]:
         """Send a request for chunks and return them, b"" for one that the peer lacks."""
         yield from self._travel()
-        request = Request(self.holder, self.peer)
-        request.ask(body)
-        return request.chunks()
+        asked = Request(self.holder, self.peer)
+        asked.ask(request)
+        return asked.chunks()
 
     def _travel(self) -> Generator[Wait, None, None]:
         world, host = self.holder.world, self.peer.host_id

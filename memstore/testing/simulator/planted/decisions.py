@@ -1,4 +1,4 @@
-"""Planted bugs in what decides: commit rule, facts, retention, repair, planner, placement, terms."""
+"""Planted bugs in the controller's decisions: commit rule, facts, retention, repair, planner, placement, terms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memstore.core.controller.machine import Catalog
 from memstore.core.durable.write_state import MARKER
 from memstore.core.durable.writes import DurableOrders
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.journal.replication import Journals
+from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
 from memstore.core.restore import rounds
 from memstore.core.restore.staging import Staging
@@ -31,11 +31,11 @@ from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
 
 COMMIT_RULE = Steps.commit_rule
-LATE_HOSTS = (  # two hosts of one pair are away after a restart of everything, within the grace (R24)
+LATE_HOSTS = (  # both hosts of a shard are away after a restart of everything, within recovery_grace_s (R24)
     Fault(6.0, "reboot-all", (0,), for_s=4.0),
     Fault(6.55, "freeze-holder", (1,), for_s=3.9),
 )
-GUEST_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # without ranks of its own: nobody restarts
+GUEST_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # it has no ranks of its own, so no launch follows
 
 
 def _told_whole(fact: Any) -> Any:
@@ -43,10 +43,10 @@ def _told_whole(fact: Any) -> Any:
 
 
 def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
-    """The rule with every copy that is not there counted as refused."""
+    """Return what the commit rule says if every copy that is not there counts as refused."""
     kept = job.refusals
     shards = [ShardId(job.name, step.attempt, step.step, rank) for rank in range(world_size)]
-    job.refusals = {(shard, host): "" for shard in shards for host in self.catalog.hosts.live_ids()}
+    job.refusals = {(shard, host): "" for shard in shards for host in self.state.hosts.live_ids()}
     try:
         return COMMIT_RULE(self, job, world_size, step)
     finally:
@@ -55,7 +55,7 @@ def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any
 
 @planted("commit-before-the-ack", "R18", "R18")
 def commit_before_the_ack() -> Any:
-    """A step is committed, and called whole, when its owners alone have sealed it."""
+    """A step is committed, and not called degraded, when its owners alone have sealed it."""
     return patch.object(Steps, "commit_rule", lambda *a: _told_whole(_commit_without(*a)))
 
 
@@ -64,18 +64,18 @@ def commit_names_targets() -> Any:
     """A commit counts the hosts that were to get a copy, not those that sealed one."""
 
     def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
-        fact, placement = _commit_without(self, job, world_size, step), self.catalog.view.placement(job)
+        fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
         if fact is None or placement is None or job.newest is None:
             return fact
-        owners = [self.catalog.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
+        owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
         return _told_whole(replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
 
     return patch.object(Steps, "commit_rule", rule)
 
 
-@planted("degraded-said-whole", "R18", "R18", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2)
-def degraded_said_whole() -> Any:
-    """A degraded commit is reported without the word degraded."""
+@planted("degraded-reported-whole", "R18", "R18", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2)
+def degraded_reported_whole() -> Any:
+    """A degraded commit is reported as whole."""
     return patch.object(Steps, "commit_rule", lambda *a: _told_whole(COMMIT_RULE(*a)))
 
 
@@ -106,7 +106,7 @@ def one_rack() -> Iterator[None]:
 
 @planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
 def commit_without_a_rank() -> Any:
-    """A step that one rank skipped is committed: that rank's older shard stands in."""
+    """A step that one rank skipped is committed with that rank's older shard."""
 
     def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
         ranks = job.copies.get(step, {})
@@ -122,25 +122,25 @@ def commit_without_a_rank() -> Any:
 
 @planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3)
 def reports_counted_twice() -> Any:
-    """A seal that is heard twice counts as two copies."""
+    """A seal that is reported twice counts as two copies."""
     sealed = Steps.sealed
 
     def twice(self: Steps, now: float, copy: Any) -> None:
-        job = self.catalog.jobs.get(copy.shard.job)
+        job = self.state.jobs.get(copy.shard.job)
         step = StepId(copy.shard.attempt, copy.shard.step)
         known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
         if job is not None and known.get(copy.host) == copy and step not in job.commits:
-            for host in self.catalog.hosts.live_ids():
+            for host in self.state.hosts.live_ids():
                 job.add_copy(replace(copy, host=host))
         sealed(self, now, copy)
 
     return patch.object(Steps, "sealed", twice)
 
 
-@planted("fact-not-spread", "R16", "R16", Fault(3.0, "slow-link", (1,), for_s=6.0, count=8),
+@planted("fact-not-replicated", "R16", "R16", Fault(3.0, "slow-link", (1,), for_s=6.0, count=8),
          Fault(3.0, "slow-link", (2,), for_s=6.0, count=8))  # fmt: skip
-def fact_not_spread() -> Any:
-    """A fact takes effect when the first holder has it."""
+def fact_not_replicated() -> Any:
+    """A fact takes effect when the first journal has it."""
     return patch.object(Catalog, "_is_enough", lambda self, hosts, fact: bool(hosts))
 
 
@@ -153,16 +153,16 @@ def fact_not_written() -> Any:
         self.applied_seq = max([self.applied_seq, *(entry.seq for entry in self.pending)])
         return ready
 
-    send, flush = Journals.send_facts, Catalog._flush_waiting
+    send, flush = Journal.send_facts, Journal.record_waiting
 
-    def flushed(self: Catalog) -> None:
-        send(self.journals)
+    def flushed(self: Journal) -> None:
+        send(self)
         flush(self)
 
     stack = ExitStack()
     stack.enter_context(patch.object(FactLog, "spread", spread))
-    stack.enter_context(patch.object(Journals, "send_facts", lambda self: None))
-    stack.enter_context(patch.object(Catalog, "_flush_waiting", flushed))
+    stack.enter_context(patch.object(Journal, "send_facts", lambda self: None))
+    stack.enter_context(patch.object(Journal, "record_waiting", flushed))
     return stack
 
 
@@ -174,17 +174,17 @@ def evicted_early() -> Iterator[None]:
 
     def then_drop(self: Steps, now: float, copy: Any) -> None:
         sealed(self, now, copy)
-        job = self.catalog.jobs[copy.shard.job]
+        job = self.state.jobs[copy.shard.job]
         for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
-            self.catalog.retention._drop_step(job, step)
+            self.retention._drop_step(job, step)
 
     with patch.object(Steps, "sealed", then_drop):
         yield
 
 
-@planted("shed-all", "R19", "R19 I1", Fault(5.0, "kill-rank"))
-def shed_all() -> Any:
-    """A new attempt's first put frees everything of older attempts, the restored step too."""
+@planted("everything-freed", "R19", "R19 I1", Fault(5.0, "kill-rank"))
+def everything_freed() -> Any:
+    """A new attempt's first put frees all steps of older attempts, the restored one too."""
 
     def shed(self: Retention, job: Job) -> None:
         for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.ordinal]:
@@ -193,24 +193,24 @@ def shed_all() -> Any:
     return patch.object(Retention, "shed", shed)
 
 
-@planted("skip-without-a-word", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
-def skip_without_a_word() -> Any:
-    """A skipped step is not given up on the other ranks: their copies of it fill the room."""
+@planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
+def skip_not_reported() -> Any:
+    """The other ranks are not told of a skipped step, and their copies of it fill the memory."""
     stack = ExitStack()
-    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.catalog.answer(call, {"resume": 0})))
+    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, {"resume": 0})))
     stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
     return stack
 
 
 @planted("ghost-copies", "R21", "R29", GUEST_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
 def ghost_copies() -> Any:
-    """A host that comes back with empty memory is believed to hold what it had."""
+    """A host that comes back with empty memory counts as holding its old copies."""
     return patch.object(Job, "drop_host", lambda self, host_id: None)
 
 
 @planted("damaged-copy-counted", "R29", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
 def damaged_copy_counted() -> Any:
-    """Repair counts a copy that lacks chunks as whole, and mends nothing."""
+    """Repair counts a copy that lacks chunks as whole."""
     consider = Repair._consider_step
 
     def blind(self: Repair, now: float, job: Job, attempt: Any, step: StepId, *, may_drop: bool) -> None:
@@ -250,7 +250,7 @@ def none_on_history() -> Iterator[None]:
 
 @planted("older-step-restored", "R24", "I1", Fault(5.0, "kill-rank"), keep_steps=2)
 def older_step_restored() -> Any:
-    """The planner takes the oldest whole step of the lineage."""
+    """The planner chooses the oldest whole step of the lineage."""
 
     def oldest(inventory: Any, *args: Any, **kwargs: Any) -> Any:
         first = min((c.step for c in inventory.commits if any(StepId(x.shard.attempt, x.shard.step) == c.step
@@ -267,25 +267,25 @@ def steps_mixed() -> Any:
     start = Staging.start
 
     def mixed(self: Staging, now: float, active: Any) -> None:
-        first = len(self.catalog.actions)
+        first = len(self.out.actions)
         start(self, now, active)
-        job = self.catalog.jobs[active.job]
+        job = self.state.jobs[active.job]
         chosen = active.plan.step
         older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
-        for number, action in enumerate(self.catalog.actions[first:], first):
+        for number, action in enumerate(self.out.actions[first:], first):
             if older and isinstance(action, Tell) and action.kind == "stage" and action.body["rank"] == 0:
                 copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
                 hosts = sorted(job.copies[older[-1]][0])
                 body = {**action.body, "shard": shard_to_wire(copy.shard), "spec": spec_to_wire(copy.spec)}
                 body.update(holders=hosts, runs=[["peer", copy.host, 0, copy.spec.chunks_count]])
-                self.catalog.actions[number] = Tell(action.host_id, "stage", body)
+                self.out.actions[number] = Tell(action.host_id, "stage", body)
 
     return patch.object(Staging, "start", mixed)
 
 
 @planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True)
 def marker_before_parts() -> Any:
-    """The durable marker is ordered together with the parts."""
+    """The durable marker is ordered together with the slices."""
     begin = DurableOrders._begin
 
     def start(self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
@@ -298,18 +298,18 @@ def marker_before_parts() -> Any:
 
 @planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
 def keys_not_compared() -> Any:
-    """Each host writes its slices under the key that it has, and a report's key is not looked at."""
+    """Each host writes its slices under its own key, and the key in a report is not checked."""
     order, persisted = DurableOrders._order_slices, DurableOrders.persisted
 
     def ordered(self: DurableOrders, job: Job, attempt: Any, write: Any, pieces: Any) -> None:
-        before = len(self.catalog.actions)
+        before = len(self.out.actions)
         order(self, job, attempt, write, pieces)
-        for action in self.catalog.actions[before:]:
+        for action in self.out.actions[before:]:
             if isinstance(action, Tell):
-                action.body["key"] = self.keys.state(job.name).names.get(action.host_id, "")
+                action.body["key"] = self.keys.of(job.name).names.get(action.host_id, "")
 
     def reported(self: DurableOrders, now: float, host_id: str, body: Any) -> None:
-        write = self.state(str(body["job"])).active
+        write = self.states.of(str(body["job"])).active
         persisted(self, now, host_id, {**body, "key": write.key} if write and body["what"] == "parts" else body)
 
     stack = ExitStack()
@@ -328,11 +328,11 @@ def keys_not_compared() -> Any:
     has_durable=True,
 )
 def slices_of_the_dead_forgotten() -> Any:
-    """When a writer of durable slices dies, what it owed counts as written."""
+    """When a writer of durable slices dies, its unwritten slices count as written."""
     died = DurableOrders.host_died
 
     def forget(self: DurableOrders, job: Job, host_id: str) -> None:
-        write = self.state(job.name).active
+        write = self.states.of(job.name).active
         owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
         if write is None or MARKER in owed or len(owed) == len(write.waits):
             died(self, job, host_id)
@@ -345,7 +345,7 @@ def slices_of_the_dead_forgotten() -> Any:
 
 @planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0))
 def journals_not_read() -> Any:
-    """A successor begins with the copies alone and reads no journal."""
+    """A new controller begins with the inventories alone and reads no journal."""
     adopt = FactLog.adopt
     return patch.object(FactLog, "adopt", lambda self, journals: adopt(self, []))
 
@@ -354,5 +354,5 @@ def journals_not_read() -> Any:
          Fault(18.27, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.7, "end-job"), duration_s=26.0, hosts=4, racks=2,
          world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
 def open_steps_first() -> Any:
-    """Copies of steps that no rank will finish are rebuilt before a kept step's, and stay where that has no room."""
+    """Copies of steps that no rank will finish are rebuilt before those of a kept step, and take its memory."""
     return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)

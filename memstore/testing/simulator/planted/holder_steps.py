@@ -1,4 +1,4 @@
-"""Planted bugs in the steps of a holder that the simulation mirrors: leases, fences, terms, levels."""
+"""Planted bugs in the simulated holder's own steps: leases, fences, terms, levels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
-SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # an hour
+SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
-# All ranks of an attempt, again and again: about every third seed has a hand-over in the very moment of a fence.
+# With all ranks of an attempt again and again, about every third seed has a hand-over in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
 
 
@@ -40,7 +40,7 @@ def lease_freed_by_timeout() -> Any:
 
 @planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)))
 def lease_freed_by_a_broken_link() -> Any:
-    """Leases end with the link: a rank that comes back is not told that its slots are free."""
+    """Leases end with the link, and a rank that comes back still uses its slots."""
     welcome = SimHolder.welcome
 
     def forget(self: SimHolder, rank: Any) -> list[int]:
@@ -75,7 +75,7 @@ def seal_ignores_fence() -> Any:
 
 @planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
 def lower_term_obeyed() -> Any:
-    """A holder obeys whichever controller spoke last."""
+    """A holder obeys the controller that dialed it last, whatever its term."""
 
     def accept(self: SimHolder, session: Any) -> bool:
         self.term = 0
@@ -90,7 +90,7 @@ def lower_term_obeyed() -> Any:
 
 @planted("level-before-the-fact", "R15", "R16 I4 R18")
 def level_before_the_fact() -> Any:
-    """A ticket says committed as soon as its own copies are there."""
+    """A ticket is set to committed as soon as its own copies are there."""
     sealed = SimHolder.sealed
 
     def told(self: SimHolder, shelved: Any, put: Any = None) -> None:
@@ -104,14 +104,14 @@ def level_before_the_fact() -> Any:
 
 @planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
 def fence_answered_early() -> Any:
-    """A fence is answered before what was handed over completely is sealed."""
+    """A fence is answered before the shards that were handed over in time are sealed."""
     return patch.object(seal, "FENCE_DRAIN_S", 0.0)
 
 
 @planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)
 @contextmanager
 def incarnation_by_the_clock() -> Iterator[None]:
-    """A holder's incarnation is the time of its start, and one that is too low is ignored without a word."""
+    """A holder's incarnation is the time of its start, and a holder with one that is too low is ignored."""
 
     def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
         return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
@@ -129,7 +129,7 @@ def incarnation_by_the_clock() -> Iterator[None]:
 @planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4, tries=3)
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
-    """An arena is in use when a rank connects, and what is not in use for a day is dropped at a holder's start."""
+    """Only a connect counts as use of an arena, so a holder drops its replicas after days of training without one."""
     start, welcome = Cluster._start_holder, SimHolder.welcome
 
     def welcomed(self: SimHolder, rank: Any) -> list[int]:

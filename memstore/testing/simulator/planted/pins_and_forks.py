@@ -1,4 +1,4 @@
-"""Planted bugs in pins and forks: who keeps a step, and whose references a fork holds."""
+"""Planted bugs in pins and forks: steps that must be kept, and references that a fork must add."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.arena.replica_index import Shelved
-from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.job import Job
+from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
+from memstore.core.repair import repair
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import make
@@ -31,19 +32,19 @@ def retention_ignores_pins() -> Iterator[None]:
     def nothing(*_: Any) -> set[StepId]:
         return set()
 
-    with patch.object(Pins, "steps", nothing), patch.object(Job, "pinned_steps", nothing):
+    with patch.object(Pins, "_held", nothing), patch.object(Job, "pinned_steps", nothing):
         yield
 
 
 @planted("pins-not-repaired", "R29", "I16", PINNED, Fault(6.0, "kill-host", (1,), for_s=2.0))
 def pins_not_repaired() -> Any:
-    """Repair mends what retention keeps, and leaves pinned steps as they are."""
-    return patch.object(Retention, "held", Retention.kept)
+    """Repair looks only at steps that retention keeps, so pinned steps stay without copies."""
+    return patch.object(repair, "redundant_steps", kept_steps)
 
 
 @planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED)
 def fork_takes_the_references() -> Any:
-    """A fork takes its origin's references instead of adding its own: the next drop frees chunks in use."""
+    """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
     def moved(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
         for item in shards:
@@ -59,7 +60,7 @@ def fork_takes_the_references() -> Any:
 
 @planted("fork-frees-its-origin", "R32", "R19", FORKED)
 def fork_frees_its_origin() -> Any:
-    """A fork moves the replica: the origin's is dropped once the new job's is there."""
+    """A fork drops the origin's replica once the new job's is there."""
 
     def moved(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
         for item in shards:
@@ -72,7 +73,7 @@ def fork_frees_its_origin() -> Any:
 
 @planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3)
 def fork_of_another_step() -> Any:
-    """A fork is made of another step of its origin than the one named."""
+    """A fork is made of another step of its origin than the one that was named."""
 
     def other(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
         for item in shards:

@@ -1,4 +1,4 @@
-"""Planted bugs in what twins share: who copies, who waits for whom, what is told, what is got (R34)."""
+"""Planted bugs around ranks with equal state: the choice of copiers, offers that wait, reports, restores (R34)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.controller.queries import Queries
 from memstore.core.holder import seal
 from memstore.core.holder.effects import DigestAndStore, WaitFor
 from memstore.core.holder.state import HolderState
+from memstore.core.restore.single_read import SingleReads
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_twins
 from memstore.core.targets.shared_shards import Twins
@@ -29,7 +29,7 @@ RESTART = Fault(5.0, "kill-rank")
 
 @planted("copiers-in-one-domain", "R34", "R34", world_size=6, **DDP)
 def copiers_in_one_domain() -> Any:
-    """The lowest ranks of one host copy."""
+    """The copiers are the lowest ranks of one host."""
 
     def near(shard_of: Any, hosts: Any, topology: Any, *, replicas: int, **_: Any) -> tuple[int, ...]:
         return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
@@ -39,13 +39,13 @@ def copiers_in_one_domain() -> Any:
 
 @planted("copiers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP)
 def copiers_chosen_again() -> Any:
-    """When a process takes a rank's place other ranks copy from then on."""
+    """After a process has taken a rank's place, other ranks are copiers."""
     replace_seat = Attempts._replace_seat
 
     def again(self: Attempts, name: str, attempt: Any, call: Any) -> None:
-        record = self.catalog.record
+        record = self.journal.record
         others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.copiers)
-        with patch.object(self.catalog, "record", lambda fact: record(replace(fact, copiers=others))):
+        with patch.object(self.journal, "record", lambda fact: record(replace(fact, copiers=others))):
             replace_seat(self, name, attempt, call)
 
     return patch.object(Attempts, "_replace_seat", again)
@@ -53,10 +53,10 @@ def copiers_chosen_again() -> Any:
 
 @planted("copiers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP)
 def copiers_not_written() -> Any:
-    """Copiers are chosen when a rank asks, among the hosts that are there then, and stand in no fact."""
+    """Copiers are chosen each time a rank asks, among the hosts that live then, and recorded in no fact."""
 
     def joined(self: Twins, attempt: Any, rank: int) -> dict[str, Any]:
-        count = len(self.catalog.hosts.live_ids())
+        count = len(self.state.hosts.live_ids())
         ranks = range(attempt.world_size)
         table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
         mine = attempt.shard_of[rank]
@@ -65,9 +65,9 @@ def copiers_not_written() -> Any:
     return patch.object(Twins, "joined", joined)
 
 
-@planted("copies-of-twins-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
-def copies_of_twins_go_anywhere() -> Any:
-    """A copier's copies go where placement says, not to the hosts of its shard's other copiers."""
+@planted("copies-of-copiers-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
+def copies_of_copiers_go_anywhere() -> Any:
+    """A copier's copies go to its host's ordinary targets, not to the hosts of its shard's other copiers."""
     return patch.object(
         Twins, "targets", lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner]
     )
@@ -75,32 +75,34 @@ def copies_of_twins_go_anywhere() -> Any:
 
 @planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP)
 def shared_part_of_another_step() -> Any:
-    """A read brings the oldest step that is there instead of the one named."""
-    read = Queries._read
+    """A read brings the oldest step instead of the one that was named."""
+    read = SingleReads.ask
 
-    def oldest(self: Queries, call: Any) -> None:
-        job = self.catalog.jobs[str(call.body["job"])]
+    def oldest(self: SingleReads, call: Any) -> None:
+        job = self.state.jobs[str(call.body["job"])]
         step = min(s for s in job.commits if job.copies.get(s))
         call.body.update(step=step.step, of_attempt=step.attempt)
         read(self, call)
 
-    return patch.object(Queries, "_read", oldest)
+    return patch.object(SingleReads, "ask", oldest)
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
          **HYBRID)  # fmt: skip
 def another_shard_restored() -> Any:
-    """A round passes over ranks that refuse what was staged for them."""
+    """A round goes on although a rank refuses the shard that was staged for it."""
     checked = Staging.checked
     return patch.object(
-        Staging, "checked", lambda self, now, body: checked(self, now, {**body, "ok": True, "error": None})
+        Staging,
+        "checked",
+        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
     )
 
 
-@planted("twins-wait-for-one-another", "R34", "R34", **DDP)
+@planted("copiers-wait-for-one-another", "R34", "R34", **DDP)
 @contextmanager
-def twins_wait_for_one_another() -> Iterator[None]:
-    """A host digests its rank's put only when its twin's copy has come, whose offer waits for that digest."""
+def copiers_wait_for_one_another() -> Iterator[None]:
+    """A host digests its rank's put after the other copier's copy has come, whose offer waits for that digest."""
     fresh, row_of, rows = seal._fresh, HolderTwins._row, dict[ShardId, Any]()
 
     def noted(self: HolderTwins, shard: ShardId) -> Any:
@@ -125,32 +127,32 @@ def twins_wait_for_one_another() -> Iterator[None]:
         yield
 
 
-@planted("twins-not-waited-for", "R34", "R34", tries=4, **DDP)
-def twins_not_waited_for() -> Any:
+@planted("copier-not-waited-for", "R34", "R34", tries=4, **DDP)
+def copier_not_waited_for() -> Any:
     """An offer of equal chunks is answered while this host digests its own."""
     return patch.object(HolderTwins, "is_over", lambda self, shard, own: True)
 
 
-@planted("late-twin-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
+@planted("late-copier-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
          Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP)  # fmt: skip
-def late_twin_awaited_again() -> Any:
-    """A rank that was waited for in vain is waited for by the next offer as well."""
+def late_copier_awaited_again() -> Any:
+    """An offer waits for a rank although an earlier offer has waited for it in vain."""
     return patch.object(HolderTwins, "gave_up", lambda self, shard, own: None)
 
 
 @planted("wait-without-end", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP)
 def wait_without_end() -> Any:
-    """An offer waits for its twin's put as long as that takes."""
+    """An offer waits for the local copier's put without a limit."""
     return patch.object(twins, "TWIN_WAIT_S", 60.0)
 
 
 @planted("own-state-compared", "R34", "R34", **DDP)
 def own_state_compared() -> Any:
-    """Twins are said to differ in what is each one's own."""
+    """Copiers are reported to differ in the chunks that are each one's own."""
     return patch.object(seal, "shared_count", lambda body, chunks_count: chunks_count)
 
 
-@planted("twins-that-differ-unsaid", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
-def twins_that_differ_unsaid() -> Any:
-    """Copies are taken without a look at what one's own rank put."""
+@planted("differing-copiers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
+def differing_copiers_unreported() -> Any:
+    """Copies are not compared with the local copier's put."""
     return patch.object(HolderTwins, "_compare", lambda self, own, other: None)

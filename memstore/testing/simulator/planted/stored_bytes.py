@@ -1,4 +1,4 @@
-"""Planted bugs in what keeps the bytes: vault, shelf, slot table, adoption, peer server."""
+"""Planted bugs in the store of replicas: vault, shelf, slot table, adoption, peer server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def digest_skipped_on_arrival() -> Any:
 @planted("adoption-trusts-headers", "R6", "R6", Fault(5.0, "flip-at-rest", (0,), count=16),
          Fault(5.1, "kill-holder", (0,)))  # fmt: skip
 def adoption_trusts_headers() -> Any:
-    """A new holder takes every slot header at its word."""
+    """A new holder believes every slot header without digesting the slot."""
     return patch.object(adoption, "chunk_digest", lambda view: _Equal())
 
 
@@ -62,19 +62,19 @@ def digest_skipped_on_staging() -> Any:
 @planted("bad-slot-not-condemned", "R30", "R23 R6 R29", Fault(4.5, "kill-rank"),
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def bad_slot_not_condemned() -> Any:
-    """A slot whose bytes are bad goes on counting and serving."""
+    """A slot with bad bytes stays in its replicas and is served."""
     return patch.object(Shelf, "condemn", lambda self, number: [])
 
 
 @planted("scrub-finds-nothing", "R30", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
 def scrub_finds_nothing() -> Any:
-    """The scrub passes over slots without looking."""
+    """The scrub skips slots."""
     return patch.object(Vault, "verify_slot", lambda self, number: [])
 
 
 @planted("scrub-passes-manifests", "R30", "R29", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS)
 def scrub_passes_manifests() -> Any:
-    """The scrub passes over manifests without looking."""
+    """The scrub skips manifests."""
     return patch.object(Scrubber, "_check_manifest", lambda self, shelved: False)
 
 
@@ -148,7 +148,7 @@ def manifest_before_the_chunks() -> Any:
 
 @planted("stale-hand-over", "R8", "R6 R7 R8", *CRASHES, step_s=0.15, tries=3)
 def stale_hand_over() -> Any:
-    """After its link broke a rank hands over slots that are not leased to it any more, and they are taken."""
+    """After a broken link a rank hands over slots that are not leased to it any more, and the holder takes them."""
 
     def take(self: SlotTable, owner: Any, numbers: Any) -> bool:
         for number in numbers:
@@ -161,12 +161,12 @@ def stale_hand_over() -> Any:
 
 @planted("drafts-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3, world_size=2)
 def drafts_kept() -> Any:
-    """A push that was given up leaves its draft at the peer, and nobody remembers it there."""
+    """A push that was given up leaves its draft at the peer for ever."""
     abort = PeerServer._abort
 
-    def forget(self: PeerServer, body: dict[str, Any]) -> dict[str, Any]:
+    def forget(self: PeerServer, request: Any) -> Any:
         with patch.object(self.vault, "abort_draft", lambda name, shard: None):
-            return abort(self, body)
+            return abort(self, request)
 
     return patch.object(PeerServer, "_abort", forget)
 
@@ -184,9 +184,9 @@ def offer_ignores_fence() -> Any:
     """A peer takes a shard of an attempt that it has fenced."""
     offer = PeerServer._offer
 
-    def unfenced(self: PeerServer, channel: Any, body: dict[str, Any]) -> dict[str, Any]:
+    def unfenced(self: PeerServer, channel: Any, request: Any) -> Any:
         with patch.object(self, "is_fenced", lambda job, attempt: False):
-            return offer(self, channel, body)
+            return offer(self, channel, request)
 
     return patch.object(PeerServer, "_offer", unfenced)
 
@@ -203,7 +203,7 @@ def pin_ignored() -> Any:
 
 @planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"))
 def drop_leaves_staged() -> Any:
-    """A drop leaves the pin of what a restore staged: its slots are gone until the pin's deadline."""
+    """A drop leaves the pin of a staged replica, so its slots stay in use until the pin's deadline."""
     drop = Shelf.drop
 
     def forgetful(self: Shelf, shard: Any, *how: Any) -> list[Shelved]:
@@ -215,7 +215,7 @@ def drop_leaves_staged() -> Any:
     return patch.object(Shelf, "drop", forgetful)
 
 
-@planted("guests-refused", "R10", "I16")
-def guests_refused() -> Any:
-    """A host refuses every copy of its neighbours for want of room."""
+@planted("peer-copies-refused", "R10", "I16")
+def peer_copies_refused() -> Any:
+    """A host refuses every copy of a peer for want of room."""
     return patch.object(Shelf, "guest_refusal", lambda self, shard, count: "guest share full")

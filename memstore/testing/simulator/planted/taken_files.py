@@ -1,4 +1,4 @@
-"""Planted bugs around files that go while processes live: arenas that are replaced, names that are removed."""
+"""Planted bugs around files that go while processes live: replaced arenas, removed names."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _first_only(self: SimRank, memory: Memory) -> None:
 @planted("old-arena-written", "R8", "R8", REPLACED)
 @contextmanager
 def old_arena_written() -> Iterator[None]:
-    """A rank goes on writing into the arena that it mapped first, and its holder digests another one's zeros."""
+    """A rank goes on writing into the arena that it mapped first, and its holder seals the zeros of the new one."""
     with patch.object(SimRank, "map_arena", _first_only), patch.object(mapped_arena, "are_seen", lambda *args: True):
         yield
 
 
 @planted("old-arena-kept", "R8", "I16", REPLACED)
 def old_arena_kept() -> Any:
-    """A rank that is told of another arena keeps its mapping of the first one: every put of it fails."""
+    """A rank keeps its mapping of an arena that was replaced, so every put of it fails."""
     return patch.object(SimRank, "map_arena", _first_only)
 
 
 @planted("removed-files-unseen", "R35", "I16", REMOVED)
 def removed_files_unseen() -> Any:
-    """A holder does not look whether its files are there: it stays, and can store nothing."""
+    """A holder does not notice that its files were removed; it stays, and can store nothing."""
     return patch.object(taken_files, "look", lambda cluster, name: None)
 
 

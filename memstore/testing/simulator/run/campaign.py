@@ -1,6 +1,6 @@
-"""Many seeds: played in processes, counted, and each failure shrunk to the faults that matter.
+"""Campaigns: many seeds, played in processes and counted, with each failure shrunk to the faults that matter.
 
-Whatever ends a run early is a failure: a broken rule by its name, any other exception by its class. A shrunk scenario
+A run that ends early has failed: a broken rule counts by its name, any other exception by its class. A shrunk scenario
 is its seed and a `Cut` of it, so that one command plays it again.
 """
 
@@ -24,7 +24,7 @@ from memstore.testing.simulator.world.violation import Violation
 COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time
 SHRINK_PLAYS_MAX, SHRINK_S = 60, 60.0
-SHORT_S = (0.3, 1.0)  # durations tried in place of longer ones
+SHORT_S = (0.3, 1.0)  # durations that are tried in place of longer ones
 ADDED_UP = (
     "seeds", "wall_s", "virtual_h", "events", "steps_put", "commits_acknowledged", "restores_checked",
 )  # fmt: skip
@@ -32,7 +32,7 @@ ADDED_UP = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run. `rule` is "" if everything held."""
+    """The result of one run; `rule` is "" if everything held."""
 
     seed: int
     rule: str = ""
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which of a seed's faults are kept (None: all), and which of them are shorter than drawn: (index, seconds)."""
+    """A part of a seed's faults: those that are kept (None: all), and shorter durations: (index, seconds)."""
 
     keep: tuple[int, ...] | None = None
     for_s: tuple[tuple[int, float], ...] = ()
@@ -75,7 +75,7 @@ class Cut:
 
 
 def play(scenario: Scenario) -> Outcome:
-    """Run one scenario to its end or to its first failure; never raises."""
+    """Run one scenario to its end or to its first failure; an exception becomes the outcome's rule."""
     simulation, rule, why = None, "", ""
     try:
         simulation = Simulation(scenario)
@@ -97,10 +97,10 @@ def play(scenario: Scenario) -> Outcome:
 def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Cut, Outcome]:
     """Drop faults in halves and one by one, then shorten them, while the same rule still breaks.
 
-    No run begins after `limit_s`, nor after SHRINK_PLAYS_MAX of them.
+    No run begins after `limit_s`, or after SHRINK_PLAYS_MAX runs.
 
     Returns:
-        The cut and the outcome of its run; the whole scenario's if nothing could be dropped.
+        The cut and the outcome of its run; if no fault could be dropped, those of the whole scenario.
     """
     best: tuple[Cut, Outcome] | None = None
     plays, until_s = 0, time.monotonic() + limit_s
@@ -137,7 +137,7 @@ def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple
 
 
 def failure_text(outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
-    """Return a failure for people: shrunk scenario, what happened, the one command that plays it again."""
+    """Return a text for people: the shrunk scenario, what happened, the command that plays it again."""
     cut, shrunk = shrink(draw(outcome.seed), outcome.rule, limit_s=limit_s)
     return (
         f"seed {outcome.seed} breaks {outcome.why}\nshrunk to:\n{shrunk.page}\nthen: {shrunk.why}\n\n"
@@ -147,7 +147,7 @@ def failure_text(outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
 
 @dataclass
 class Summary:
-    """What a campaign did, added up."""
+    """The numbers of a campaign."""
 
     seeds: int = 0
     first_seed: int = 0
@@ -185,12 +185,12 @@ class Summary:
         self.violations += other.violations
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the numbers as plain values."""
         faults = dict(sorted(self.faults.items()))
         return {**asdict(self), "faults": faults, "faults_injected": sum(faults.values())}
 
     def text(self) -> str:
-        """Return a few lines for people."""
+        """Return the numbers as lines for people."""
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
         return (
             f"{self.seeds:,} seeds from {self.first_seed}, {self.virtual_h:,.1f} simulated hours "
@@ -238,7 +238,7 @@ def run(
 
     Args:
         jobs: Processes; 0 for one per core, 1 for none but this one.
-        on_outcome: Hears of every run as it ends, in no order.
+        on_outcome: Called with the outcome of every run when it ends, in no order.
     """
     started_s = time.monotonic()
     jobs = jobs or len(os.sched_getaffinity(0))

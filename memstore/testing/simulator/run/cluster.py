@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 
 from memstore.config import Config
-from memstore.core.controller.machine import Rules
+from memstore.core.cluster.state import Rules
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.controller.controller import LEASE_S, SimController

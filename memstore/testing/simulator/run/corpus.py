@@ -1,9 +1,9 @@
-"""The corpus: every seed that ever failed, one line each, played by the tests for ever.
+"""The corpus: every seed that ever failed, one line each. The tests play them for ever.
 
     seed rule date commit why
 
-The commit is where the seed failed; a later change to how scenarios are drawn makes another scenario of the number, and
-the old one is still there at that commit.
+The commit is the one at which the seed failed. If a later commit draws another scenario for the number, the old one
+can still be played there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Row:
 
 
 def read(path: Path = DEFAULT) -> list[Row]:
-    """Return the rows of a corpus file; ValueError names a line that is none."""
+    """Return the rows of a corpus file; raise ValueError with the number of a line that is no row."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):

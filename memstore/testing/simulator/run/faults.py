@@ -12,9 +12,10 @@ from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
-SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: nobody gives a host up for this
+SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: no host is given up for this
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
+# Faults that a strict scenario does only while the store claims every copy, however short they are.
 NEEDS_QUIET = {
     "kill-host",
     "kill-rack",
@@ -25,11 +26,11 @@ NEEDS_QUIET = {
     "durable-torn",
     "replace-arena",
     "remove-files",
-}  # whatever their length
+}
 
 
 def fault(name: str) -> Callable[[Inject], Inject]:
-    """Register a fault."""
+    """Register the function that does a kind of fault."""
 
     def add(inject: Inject) -> Inject:
         INJECT[name] = inject
@@ -53,14 +54,14 @@ class Faults:
             return
         cluster.note(f"fault {each.text().strip()}")
         injected[each.kind] = injected.get(each.kind, 0) + 1
-        if each.kind in people.KINDS:  # nothing breaks by these: people ask for them
+        if each.kind in people.KINDS:
             _blamed(cluster, each.kind, lambda: self.people.ask(each))
         else:
             _blamed(cluster, each.kind, lambda: INJECT[each.kind](cluster, each))
 
 
 def _blamed(cluster: Cluster, kind: str, work: Callable[[], object]) -> None:
-    """Do something; what is lost by it is the fault's doing, not the store's."""
+    """Do something whose losses are the fault's doing, not the store's."""
     observed = cluster.checker.observed
     observed.cause = kind
     work()
@@ -91,7 +92,7 @@ def _kill_rank(cluster: Cluster, each: Fault) -> None:
 
 @fault("leave-rank")
 def _leave_rank(cluster: Cluster, each: Fault) -> None:
-    """The launcher loses sight of a rank: it starts anew while that one trains on (R20, R21)."""
+    """Let the launcher lose sight of a rank: it starts anew while that one trains on (R20, R21)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.is_left = True
@@ -100,7 +101,7 @@ def _leave_rank(cluster: Cluster, each: Fault) -> None:
 
 @fault("differ")
 def _differ(cluster: Cluster, each: Fault) -> None:
-    """What a copier holds is not what its twins hold any more, for some steps (R34)."""
+    """Let a copier put other bytes than the ranks with the same shard, for some steps (R34)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.differs = each.count
@@ -133,7 +134,7 @@ def _freeze_holder(cluster: Cluster, each: Fault) -> None:
 
 @fault("replace-holder")
 def _replace_holder(cluster: Cluster, each: Fault) -> None:
-    """A frozen holder is killed by its successor, which waits for its lock (R2)."""
+    """Freeze a holder, which is then killed by the successor that waits for its lock (R2)."""
     holder = _holder(cluster, each)
     holder.is_frozen = True
     cluster.at(min(each.for_s, 2.0), lambda: cluster.replace_holder(holder))
@@ -147,7 +148,10 @@ def _kill_host(cluster: Cluster, each: Fault) -> None:
 
 @fault("preempt")
 def _preempt(cluster: Cluster, each: Fault) -> None:
-    """Notice, the end at its moment, and another machine of that name later; a strict scenario may spare it (R29)."""
+    """Announce the end of a host, end it at that moment, and bring another of its name later (R29).
+
+    A strict scenario spares the host if its end would be beyond the promise.
+    """
     name = _names(cluster, each)[0]
     cluster.drains[name] = cluster.now + each.for_s
 
@@ -175,10 +179,9 @@ def _kill_rack(cluster: Cluster, each: Fault) -> None:
 
 @fault("wear-rack")
 def _wear_rack(cluster: Cluster, each: Fault) -> None:
-    """The hosts of a rack are lost one after another, each replaced by a blank one before the next goes (R29)."""
-    cluster.wears_until_s = (
-        cluster.now + len(cluster.holders) * each.for_s
-    )  # a second grave fault would be beyond the promise
+    """Lose the hosts of a rack one after another, each replaced by a blank one before the next goes (R29)."""
+    # Until then a second grave fault would be beyond the promise.
+    cluster.wears_until_s = cluster.now + len(cluster.holders) * each.for_s
     for n, name in enumerate(_rack(cluster, each)):
         end = functools.partial(cluster.kill_host, name, back_after_s=min(0.2 * each.count, each.for_s))
         cluster.at(n * each.for_s, lambda end=end: _blamed(cluster, each.kind, end))  # type: ignore[misc]
@@ -186,7 +189,7 @@ def _wear_rack(cluster: Cluster, each: Fault) -> None:
 
 @fault("end-job")
 def _end_job(cluster: Cluster, each: Fault) -> None:
-    """Every rank dies, and no launch follows before the store had time to be whole again (R29)."""
+    """End every rank; no launch follows before the store had time to be whole again (R29)."""
     cluster.is_job_over = True
     for rank in cluster.ranks:
         cluster.kill_rank(rank, "the job was ended")
@@ -202,7 +205,7 @@ def _flap_host(cluster: Cluster, each: Fault) -> None:
 
 @fault("reboot-all")
 def _reboot_all(cluster: Cluster, each: Fault) -> None:
-    """Every process of Ray dies at once; one host comes up late (R24)."""
+    """End every process of Ray at once; one host comes up late (R24)."""
     for controller in cluster.controllers:
         controller.stop()
     for rank in cluster.ranks:
@@ -262,7 +265,7 @@ def _flip_at_rest(cluster: Cluster, each: Fault) -> None:
 
 @fault("rot-manifest")
 def _rot_manifest(cluster: Cluster, each: Fault) -> None:
-    """Bits flip in the files of manifests under a living holder: nothing there says what the chunks are."""
+    """Flip bits in the files of manifests under a living holder; the slots alone do not say whose chunks they hold."""
     memory = _holder(cluster, each).memory
     memory.rotten.update(sorted(memory.manifests)[-each.count :])
     memory.version += 1
@@ -275,7 +278,7 @@ def _kill_controller(cluster: Cluster, each: Fault) -> None:
 
 @fault("freeze-controller")
 def _freeze_controller(cluster: Cluster, each: Fault) -> None:
-    """Frozen and given up: a successor starts, then the old one wakes and must find out (R17)."""
+    """Freeze a controller and start a successor; then the old one wakes and must find out (R17)."""
     controller = cluster.controllers[-1]
     controller.is_frozen = True
     cluster.at(each.for_s, lambda: setattr(controller, "is_frozen", False))
@@ -284,7 +287,7 @@ def _freeze_controller(cluster: Cluster, each: Fault) -> None:
 
 @fault("second-controller")
 def _second_controller(cluster: Cluster, each: Fault) -> None:
-    """A new controller starts while the old one runs, cut off from some hosts (R17)."""
+    """Start a new controller, cut off from some hosts, while the old one runs (R17)."""
     old = cluster.controllers[-1].name
     left = _names(cluster, each)
     cluster.start_controller()
@@ -321,7 +324,7 @@ def _durable_slow(cluster: Cluster, each: Fault) -> None:
 
 @fault("rotate-key")
 def _rotate_key(cluster: Cluster, each: Fault) -> None:
-    """The key file is replaced on one host, on the others at the end."""
+    """Replace the key file on one host, and on the others at the end."""
     key = f"{int(each.at_s * 1000):016x}"
     cluster.durable.keys[_names(cluster, each)[0]] = key
     cluster.at(each.for_s, lambda: cluster.durable.keys.update(dict.fromkeys(cluster.holders, key)))
@@ -340,7 +343,7 @@ def _add_host(cluster: Cluster, each: Fault) -> None:
 
 @fault("step-clock")
 def _step_clock(cluster: Cluster, each: Fault) -> None:
-    """Wall clocks step, back or ahead, by up to a day; those of the controller's machine when its process ends."""
+    """Step the wall clocks of hosts back or ahead by up to a day, and perhaps that of the next controller."""
     step_s = (1 if each.count % 2 else -1) * STEPS_S[each.rank % len(STEPS_S)]
     for name in _names(cluster, each):
         cluster.memories[name].clock_ahead_s += step_s
@@ -352,14 +355,14 @@ def _step_clock(cluster: Cluster, each: Fault) -> None:
 
 @fault("days-pass")
 def _days_pass(cluster: Cluster, each: Fault) -> None:
-    """Training goes on for days without a new connect, then every process dies at once and comes back (R5)."""
+    """Let training go on for days without a new connect; then end every process at once (R5)."""
     cluster.idle_days_s += 2 * 86_400.0
     cluster.at(1.0, lambda: _reboot_all(cluster, each))
 
 
 @fault("lose-number")
 def _lose_number(cluster: Cluster, each: Fault) -> None:
-    """A holder dies and the number of its life is lost: the next one begins below it (R3)."""
+    """End a holder and lose its incarnation: the next holder begins below it (R3)."""
     name = _names(cluster, each)[0]
     cluster.kill_holder(name)
     cluster.memories[name].incarnation = 0
@@ -368,5 +371,5 @@ def _lose_number(cluster: Cluster, each: Fault) -> None:
 @fault("replace-arena")
 @fault("remove-files")
 def _take_files(cluster: Cluster, each: Fault) -> None:
-    """A holder dies and its arena goes while ranks have it mapped (R8), or a living holder's files go (R35)."""
+    """Take the arena of a dead holder while ranks have it mapped (R8), or the files of a living one (R35)."""
     taken_files.take(cluster, each, _names(cluster, each))

@@ -2,8 +2,8 @@
 
     {"parts": [{"commit": .., "date": .., "first_seed": .., "last_seed": .., "seeds": .., "virtual_h": .., ...}]}
 
-A part begins where the one before ended, so the next call goes on where the last one was stopped. The file is replaced
-after every few seeds: what is lost with a killed process is no more than those.
+A part begins where the one before ended, so the next call goes on where the last one was stopped. The file is written
+again after every few seeds, so a process that is killed loses only the newest of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load(path: Path) -> list[Body]:
 
 
 def unplayed(parts: list[Body], first: int, count: int) -> tuple[int, int]:
-    """Return the next seeds of `first` to `first + count - 1` that no part has: the first, and how many in a row."""
+    """Return the next run of seeds in `first` to `first + count - 1` that no part has: its first seed, its length."""
     end, next_seed = first + count, first
     for part in sorted(parts, key=lambda part: int(part["first_seed"])):
         if part["first_seed"] <= next_seed <= part["last_seed"]:
@@ -39,7 +39,7 @@ def unplayed(parts: list[Body], first: int, count: int) -> tuple[int, int]:
 
 
 def add(path: Path, summary: Summary, commit: str) -> None:
-    """Append what was played; to the last part if that ended just before it, on the same commit and day."""
+    """Append a summary; add it to the last part if that ended just before it, on the same commit and day."""
     date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
     last_seed = summary.first_seed + summary.seeds - 1
     part: Body = {"commit": commit, "date": date, **summary.to_dict(), "last_seed": last_seed}
@@ -56,7 +56,7 @@ def add(path: Path, summary: Summary, commit: str) -> None:
 
 
 def _joined(before: Body, part: Body) -> Body:
-    """Two parts as one: numbers and faults added up, violations in a row."""
+    """Return two parts as one: numbers and faults added up, violations in a row."""
     joined = {key: before[key] + part[key] for key in part if isinstance(part[key], int | float)}
     faults: Counter[str] = Counter(before["faults"]) + Counter(part["faults"])
     return {
@@ -69,7 +69,7 @@ def play_on(
     path: Path, first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Summary:  # fmt: skip
-    """Play the seeds of a range that the record lacks, and add them to it; return what was played now."""
+    """Play the seeds of a range that the record lacks and add them to it; return the summary of this call."""
     commit, total, limit_s = commit_of_checkout(), Summary(first_seed=first), (minutes or 0) * 60
     while True:
         next_seed, left = unplayed(load(path), first, count)
@@ -87,7 +87,7 @@ def play_on(
 
 
 def commit_of_checkout() -> str:
-    """The commit of this checkout, "unknown" outside one."""
+    """Return the commit of this checkout, "unknown" outside one."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,

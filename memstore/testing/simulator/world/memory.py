@@ -1,7 +1,7 @@
-"""A machine's RAM file system in the simulator: arena, slot headers, manifests and journal, outliving any holder.
+"""A machine's RAM file system: arena, slot headers, manifests and journal. It outlives any holder.
 
-Every write that the real files would see is one operation. `crash_in` cuts the power of the holder before an
-operation: what was written stays, what was to come never happens, not even clean-up code (R7).
+Every write that the real files would see is one operation. `crash_in` ends the holder's process before an operation:
+what was written before stays, and nothing is written after it, not even by clean-up code (R7).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Crashed(Exception):
 
 
 class Memory:
-    """What is in the machine's memory; `is_cut` until the next holder opens it."""
+    """The memory of one machine; after its holder died it is cut until the next holder opens it."""
 
     def __init__(self, host_id: str, chunk_bytes: int) -> None:
         self.host_id, self.chunk_bytes = host_id, chunk_bytes
@@ -38,15 +38,16 @@ class Memory:
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
         self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written anew
-        self.hollow: set[int] = set()  # slots without pages: whoever touches one is killed
-        self.is_removed = False  # names of its files are gone; its holder has them open (R35)
+        self.hollow: set[int] = set()  # slots without pages: a process that touches one is killed
+        self.is_removed = False  # the names of its files are gone, but its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
         self.crash_in: int | None = None
-        self.clock_ahead_s = 0.0  # the machine's wall clock, by which faults step it
-        self.incarnation = 0  # the last life's number, as its folder has it (R3)
-        self.seen_s, self.idle_s = 0.0, 0.0  # when a holder ran here last; for how long none had before this one (R5)
-        self.stories: dict[str, str] = {}  # outside its folder: of jobs that were dropped
+        self.clock_ahead_s = 0.0  # how far faults have stepped the machine's wall clock
+        self.incarnation = 0  # the number of the newest holder, as the folder has it (R3)
+        self.seen_s = 0.0  # when a holder last ran here (R5)
+        self.idle_s = 0.0  # for how long none had run before the newest one
+        self.stories: dict[str, str] = {}  # why jobs were dropped; kept outside the folder
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 
     @property
@@ -55,7 +56,7 @@ class Memory:
         return not (self.spoilt or self.rotten or self.is_removed)
 
     def wipe(self) -> None:
-        """The machine lost its memory."""
+        """Lose everything, as a machine that is replaced."""
         self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
         self.spoilt.clear()
         self.hurt.clear()
@@ -65,24 +66,24 @@ class Memory:
         self.version += 1
 
     def lose_folder(self) -> None:
-        """The folder of the holder is gone with all its files, and with the number of its life."""
+        """Lose the holder's folder with all its files, and with the number of the newest holder."""
         self.wipe()
         self.incarnation = 0
 
     def write_again(self) -> None:
-        """What the holder has open is in the folder again: in new files, of the same bytes (R35)."""
+        """Write what the holder has open into the folder again: new files with the same bytes (R35)."""
         self.slots, self.is_removed = [bytearray(slot) for slot in self.slots], False
         self.version += 1
 
     def spoil(self, slot: int, now: float) -> None:
-        """A fault changes a byte of a slot."""
+        """Change a byte of a slot, as a fault does."""
         self.slots[slot][0] ^= 0x20
         self.spoilt[slot] = now
         self.hurt.add(bytes(self.headers[slot].digest))
         self.version += 1
 
     def write(self) -> bool:
-        """One operation is about to change something; False if the process is dead already. Raises Crashed."""
+        """Begin an operation; return False if the process is dead already. Raises Crashed if it dies now."""
         if self.is_cut:
             return False
         if self.crash_in is not None:
@@ -100,13 +101,13 @@ class Memory:
 
 
 class MachineClock:
-    """The clocks of a machine: faults step the wall clock, nothing does the other one."""
+    """The clocks of a machine: faults step the wall clock, and never the monotonic one."""
 
     def __init__(self, memory: Memory, now: Callable[[], float]) -> None:
         self._memory, self.monotonic = memory, now
 
     def time(self) -> float:
-        """Time of day, seconds."""
+        """Return the time of day in seconds."""
         return 1e9 + self.monotonic() + self._memory.clock_ahead_s
 
 
@@ -144,7 +145,7 @@ class MemoryArena(Arena):
 
     @property
     def slots_count(self) -> int:
-        """Slots claimed."""
+        """How many slots are claimed."""
         return len(self.memory.slots)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
@@ -172,7 +173,7 @@ class MemoryArena(Arena):
             self.memory.hollow.difference_update(slots)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
-        """Give the pages of slots back, each in an operation of its own: they are zeros from then on."""
+        """Give the pages of slots back, each in an operation of its own; the slots read as zeros from then on."""
         for slot in slots:
             if self.memory.write():
                 self.memory.hollow.add(slot)
@@ -180,7 +181,7 @@ class MemoryArena(Arena):
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class MemoryManifests(ManifestFolder):
@@ -209,7 +210,7 @@ class MemoryManifests(ManifestFolder):
         return data if name not in self.memory.rotten else data[:-1] + bytes([data[-1] ^ 0x20])
 
     def remove(self, name: str) -> None:
-        """Unlink a manifest; none there is fine."""
+        """Unlink a manifest if it is there."""
         if self.memory.write():
             self.memory.manifests.pop(name, None)
             self.memory.rotten.discard(name)

@@ -1,7 +1,7 @@
 """The simulated network: ordered streams with delays; links that are cut, slow, or flip a byte.
 
-A cut link loses nothing by itself: what was sent waits, as in a socket's buffer, until the link is healed or the
-stream is closed. That is what TCP does; only a reset loses what is under way.
+A cut link loses nothing by itself. What was sent waits, as in a socket's buffer, until the link is healed or the
+stream is closed, as with TCP. Only a reset loses what is under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RETRY_S = 0.1
 
 
 class Network:
-    """Who can reach whom, how fast, and what is damaged on the way."""
+    """All links: which are cut, how slow they are, and what is damaged on the way."""
 
     def __init__(self, rng: random.Random, schedule: Schedule) -> None:
         self.rng, self._schedule = rng, schedule
@@ -24,7 +24,7 @@ class Network:
         self.slow: dict[str, float] = {}  # host -> factor of every delay on its link
         self.flips = 0  # so many of the next chunks arrive with a byte changed
         self.resets = 0  # so many of the next requests between hosts are cut off in the middle
-        self.doubles = 0  # so many of the next reports are heard twice
+        self.doubles = 0  # so many of the next reports arrive twice
 
     def reaches(self, source: str, target: str) -> bool:
         """Say whether what `source` sends arrives now."""
@@ -40,17 +40,17 @@ class Network:
         self.cut.update((b, a) for a in left for b in right)
 
     def heal(self) -> None:
-        """Every link is as new."""
+        """End every fault of links."""
         self.cut.clear()
         self.slow.clear()
         self.flips = self.resets = self.doubles = 0
 
     def delay(self, a: str, b: str) -> float:
-        """Draw the seconds one message takes."""
+        """Draw the seconds that one message takes."""
         return self.rng.uniform(*self.delay_s) * max(self.slow.get(a, 1.0), self.slow.get(b, 1.0))
 
     def take(self, what: str) -> bool:
-        """Use up one of the faults that are counted, if any is left."""
+        """Use up one of the counted faults; return whether one was left."""
         left = int(getattr(self, what))
         setattr(self, what, max(0, left - 1))
         return left > 0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from memstore.core.controller.machine import Rules
+from memstore.core.cluster.state import Rules
 from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.network import Network

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from memstore.core.report.problems import problems
-from memstore.core.report.status import StatusReport
 from memstore.core.wire.messages import HostUp, RankCall, Report
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
@@ -184,7 +183,7 @@ def test_two_launches_at_once_get_two_ordinals() -> None:
             "fresh": False, "takeover": False, "config": world.config,
         }  # fmt: skip
         catalog.handle(world.now, RankCall("h0", 100 + number, "join", body))
-    assert [fact.attempt for fact in catalog.log.undone()] == [1, 2]  # type: ignore[union-attr]
+    assert [fact.attempt for fact in catalog.parts.journal.log.undone()] == [1, 2]  # type: ignore[union-attr]
 
 
 def test_a_frozen_host_is_fenced_before_it_serves_again() -> None:
@@ -268,13 +267,13 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
 
 def status_of(world: CatalogWorld) -> dict[str, Any]:
     """What `memstore status` says, with the problems."""
-    body = StatusReport(world.served).body()
+    body = world.served.parts.status.body()
     return {**body, "problems": problems(body)}
 
 
 def ranks_alive(world: CatalogWorld) -> int:
     """What `memstore status` says."""
-    return int(StatusReport(world.served).body()["jobs"][0]["ranks_alive"])
+    return int(world.served.parts.status.body()["jobs"][0]["ranks_alive"])
 
 
 def test_a_launch_that_gathers_says_who_is_awaited() -> None:

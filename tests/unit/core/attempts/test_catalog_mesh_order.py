@@ -191,7 +191,10 @@ def test_ranks_that_wait_for_their_new_order_are_in_status() -> None:
     seen = set()
     for _ in range(1000):
         world.run(0.001)
-        seen |= {(row["phase"], row["ranks"], row["world_size"]) for row in launches(world.served)}
+        seen |= {
+            (row["phase"], row["ranks"], row["world_size"])
+            for row in launches(world.served.state, world.served.parts.attempts)
+        }
         if all(rank.answers.get("mesh_order") for rank in ranks):
             break
     assert ("opening", 4, 4) in seen

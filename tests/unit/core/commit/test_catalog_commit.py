@@ -254,7 +254,7 @@ def test_a_rack_that_went_with_notice_is_no_loss_and_one_that_was_to_stay_is(is_
     for host in ("h2", "h3"):
         world.kill_host(host)
     world.run(12.0)
-    assert not world.served.drains.until_s
+    assert not world.served.state.draining
     ranks = world.launch(2)
     world.get(ranks)
     assert world.put_all(ranks, 1)

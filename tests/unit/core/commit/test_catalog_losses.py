@@ -51,9 +51,9 @@ def told_whole(fleet: CatalogFleet) -> dict[str, dict[str, Any]]:
     catalog, found = fleet.catalog, dict[str, dict[str, Any]]()
     job = catalog.jobs[JOB]
     assert job.newest is not None
-    catalog.actions = []
-    catalog.room.order(job, job.newest)
-    catalog.view.send_targets(job)
+    catalog.out.actions = []
+    catalog.parts.room.order(job, job.newest)
+    catalog.parts.view.send_targets(job)
     for action in catalog.actions:
         assert isinstance(action, Tell)
         found.setdefault(action.host_id, {})[action.kind] = action.body
@@ -94,7 +94,7 @@ def test_a_host_that_refused_its_room_is_told_again_with_the_next_change() -> No
     fleet.put(1)
     tick(fleet)
     refused = fleet.rooms[fleet.hosts[7]]
-    fleet.catalog.room.reserved(fleet.hosts[7], {**refused, "ok": False, "why": "full"})
+    fleet.catalog.parts.room.reserved(fleet.hosts[7], {**refused, "ok": False, "why": "full"})
     fleet.rooms.clear()
     lose(fleet, fleet.hosts[0])
     tick(fleet)
@@ -137,7 +137,7 @@ def test_nothing_commits_before_it_is_known_who_is_to_have_copies() -> None:
                 fleet.seal(host, rank, 1, is_own=False)
     lose(fleet, other)
     lose(fleet, target)
-    assert fleet.catalog.placing.is_stale
+    assert fleet.catalog.state.is_placement_stale
     for rank, host in enumerate(fleet.hosts):  # whatever comes meanwhile
         if fleet.catalog.hosts.is_live(host):
             fleet.seal(host, rank, 1, is_own=True)

@@ -11,7 +11,7 @@ from memstore.core.attempts import launches
 from memstore.core.cluster.facts import HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.commit.commit_rule import CommitRule
-from memstore.core.durable.writes import DurableOrders
+from memstore.core.durable.states import DurableStates
 from memstore.core.history.orphans import Orphans
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair.repair import LOOKS_MAX, Repair
@@ -77,7 +77,7 @@ def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     job.drop_copy(gone.shard, gone.host)
     fleet.handle(Tick())
     assert looks[0] == fleet.world_size
-    assert (gone.shard, gone.host) in fleet.catalog.repair.pushes
+    assert (gone.shard, gone.host) in fleet.catalog.parts.repair.pushes.under_way
 
 
 def test_a_tick_in_which_nothing_changed_looks_at_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_a_look_at_a_step_asks_once_whether_its_attempt_has_ended(monkeypatch: p
         step = next(iter(job.commits))
         gone = job.copies[step][rank][fleet.targets[fleet.host_of(rank)][0]]
         job.drop_copy(gone.shard, gone.host)
-    fleet.catalog.repair.look_again(job)
+    fleet.catalog.parts.repair.look_again(job)
     asked = counted(monkeypatch, Repair, "_is_ended")
-    fleet.catalog.repair.consider(fleet.now, job)
+    fleet.catalog.parts.repair.consider(fleet.now, job)
     assert asked == [1]
 
 
@@ -115,7 +115,7 @@ def test_a_tick_looks_at_no_more_shards_than_its_limit_and_comes_to_all_of_them(
     """A job of more ranks is looked at over several ticks, so that no tick holds up the seals."""
     fleet = CatalogFleet(LOOKS_MAX // 8 + 16)
     fleet.put(1)
-    fleet.catalog.repair.look_again(fleet.catalog.jobs[JOB])
+    fleet.catalog.parts.repair.look_again(fleet.catalog.jobs[JOB])
     looks = counted(monkeypatch, Repair, "_consider_shard")
     fleet.handle(Tick())
     assert looks[0] == LOOKS_MAX
@@ -131,14 +131,14 @@ def test_a_seal_that_comes_while_all_shards_are_looked_at_is_looked_at_too() -> 
     fleet.put(1)
     catalog = fleet.catalog
     job = catalog.jobs[JOB]
-    catalog.repair.look_again(job)
+    catalog.parts.repair.look_again(job)
     fleet.handle(Tick())
     step = next(iter(job.commits))
     gone = job.copies[step][0][fleet.hosts[0]]
     job.drop_copy(gone.shard, gone.host)
     for _ in range(4):
         fleet.handle(Tick())
-    assert (gone.shard, gone.host) in catalog.repair.pushes
+    assert (gone.shard, gone.host) in catalog.parts.repair.pushes.under_way
 
 
 def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once(
@@ -196,8 +196,8 @@ def test_a_committed_step_that_is_not_due_costs_ticks_nothing(monkeypatch: pytes
     for step in (1, 2):
         fleet.put(step)
         fleet.handle(Tick())
-    assert fleet.catalog.durable.state(JOB).active is not None
-    looks = counted(monkeypatch, DurableOrders, "_writers")
+    assert fleet.catalog.parts.durable_states.of(JOB).active is not None
+    looks = counted(monkeypatch, DurableStates, "writers")
     for _ in range(10):
         fleet.handle(Tick())
     assert looks[0] == 0
@@ -216,7 +216,7 @@ def flapping_fleet(hosts_count: int, every: int) -> tuple[CatalogFleet, list[str
         for rank in list(job.on_host[host][step]):
             if len(job.copies[step][rank]) > 1:
                 job.drop_copy(ShardId(JOB, 1, 1, rank), host)
-    fleet.catalog.repair.look_again(job)
+    fleet.catalog.parts.repair.look_again(job)
     return fleet, flapping
 
 
@@ -232,7 +232,7 @@ def test_copies_that_no_host_can_take_keep_others_from_no_stand_in(monkeypatch: 
     )
     for _ in range(3):
         fleet.handle(Tick())
-    assert {shard.rank > 64 for shard, _ in fleet.catalog.repair.pushes} == {True}
+    assert {shard.rank > 64 for shard, _ in fleet.catalog.parts.repair.pushes.under_way} == {True}
 
 
 @pytest.mark.parametrize("hosts_count", [16, 64])
@@ -243,6 +243,6 @@ def test_what_stands_in_for_a_flapping_host_is_found_once_a_look(
     fleet, flapping = flapping_fleet(hosts_count, 4)
     looks = [counted(monkeypatch, ClusterView, "wanted"), counted(monkeypatch, HostTable, "is_on_probation")]
     fleet.handle(Tick())
-    assert len(fleet.catalog.repair.pushes) >= len(flapping) / 2
+    assert len(fleet.catalog.parts.repair.pushes.under_way) >= len(flapping) / 2
     assert looks[0][0] <= 8 * fleet.world_size
     assert looks[1][0] <= 4 * fleet.world_size

@@ -138,7 +138,7 @@ def test_auto_writes_at_the_optimum_of_what_a_write_took(failures: int) -> None:
     world.get(ranks)
     world.work_s = (1.0, 1.5)
     assert world.put_all(ranks, 1, until="durable")
-    state = world.served.durable.state("train")
+    state = world.served.parts.durable_states.of("train")
     assert state.write_s is not None
     assert state.last_started_s is not None
     mtbf_s = (86_400.0 + world.now) / (failures + 1)
@@ -157,7 +157,7 @@ def test_a_failed_write_is_told_and_training_goes_on() -> None:
     world.durable.problem = "no space left"
     assert world.put_all(ranks, 2)
     world.run(2.0)
-    assert world.served.durable.state("train").problem == "no space left"
+    assert world.served.parts.durable_states.of("train").problem == "no space left"
     world.durable.problem = ""
     assert world.put_all(ranks, 3)
     assert world.run_until(lambda: ranks[0].tickets[3] == "durable", 5.0)
@@ -176,11 +176,11 @@ def test_the_last_step_of_a_run_is_tried_again_when_its_write_failed() -> None:
     world.run(3.0)
     close_all(world, ranks)
     world.run(FAILED_AGAIN_S)
-    assert world.served.durable.state("train").failures_count == 2
+    assert world.served.parts.durable_states.of("train").failures_count == 2
     world.durable.problem = ""
     assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, FAILED_AGAIN_S + 5.0)
     world.run(1.0)
-    assert world.served.durable.state("train").problem == ""
+    assert world.served.parts.durable_states.of("train").problem == ""
 
 
 def test_the_holders_of_a_shard_share_its_slices() -> None:
@@ -200,12 +200,12 @@ def test_what_a_dead_writer_owed_another_holder_writes_and_nothing_twice() -> No
         world.put(rank, 2)
     assert world.run_until(lambda: ranks[0].tickets[2] == "committed", 10.0)
     world.run(0.3)
-    write = world.served.durable.state("train").active
+    write = world.served.parts.durable_states.of("train").active
     assert write is not None
     assert "h1" in write.waits.values()
     world.kill_host("h1")
     assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 10.0)
-    assert world.served.durable.state("train").abandoned_count == 0
+    assert world.served.parts.durable_states.of("train").abandoned_count == 0
     assert set(map(tuple, written_by(world, 2).values())) == {("h0",)}
 
 
@@ -216,7 +216,7 @@ def test_a_slice_that_one_host_cannot_write_another_does() -> None:
     assert world.put_all(ranks, 2)
     assert world.run_until(lambda: ranks[0].tickets[2] == "durable", 10.0)
     assert set(map(tuple, written_by(world, 2).values())) == {("h0",)}
-    assert world.served.durable.state("train").problem == ""
+    assert world.served.parts.durable_states.of("train").problem == ""
 
 
 def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
@@ -225,7 +225,7 @@ def test_a_write_that_nobody_can_finish_leaves_no_slices() -> None:
     world.durable.problem = "no space left"
     assert world.put_all(ranks, 2)
     world.run(3.0)
-    assert world.served.durable.state("train").failures_count == 1
+    assert world.served.parts.durable_states.of("train").failures_count == 1
     assert ("train", 1, 2) in world.durable.discarded
 
 
@@ -238,7 +238,7 @@ def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
     for step in range(2, 12):
         assert world.put_all(ranks, step)
         world.run(1.0)
-    state = world.served.durable.state("train")
+    state = world.served.parts.durable_states.of("train")
     assert state.abandoned_count >= 1
     world.run(20.0)
     newest = max(step for _, _, step in world.durable.markers)
@@ -255,7 +255,7 @@ def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
         assert world.put_all(ranks, step)
         world.run(2.0)
     assert max(step for _, _, step in world.durable.markers) > 2
-    assert world.served.durable.state("train").abandoned_count == 1
+    assert world.served.parts.durable_states.of("train").abandoned_count == 1
 
 
 def close_all(world: CatalogWorld, ranks: list[FakeRank]) -> None:
@@ -293,7 +293,7 @@ def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> N
         world.durable.lacks = "rank-0.0 is gone"
     world.run(150.0)
     assert len(world.holders_of(StepId(1, 2), 0)) == 2
-    page = world.served.observer.chronicle.page(0, "train")["events"]
+    page = world.served.parts.observer.chronicle.page(0, "train")["events"]
     assert [event["step"] for event in page if event["event"] == "not_expired"] == [2]
     assert ("train", 1, 2) in world.durable.markers or loss == "unreadable"  # written again from RAM
     world.durable.problem = world.durable.lacks = ""
@@ -354,7 +354,7 @@ def test_a_job_of_a_removed_name_is_written_at_once() -> None:
     world.get(ranks)
     world.work_s = (5.0, 6.0)
     assert world.put_all(ranks, 1)
-    assert world.served.durable.state("train").active is not None
+    assert world.served.parts.durable_states.of("train").active is not None
     world.call(ranks[0], "rm", job="train", force=True)
     world.run(10.0)
     world.work_s = (0.01, 0.2)

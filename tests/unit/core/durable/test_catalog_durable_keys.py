@@ -49,7 +49,9 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     said = f"h0 has key {A}, h1 has key {B}"
     assert said in row["durable_keys"]
     assert any(said in problem["cause"] for problem in row["problems"])
-    assert any(event["event"] == "durable_keys" for event in world.served.observer.chronicle.page(0, "train")["events"])
+    assert any(
+        event["event"] == "durable_keys" for event in world.served.parts.observer.chronicle.page(0, "train")["events"]
+    )
 
 
 def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
@@ -58,7 +60,7 @@ def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
     assert world.put_all(ranks, 1)
     world.run(5.0)
     assert world.durable.markers == {}
-    problem = world.served.durable.state("train").problem
+    problem = world.served.parts.durable_states.of("train").problem
     assert "h0 has key" in problem
     assert "h1 has key" in problem
     world.holders["h1"].durable_key = A
@@ -80,7 +82,7 @@ def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 2)
-    writing = lambda: (w := world.served.durable.state("train").active) is not None and w.phase == "writing"  # noqa: E731
+    writing = lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing"  # noqa: E731
     assert world.run_until(writing, 20.0)
     for holder in world.holders.values():
         holder.durable_key = B
@@ -126,7 +128,7 @@ def test_a_listing_says_which_key_the_newest_step_needs() -> None:
     world.crash_controller()
     world.run(6.0)
     world.launch(2)
-    assert f"step 1 needs key {A}" in world.served.durable.state("train").unread
+    assert f"step 1 needs key {A}" in world.served.parts.durable_states.of("train").unread
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,12 @@ def test_late_slices_of_a_write_are_no_mixture() -> None:
     for rank in ranks:
         world.put(rank, 1)
     assert world.run_until(
-        lambda: (w := world.served.durable.state("train").active) is not None and w.phase == "writing", 20.0
+        lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing", 20.0
     )
-    write = world.served.durable.state("train").active
+    write = world.served.parts.durable_states.of("train").active
     assert write is not None
     (piece, host), *_ = write.waits.items()
     report = {"job": "train", "what": "parts", "step": [1, 1], "rank": piece[0], "slice": piece[1], "ok": True}
-    world.served.durable.persisted(world.now, host, {**report, "why": "", "key": B})
+    world.served.parts.durable.persisted(world.now, host, {**report, "why": "", "key": B})
     assert host in write.failed[piece]
     assert ShardId("train", 1, 1, 0) not in world.durable.keys

@@ -26,13 +26,13 @@ def last_copies(world: CatalogWorld, rank: FakeRank, job: str | None = "train") 
 
 def status(world: CatalogWorld) -> dict[str, Any]:
     """What status says of the job."""
-    row: dict[str, Any] = world.served.queries.report.body()["jobs"][0]
+    row: dict[str, Any] = world.served.parts.status.body()["jobs"][0]
     return row
 
 
 def rows(world: CatalogWorld) -> list[dict[str, Any]]:
     """The problems about durable storage."""
-    return [row for row in problems(world.served.queries.report.body()) if "/durable" in row["cause"]]
+    return [row for row in problems(world.served.parts.status.body()) if "/durable" in row["cause"]]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
         holder._on_persist = lambda body: None  # type: ignore[method-assign]
     world.run(150.0)
     assert len(world.holders_of(StepId(1, 1), 0)) == 2
-    page = world.served.observer.chronicle.page(0, "train")["events"]
+    page = world.served.parts.observer.chronicle.page(0, "train")["events"]
     [event] = [event for event in page if event["event"] == "not_expired"]
     assert event["why"].startswith(f"it needs key {'a' * 16}")
 
@@ -295,9 +295,9 @@ def test_a_host_may_not_go_for_a_step_that_nobody_can_read() -> None:
     for host in ("h0", "h1"):
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
-    [row] = world.served.drains.remains("h1").short
+    [row] = world.served.parts.departures.remains("h1").short
     assert row["step"] == 1
     for name, holder in world.holders.items():
         holder._on_persist = order[name]  # type: ignore[method-assign]
-    assert world.run_until(lambda: bool(world.served.drains.remains("h1").durable), 120.0)
+    assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)
     assert world.durable.marker_keys["train", 1, 1] == "b" * 16

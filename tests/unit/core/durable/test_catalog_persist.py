@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memstore.core.durable.checks import CHECK_DEADLINE_S
+from memstore.core.durable.departures import LOOK_AGAIN_S
 from memstore.core.report.problems import NOTE, problems
-from memstore.core.targets.drain import LOOK_AGAIN_S
 from memstore.core.wire.messages import DrainsSeen
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import written
@@ -115,7 +115,7 @@ def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
     assert world.put_all(ranks, 4)
     world.call(ranks[0], "persist", step=None, within_s=60.0)
     world.run(0.5)
-    write = world.served.durable.state("train").active
+    write = world.served.parts.durable_states.of("train").active
     assert write is not None
     assert write.step.step == 4
     for step in range(5, 12):
@@ -141,12 +141,12 @@ def test_a_write_that_made_way_is_no_problem(is_asked: bool) -> None:
     if is_asked:
         world.call(ranks[0], "persist", step=None, within_s=60.0)
         world.run(0.5)
-    write = world.served.durable.state("train").active
+    write = world.served.parts.durable_states.of("train").active
     assert write is not None
     assert write.step.step == 2
-    rows = [row for row in problems(world.served.queries.report.body()) if "durable" in row["cause"]]
+    rows = [row for row in problems(world.served.parts.status.body()) if "durable" in row["cause"]]
     assert [row["severity"] for row in rows] == ([] if is_asked else [NOTE])
-    events = world.served.observer.chronicle.page(0, "train")["events"]
+    events = world.served.parts.observer.chronicle.page(0, "train")["events"]
     assert [event["step"] for event in events if event["event"] == "durable_abandoned"] == [1]
 
 
@@ -287,7 +287,7 @@ def test_a_host_goes_for_a_durable_step_only_if_the_storage_has_it_now(loss: str
     for host in ("h0", "h1"):
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
-    remains = world.served.drains.remains("h1")
+    remains = world.served.parts.departures.remains("h1")
     assert bool(remains.short) == (loss != "none")
     assert bool(remains.durable) == (loss == "none")
 
@@ -311,7 +311,7 @@ def test_a_host_that_is_back_at_once_leaves_nobody_waiting_for_its_look() -> Non
     """The order to look at the storage died with its holder, whose successor is there before the next tick."""
     world, ranks = hourly(last=1)
     world.call(ranks[1], "persist", step=None, within_s=60.0)
-    assert world.run_until(lambda: bool(world.served.durable_checks.checks), 5.0)
+    assert world.run_until(lambda: bool(world.served.parts.durable_checks.checks), 5.0)
     world.kill_host("h0", keep_memory=True)
     world.return_host("h0")
     assert world.run_until(lambda: bool(answers(ranks[1])), 20.0)
@@ -321,15 +321,15 @@ def test_a_host_that_is_back_at_once_leaves_nobody_waiting_for_its_look() -> Non
 def test_a_look_for_an_earlier_notice_says_nothing_for_a_later_one() -> None:
     """The cluster manager gives notice to one host after another; the storage was emptied between them."""
     world, _ = hourly(last=1)
-    moment_s = world.served.wall_s
+    moment_s = world.served.state.wall_s
     world._handle(DrainsSeen({"h0": moment_s + 40.0}))
     world.run(20.0)
-    assert world.served.drains.remains("h0").durable
-    assert world.run_until(lambda: not world.served.drains.is_draining("h0"), 200.0)
+    assert world.served.parts.departures.remains("h0").durable
+    assert world.run_until(lambda: not world.served.state.is_draining("h0"), 200.0)
     world.durable.lacks = "rank-0.0 is gone"
-    world._handle(DrainsSeen({"h1": world.served.wall_s + 600.0}))
-    assert world.run_until(lambda: world.served.drains.is_draining("h1"), 5.0)
-    assert not world.served.drains.remains("h1").durable
+    world._handle(DrainsSeen({"h1": world.served.state.wall_s + 600.0}))
+    assert world.run_until(lambda: world.served.state.is_draining("h1"), 5.0)
+    assert not world.served.parts.departures.remains("h1").durable
 
 
 @pytest.mark.parametrize("way", ["as time goes by", "with a new notice"])
@@ -339,9 +339,9 @@ def test_the_storage_is_looked_at_again_while_a_host_may_go(way: str) -> None:
     for host in ("h0", "h1"):
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
-    assert world.served.drains.remains("h1").durable
+    assert world.served.parts.departures.remains("h1").durable
     world.durable.lacks = "rank-0.0 is gone"
     if way == "with a new notice":
         world.call(ranks[0], "drain", host="h1", within_s=500.0)
     world.run(3.0 if way == "with a new notice" else LOOK_AGAIN_S + 5.0)
-    assert world.served.drains.remains("h1").short
+    assert world.served.parts.departures.remains("h1").short

@@ -254,11 +254,11 @@ def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> N
     for job in ("train", NEW) if rots == "both" else (NEW,):
         holder.keep(replace(holder.copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
     world.run(1.0)
-    assert world.served.forks.needed(world.job()) == {StepId(1, 1)}, "h1 may come back"
+    assert world.served.parts.forks.needed(world.job()) == {StepId(1, 1)}, "h1 may come back"
     world.run(world.rules.repair_after_s)
     needed = set() if rots == "both" else {StepId(1, 1)}
-    assert world.served.forks.needed(world.job()) == needed
-    assert world.served.forks.unfinished(world.job()) == ([] if rots == "both" else [NEW])
+    assert world.served.parts.forks.needed(world.job()) == needed
+    assert world.served.parts.forks.unfinished(world.job()) == ([] if rots == "both" else [NEW])
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
@@ -277,7 +277,7 @@ def test_a_fork_whose_last_copy_lost_a_chunk_gets_it_from_its_origin(where: str)
     holder.keep(replace(holder.copies[ShardId(NEW, 1, 1, 0)], missing=torn))
     world.run(2.0 * world.rules.repair_after_s)
     assert (here if where == "here" else other) in world.holders_of(StepId(1, 1), 0, NEW)
-    assert not world.served.forks.unfinished(world.job())
+    assert not world.served.parts.forks.unfinished(world.job())
 
 
 def test_the_origin_is_kept_for_a_host_that_a_new_controller_has_not_seen_yet() -> None:
@@ -291,6 +291,6 @@ def test_the_origin_is_kept_for_a_host_that_a_new_controller_has_not_seen_yet() 
     world.run(1.0)
     world.crash_controller()
     world.run(world.rules.recovery_grace_s - 1.0)
-    assert world.served.forks.needed(world.job()) == {StepId(1, 1)}
+    assert world.served.parts.forks.needed(world.job()) == {StepId(1, 1)}
     world.run(2.0)
-    assert world.served.forks.needed(world.job()) == set()
+    assert world.served.parts.forks.needed(world.job()) == set()

@@ -97,7 +97,7 @@ def test_a_pin_that_only_a_late_host_knows_is_known_again(known: int, is_unpinne
     before = [0]
     for step in (1, 2):
         assert world.put_all(ranks, step)
-        before.append(len(world.served.log.entries))
+        before.append(len(world.served.parts.journal.log.entries))
     assert ask(world, ranks[0], "pin", step=2, name="best") == ""
     if is_unpinned:
         assert ask(world, ranks[0], "unpin", name="best") == ""

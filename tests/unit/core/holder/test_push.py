@@ -12,13 +12,14 @@ from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.messages import Body
+from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
 from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
 SHARD = ShardId("job", 1, 2, 0)
 LIMITS = Limits(suspect_after_s=2.0, repair_after_s=6.0)
-OK = {"ok": True, "have": False}
 
 
 @dataclass
@@ -44,11 +45,17 @@ class NoStore:
         raise AssertionError(name)
 
 
+def take(request: Request[Any]) -> Message:
+    """Answer as a peer that takes everything."""
+    answers = {Offer: Admitted(), Seal: CopySealed()}
+    return answers.get(type(request), Done())
+
+
 @dataclass
 class Host:
     """A holder whose peer answers as the test says; sleeping is all that takes time."""
 
-    answer: Callable[[Body], Any] = lambda body: OK
+    answer: Callable[[Request[Any]], Message | MemstoreError] = take
     is_here: bool = True
     now: float = 0.0
     asked: list[str] = field(default_factory=list)
@@ -90,8 +97,8 @@ class Host:
         if isinstance(effect, effects.Sleep):
             self.now += effect.seconds
         elif isinstance(effect, effects.Ask):
-            self.asked.append(str(effect.body["do"]))
-            found = self.answer(effect.body)
+            self.asked.append(str(effect.request.__struct_config__.tag))
+            found = self.answer(effect.request)
             if isinstance(found, MemstoreError):
                 raise found
             return found
@@ -128,7 +135,7 @@ def test_a_copy_is_offered_sent_and_sealed() -> None:
 
 def test_what_the_target_has_does_not_travel() -> None:
     """The answer to the offer ends the push."""
-    host = Host(lambda body: {"ok": True, "have": True})
+    host = Host(lambda request: HasCopy())
     host.push()
     assert (host.asked, host.sent) == (["offer"], [])
 
@@ -147,7 +154,7 @@ def test_the_rank_is_told_when_the_last_of_its_copies_is_sealed() -> None:
 
 def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
     """Only those that are missing travel again; after three rounds the copy is given up and its draft aborted."""
-    host = Host(lambda body: {**OK, "ok": body["do"] != "seal", "missing": [1], "why": "damaged"})
+    host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.sent == [[0, 1]] + [[1]] * (SEAL_ROUNDS_MAX - 1)
     assert host.asked == ["offer", *["seal"] * SEAL_ROUNDS_MAX, "abort"]
@@ -157,7 +164,7 @@ def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
 @pytest.mark.parametrize("is_final", [False, True])
 def test_a_target_without_room_is_asked_again_until_that_is_final_or_takes_too_long(is_final: bool) -> None:
     """A refusal for good ends the push at once; else room may come free within 10 s."""
-    host = Host(lambda body: {"ok": False, "why": "no room", "is_final": is_final})
+    host = Host(lambda request: Refused(why="no room", is_final=is_final))
     host.push()
     assert host.failure == ("no room", True)
     assert (host.now > ROOM_WAIT_S) != is_final
@@ -166,7 +173,7 @@ def test_a_target_without_room_is_asked_again_until_that_is_final_or_takes_too_l
 
 def test_a_silent_target_is_pinged_first_and_given_up_once_it_would_count_as_dead() -> None:
     """The controller may still hear of it: no put waits for it longer than for a dead host (R18, R28)."""
-    host = Host(lambda body: PeerUnreachable("no answer"))
+    host = Host(lambda request: PeerUnreachable("no answer"))
     host.push()
     why, is_final = host.failure
     assert (why, is_final) == ("cannot reach b: no answer", True)
@@ -176,7 +183,7 @@ def test_a_silent_target_is_pinged_first_and_given_up_once_it_would_count_as_dea
     host.reports.clear()
     host.push()
     assert (host.now, host.asked[-1]) == (before, "ping"), "the next push does not wait again"
-    host.answer = lambda body: OK
+    host.answer = take
     host.push()
     assert host.state.pushes.silent_since_s == {}
 
@@ -191,8 +198,8 @@ def test_a_target_that_the_view_does_not_have_counts_as_no_silent_one() -> None:
 
 def test_what_breaks_while_a_put_is_digested_is_tried_again_once_it_is_stored() -> None:
     """The second try sends the stored replica; the fresh one is let go of before (R13)."""
-    answers = iter([PeerUnreachable("reset"), OK, OK, {"ok": True}])  # ... ping, offer, seal
-    host, fresh = Host(lambda body: next(answers)), Replica(digest="", readers=0)
+    failures = [PeerUnreachable("reset")]  # then it answers a ping, an offer and a seal
+    host, fresh = Host(lambda request: failures.pop() if failures else take(request)), Replica(digest="", readers=0)
     [push] = replicate(host.state, SHARD, "", ["b"], fresh)
     assert fresh.readers == 1
     host.play(run(host.state, push))
@@ -209,17 +216,22 @@ def test_a_replica_that_was_dropped_meanwhile_needs_no_copy() -> None:
 def test_a_repair_is_pushed_in_the_newest_attempt() -> None:
     """The target has fenced the attempt in which the step was put (R21)."""
     attempts: list[int] = []
-    host = Host(lambda body: attempts.append(body.get("attempt", 0)) or OK)
+
+    def note(request: Request[Any]) -> Message:
+        attempts.extend([request.attempt] if isinstance(request, Offer) else [])
+        return take(request)
+
+    host = Host(note)
     host.state.fences.open("job", 4)
     host.push(is_repair=True)
     host.push()
-    assert [attempt for attempt in attempts if attempt] == [4, 1]
+    assert attempts == [4, 1]
 
 
 def test_an_error_that_nothing_foresees_is_noted_and_said() -> None:
     """The push ends, and with it the wait of all who joined it."""
 
-    def broken(body: Body) -> Any:
+    def broken(request: Request[Any]) -> Message:
         raise ZeroDivisionError
 
     host = Host(broken)
@@ -237,6 +249,6 @@ def test_an_error_that_nothing_foresees_is_noted_and_said() -> None:
 
 def test_a_refusal_while_sending_aborts_the_draft() -> None:
     """Its room at the target is free again at once (R13)."""
-    host = Host(lambda body: PeerRefused("odd manifest", is_final=True) if body["do"] == "seal" else OK)
+    host = Host(lambda request: PeerRefused("odd", is_final=True) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.asked == ["offer", "seal", "abort"]

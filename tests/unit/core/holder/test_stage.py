@@ -14,6 +14,7 @@ from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
 from memstore.core.holder.state import HolderState, Limits, Reading
 from memstore.core.wire.messages import Body, spec_to_wire
+from memstore.core.wire.peer_messages import Verified
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -67,7 +68,7 @@ class Host:
         if isinstance(effect, effects.Reach):
             return effect.host
         if isinstance(effect, effects.Ask):
-            return {"missing": self.lacking}
+            return Verified(missing=tuple(self.lacking))
         if isinstance(effect, effects.ReceiveChunks | effects.ReceiveDurable):
             host = getattr(effect, "peer", fetch.DURABLE)
             self.asked.append((host, list(effect.chunks)))

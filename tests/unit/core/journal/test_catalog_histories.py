@@ -43,7 +43,7 @@ def test_a_host_that_comes_back_with_old_memory_hides_no_newer_durable_step(fres
     world = CatalogWorld(3, durable="/durable", durable_every=1)
     train(world, 1)
     world.kill_host("h0", keep_memory=True)
-    world.served.wall_offset_s += clock_s
+    world.served.state.wall_offset_s += clock_s
     train(world, 2)
     train(world, 3, 4)
     forget_ram(world, "h1", "h2", back="h0")
@@ -66,7 +66,7 @@ def test_an_older_run_of_the_name_on_storage_is_never_restored(old_launches: int
     for number in range(old_launches):
         train(world, 10 * number + 8, 10 * number + 9)
     forget_ram(world, "h0", "h1")
-    world.served.wall_offset_s += clock_s
+    world.served.state.wall_offset_s += clock_s
     config = dict(world.config)
     world.config["durable"] = None
     world.put_digests.clear()
@@ -108,7 +108,7 @@ def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> 
         assert "marker of step 2 is torn" in ranks[0].error("join")
         return
     assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "durable")}
-    assert world.served.durable.state("train").unread == "marker of step 2 is torn"
+    assert world.served.parts.durable_states.of("train").unread == "marker of step 2 is torn"
 
 
 def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -
     world.kill_rank(world.ranks["train", 0])
     world.kill_rank(world.ranks["train", 1])
     ranks = [world.join(rank, 2, "key") for rank in range(2)]
-    gatherings = world.served.attempts.gatherings
+    gatherings = world.served.parts.attempts.gatherings
     assert world.run_until(lambda: "train" in gatherings and gatherings["train"].markers_call > 0, 5.0)
     world.kill_rank(ranks[0])
     world.run(25.0)

@@ -93,7 +93,7 @@ def test_the_commit_of_a_late_host_is_taken_and_given_to_all() -> None:
     world.return_host("h2")
     world.run(3.0)
     assert StepId(1, 1) in world.job().commits
-    assert {len(h.journal) for h in world.holders.values()} == {len(world.served.log.entries)}
+    assert {len(h.journal) for h in world.holders.values()} == {len(world.served.parts.journal.log.entries)}
     world.check_restored(world.get(world.launch(3)))
 
 
@@ -140,7 +140,7 @@ def test_of_an_attempt_that_only_a_late_host_knows_its_course_is_known_too(is_cl
     world.get(ranks)
     for step in (1, 2, 3):
         assert world.put_all(ranks, step)
-    before = len(world.served.log.entries)
+    before = len(world.served.parts.journal.log.entries)
     for rank in ranks:
         world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
     assert world.run_until(lambda: all(rank.attempt == 2 for rank in ranks), 10.0)
@@ -225,7 +225,7 @@ def test_a_removal_that_only_a_late_host_knew_of_stays_undone() -> None:
     world.crash_controller()
     world.run(8.0)
     assert world.put_all(ranks, 2)
-    assert world.served.removed == {}
+    assert world.served.state.removed == {}
 
 
 def test_a_holder_that_is_replaced_before_its_end_is_heard_of_has_died() -> None:
@@ -261,7 +261,7 @@ def test_what_the_end_of_a_replaced_holder_decides_is_in_its_journal_once() -> N
     world.run(3.0)
     assert world.job().commits[StepId(1, 2)]
     for holder in world.holders.values():
-        assert holder.journal == [entry.record for entry in world.served.log.entries]
+        assert holder.journal == [entry.record for entry in world.served.parts.journal.log.entries]
 
 
 def test_without_a_lease_nothing_is_decided() -> None:
@@ -278,10 +278,10 @@ def test_without_a_lease_nothing_is_decided() -> None:
     world.run(0.5)
     world.call(ranks[0], "skip", step=1)
     world.run(0.3)
-    assert [type(fact).__name__ for fact in world.served.log.waiting] == ["StepAbandoned"]
+    assert [type(fact).__name__ for fact in world.served.parts.journal.log.waiting] == ["StepAbandoned"]
     world.has_lease = True
     world.run(2.0)
-    assert world.served.log.waiting == []
+    assert world.served.parts.journal.log.waiting == []
 
 
 @pytest.mark.parametrize("verb", ["plan", "read"])
@@ -385,6 +385,6 @@ def test_what_older_attempts_reserved_is_in_no_journal_for_ever() -> None:
         ranks = world.launch(3)
         world.get(ranks)
         assert world.put_all(ranks, step)
-    claimed = [entry.fact for entry in world.served.log.entries if isinstance(entry.fact, f.RoomClaimed)]
+    claimed = [entry.fact for entry in world.served.parts.journal.log.entries if isinstance(entry.fact, f.RoomClaimed)]
     assert [fact.attempt for fact in claimed if is_needed(world.served, fact)] == [3]
     assert len(claimed) == 3

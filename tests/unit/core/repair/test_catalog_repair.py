@@ -275,7 +275,7 @@ def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None
         world.return_host("h1")
         world.run(0.1)
     world.run(20.0)
-    job, view = world.job(), world.served.view
+    job, view = world.job(), world.served.parts.view
     attempt = job.newest
     assert attempt is not None
     beside: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from recovery.inventory import StepId
 
 def told(world: CatalogWorld, *kinds: str) -> list[dict[str, Any]]:
     """Happenings of these kinds as `memstore events --json` gives them, oldest first."""
-    found = [h.to_dict() for h in world.served.observer.chronicle.since(0)]
+    found = [h.to_dict() for h in world.served.parts.observer.chronicle.since(0)]
     return [row for row in found if row["event"] in kinds]
 
 
@@ -53,7 +53,7 @@ def test_a_skip_is_told_with_who_and_why_once_all_gave_the_step_up() -> None:
     [skip] = told(world, "skip")
     assert (skip["step"], skip["rank"], skip["host"], skip["why"]) == (2, 1, ranks[1].host_id, "no room within 5 s")
     assert (skip["stall_s"], skip["resume"]) == (5.0, 3)
-    assert not world.served.observer.puts
+    assert not world.served.parts.observer.puts
 
 
 def test_an_older_step_that_a_newer_commit_overtook_is_told() -> None:
@@ -166,7 +166,7 @@ def test_suspicion_return_drain_and_a_new_controller_are_told() -> None:
     world.call(ranks[0], "drain", host="h1", within_s=None)
     world.run(1.0)
     assert told(world, "drain_over")[0]["host"] == "h1"
-    before = world.served.observer.chronicle.last_seq
+    before = world.served.parts.observer.chronicle.last_seq
     world.crash_controller()
     world.run(6.0)
     [term] = told(world, "term")
@@ -227,7 +227,7 @@ def test_nonsense_from_a_rank_is_counted_as_nothing(put: Any) -> None:
     world, ranks = trained(2)
     [copy] = [c for s, c in world.holders["h0"].copies.items() if s.rank == 0 and c.host == "h0"]
     world._handle(Report("h0", "sealed", {"copies": [copy_to_wire(copy)], "put": put}))
-    putting = world.served.observer.puts.get((JOB, StepId(1, 1)))
+    putting = world.served.parts.observer.puts.get((JOB, StepId(1, 1)))
     assert putting is None or putting.stalls_s == {0: 0.0}
     assert world.put_all(ranks, 2)
 

@@ -27,7 +27,7 @@ def restarted(*lost: str) -> CatalogWorld:
 
 def shown(world: CatalogWorld) -> dict[str, Any]:
     """The timeline of the job."""
-    return timeline(world.served, world.job())
+    return timeline(world.served.state, world.served.parts.durable_states, world.job())
 
 
 def come_back(world: CatalogWorld, *hosts: str) -> None:
@@ -58,7 +58,9 @@ def test_a_lost_arena_leaves_no_row_of_a_step_without_a_byte() -> None:
     body = shown(world)
     assert body["steps"] == []
     assert [(span["first"], span["last"]) for span in body["gone"]] == [(1, LAST)]
-    assert gone_steps(world.served, world.job()) == {StepId(1, n) for n in range(1, LAST + 1)}
+    assert gone_steps(world.served.state, world.served.parts.durable_states, world.job()) == {
+        StepId(1, n) for n in range(1, LAST + 1)
+    }
 
 
 def test_a_host_that_has_not_come_is_waited_for() -> None:
@@ -84,7 +86,7 @@ def test_a_host_that_died_just_now_may_be_back_with_its_memory() -> None:
     for host in ("h0", "h1"):
         world.kill_host(host)
     assert [row["state"] for row in shown(world)["steps"]] == ["waiting"]
-    world.run(2 * world.served.rules.repair_after_s)
+    world.run(2 * world.served.state.rules.repair_after_s)
     assert (shown(world)["steps"], [span["last"] for span in shown(world)["gone"]]) == ([], [2])
 
 
@@ -92,13 +94,13 @@ def test_durable_storage_that_was_not_listed_yet_may_have_them() -> None:
     """A new controller cannot list durable storage: no step is gone before it has."""
     world, _ = trained(2, 2, last=2, durable="/ck", durable_every=100)
     catalog = world.served
-    assert catalog.durable.is_known(world.job())
+    assert catalog.parts.durable_states.is_known(world.job())
     for host in ("h0", "h1"):
         world.holders[host].copies.clear()
     world.durable.problem = "not mounted"
     world.crash_controller()
     world.run(10.0)
-    assert not world.served.durable.is_known(world.job())
+    assert not world.served.parts.durable_states.is_known(world.job())
     rows = shown(world)["steps"]
     assert [(row["step"], row["state"]) for row in rows] == [(2, "waiting"), (1, "waiting")]
     assert all(row["waiting_for"] == ["durable storage"] for row in rows)

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.report.problems import problems
-from memstore.core.report.short_ranks import RANKS_NAMED_MAX, short_rows
+from memstore.core.report.short_ranks import RANKS_NAMED_MAX, RepairView, short_rows
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
 from recovery.inventory import ShardId
@@ -14,7 +14,7 @@ from recovery.inventory import ShardId
 
 def status(world: CatalogWorld) -> tuple[dict[str, Any], str]:
     """The job's part of the status answer, and the cause of its first problem about copies."""
-    body = world.served.queries.report.body()
+    body = world.served.parts.status.body()
     causes = [row["cause"] for row in problems(body) if "copies" in row["cause"] and row["about"] == "train"]
     return body["jobs"][0], next(iter(causes), "")
 
@@ -59,7 +59,7 @@ def test_a_refusal_and_a_missing_host_are_the_reason_why_nothing_is_rebuilt() ->
     )  # fmt: skip
     assert "ranks 0, 1 on h0 only, not rebuilt: no other host may hold it" in cause
     world, _ = trained(4, 3)
-    with patch.object(world.served.repair, "consider", lambda now, job: None):
+    with patch.object(world.served.parts.repair, "consider", lambda now, job: None):
         world.kill_host("h1")
         world.run(10.0)
         for rank in range(3):
@@ -79,7 +79,9 @@ def test_the_list_of_ranks_is_bounded() -> None:
     world, _ = trained(2, 2)
     world.kill_host("h1")
     world.run(10.0)
-    rows = short_rows(world.served, world.job(), dict.fromkeys(range(5000), 1))
+    parts = world.served.parts
+    look = RepairView(parts.state, parts.view, parts.room, parts.repair.pushes)
+    rows = short_rows(look, world.job(), dict.fromkeys(range(5000), 1))
     assert sum(len(row["ranks"]) for row in rows) == RANKS_NAMED_MAX
 
 

@@ -25,7 +25,7 @@ SERIES_OF_A_JOB = 64  # a store of a hundred jobs is some thousand series, whate
 
 def gauges(world: CatalogWorld) -> dict[str, float]:
     """Where the gauges stand now, those of the job and of the store."""
-    samples = status_gauges(world.served.queries.report.body(), 0)
+    samples = status_gauges(world.served.parts.status.body(), 0)
     assert len({(s.name, s.tags) for s in samples}) == len(samples)
     return {"/".join((s.name.removeprefix("memstore_"), *(t for t in s.tags if t != JOB))): s.value for s in samples}
 
@@ -33,7 +33,7 @@ def gauges(world: CatalogWorld) -> dict[str, float]:
 def totals(world: CatalogWorld) -> Counter[str]:
     """What all happenings add up to, by metric and tags; histograms by their number of observations and sum."""
     found: Counter[str] = Counter()
-    for happening in world.served.observer.chronicle.since(0):
+    for happening in world.served.parts.observer.chronicle.since(0):
         for sample in counted(happening):
             metric = METRICS[sample.name]
             assert len(sample.tags) == len(metric.tags)

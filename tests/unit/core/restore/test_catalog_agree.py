@@ -104,9 +104,9 @@ def test_a_host_that_dies_before_it_verified_is_planned_around(phase: str, is_ba
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.call(rank, "get", step=None, timeout_s=300.0, is_agreement=True)
-    rounds = world.served.rounds
-    assert world.run_until(lambda: JOB in rounds.active and rounds.active[JOB].phase == phase, 5.0)
-    assert "h1" in rounds.active[JOB].homes.values()
+    rounds = world.served.state.rounds
+    assert world.run_until(lambda: JOB in rounds and rounds[JOB].phase == phase, 5.0)
+    assert "h1" in rounds[JOB].homes.values()
     world.kill_host("h1", keep_memory=is_back)
     if is_back:
         world.return_host("h1")

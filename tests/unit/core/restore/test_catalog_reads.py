@@ -32,12 +32,12 @@ def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
     holder = world.holders[ranks[0].host_id]
     world.work_s = (5.0, 5.0)
     holder.call(ranks[0], "read", {"job": JOB, "step": 1, "rank": 1})
-    assert world.run_until(lambda: bool(world.served.queries.reads), 5.0)
+    assert world.run_until(lambda: bool(world.served.state.reads), 5.0)
     world.kill_host(holder.host_id, keep_memory=True)
     world.return_host(holder.host_id)
     assert world.run_until(lambda: world.served.hosts.is_live(holder.host_id), 5.0)
     world.run(10.0)
-    assert not world.served.queries.reads
+    assert not world.served.state.reads
 
 
 def test_a_shard_of_another_world_size_comes_without_its_step_being_named() -> None:

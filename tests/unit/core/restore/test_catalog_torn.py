@@ -30,7 +30,7 @@ def begun(world: CatalogWorld, ranks: list[FakeRank], step: int) -> None:
     for rank in ranks:
         world.put(rank, step)
     assert world.run_until(lambda: ranks[0].tickets[step] == "committed", 10.0)
-    active = world.served.durable.state(JOB).active
+    active = world.served.parts.durable_states.of(JOB).active
     assert active is not None
     assert active.step.step == step
 
@@ -64,7 +64,7 @@ def test_a_new_controller_knows_what_verify_has_lifted() -> None:
         assert StepId(1, 3) in world.job().retired
         verify(world, ranks[0])
         world.run(1.0)
-    kinds = [event["event"] for event in world.served.observer.chronicle.page(0, JOB)["events"]]
+    kinds = [event["event"] for event in world.served.parts.observer.chronicle.page(0, JOB)["events"]]
     assert [kind for kind in kinds if kind in ("retired", "lifted")] == ["retired", "lifted"] * 2
     world.crash_controller()
     world.run(6.0)
@@ -166,7 +166,7 @@ def test_the_marker_of_a_torn_step_is_taken_back(is_ordered_only: bool) -> None:
     job = world.job()
     job.newest.config = {**job.newest.config, "durable_every": 1}  # type: ignore[union-attr]
     begun(world, ranks, first + 1)
-    active = world.served.durable.state(JOB).active
+    active = world.served.parts.durable_states.of(JOB).active
     assert active is not None
     if is_ordered_only:
         assert world.run_until(lambda: active.phase == "marking", 10.0)
@@ -187,7 +187,7 @@ def test_no_death_leaves_the_marker_of_a_torn_step(death: str) -> None:
     world.run(3.0)
     before = marked(world)
     begun(world, ranks, before[-1] + 1)
-    active = world.served.durable.state(JOB).active
+    active = world.served.parts.durable_states.of(JOB).active
     assert active is not None
     assert world.run_until(lambda: active.phase == "marking", 10.0)
     retire(world, ranks[0], before[-1] + 1)
@@ -260,7 +260,7 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     assert world.run_until(lambda: all(rank.answers.get("join") for rank in new), 15.0)
     for rank in new:
         world.call(rank, "get", step=None, timeout_s=60.0, is_agreement=False)
-    active = world.served.rounds.active
+    active = world.served.state.rounds
     assert world.run_until(lambda: JOB in active and active[JOB].phase == "staging", 5.0)
     world.run(moment_s)
     assert active[JOB].phase in ("staging", "checking")
@@ -282,7 +282,7 @@ def test_a_step_that_is_seen_torn_while_it_is_forked_makes_no_fork() -> None:
     world.work_s = (1.0, 1.5)
     world.call(ranks[1], "fork", step=3, new_job="fork", nonce="n")
     world.run(0.5)
-    assert "fork" in world.served.forks.pending
+    assert "fork" in world.served.state.pending_forks
     retire(world, ranks[0], 3)
     assert world.run_until(lambda: bool(ranks[1].errors.get("fork")), 30.0)
     assert "changed before the fence" in ranks[1].error("fork")

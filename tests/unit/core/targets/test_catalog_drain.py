@@ -157,15 +157,15 @@ def test_a_copy_that_is_not_whole_is_not_elsewhere(flaw: str) -> None:
     world, ranks = trained(3, 3)
     ask(world, ranks[0], "drain", host="h1", within_s=300.0)
     world.run(5.0)
-    drains = world.served.drains
-    assert drains.remains("h1").shards_count == 0
+    departures = world.served.parts.departures
+    assert departures.remains("h1").shards_count == 0
     for copies in world.job().copies[StepId(1, 1)].values():
         for host in set(copies) - {"h1"}:
             bad = {"missing": frozenset({0})} if flaw == "chunks are missing" else {}
             spec = copies[host].spec if bad else replace(copies[host].spec, digest="0" * 32)
             copies[host] = replace(copies[host], spec=spec, **bad)
     held = sum("h1" in copies for copies in world.job().copies[StepId(1, 1)].values())
-    assert drains.remains("h1").shards_count == held > 0
+    assert departures.remains("h1").shards_count == held > 0
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
@@ -202,7 +202,7 @@ def test_a_new_machine_of_the_same_name_has_no_notice() -> None:
 def test_rays_word_after_a_cancel_is_no_news() -> None:
     """What Ray repeats every second does not undo what a person took back; a nearer moment is news."""
     world, ranks = trained(4, 3)
-    moment_s = world.served.wall_s + 60.0
+    moment_s = world.served.state.wall_s + 60.0
     world._handle(DrainsSeen({"h1": moment_s}))
     world.run(1.0)
     ask(world, ranks[0], "drain", host="h1", within_s=None)
@@ -221,8 +221,8 @@ def test_a_notice_that_cannot_spread_is_not_recorded_again_and_again() -> None:
     world.silence("h3")
     world.run(4.0)
     for _ in range(10):
-        world._handle(DrainsSeen({"h1": world.served.wall_s + 60.0 - world.now}))
-    assert sum(type(fact).__name__ == "HostDraining" for fact in world.served.log.undone()) <= 1
+        world._handle(DrainsSeen({"h1": world.served.state.wall_s + 60.0 - world.now}))
+    assert sum(type(fact).__name__ == "HostDraining" for fact in world.served.parts.journal.log.undone()) <= 1
 
 
 def test_a_replacement_is_not_drained_by_a_successor_of_the_controller() -> None:
@@ -261,11 +261,11 @@ def test_the_word_outlives_the_controller() -> None:
 def test_what_the_cluster_manager_says_is_recorded_once() -> None:
     """Ray names its draining nodes again and again: one fact, unless the moment moves."""
     world, ranks = trained(4, 3)
-    moment_s = world.served.wall_s + 60.0
+    moment_s = world.served.state.wall_s + 60.0
     for _ in range(3):
         world._handle(DrainsSeen({"h1": moment_s, "nobody": moment_s}))
         world.run(1.0)
-    assert sum(type(entry.fact).__name__ == "HostDraining" for entry in world.served.log.entries) == 1
+    assert sum(type(entry.fact).__name__ == "HostDraining" for entry in world.served.parts.journal.log.entries) == 1
     assert row(world, ranks[0], "h1")["drain_left"] == 0
 
 
@@ -286,22 +286,22 @@ def test_a_controller_whose_clock_is_wrong_ends_no_notice_early(skew_s: float) -
     world.skew_s = skew_s
     world.crash_controller()
     world.run(100.0)
-    assert world.served.drains.is_draining("h1")
+    assert world.served.state.is_draining("h1")
     world.run(600.0 + OVERDUE_S)
-    assert not world.served.drains.is_draining("h1")
+    assert not world.served.state.is_draining("h1")
 
 
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
 def test_rays_word_counts_while_it_is_said_whatever_the_clocks_are(skew_s: float) -> None:
     """The head's clock and the controller's are an hour apart: noticed at once, over when Ray says no more of it."""
     world, _ = trained(4, 3)
-    moment_s = world.served.wall_s + 120.0 - skew_s
+    moment_s = world.served.state.wall_s + 120.0 - skew_s
     for _ in range(300):
         world._handle(DrainsSeen({"h1": moment_s}))
         world.run(1.0)
-        assert world.served.drains.is_draining("h1")
+        assert world.served.state.is_draining("h1")
     world.run(max(0.0, -skew_s) + 120.0 + OVERDUE_S)
-    assert not world.served.drains.is_draining("h1")
+    assert not world.served.state.is_draining("h1")
 
 
 def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
@@ -314,12 +314,12 @@ def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
         world.call(ranks[0], "drain", host="h1", within_s=within_s)
         world.run(0.1)
     for _ in range(3):
-        world._handle(DrainsSeen({"h1": world.served.log.undone()[0].until_s}))  # type: ignore[union-attr]
-    assert [type(fact).__name__ for fact in world.served.log.undone()] == ["HostDraining"] * 3
+        world._handle(DrainsSeen({"h1": world.served.parts.journal.log.undone()[0].until_s}))  # type: ignore[union-attr]
+    assert [type(fact).__name__ for fact in world.served.parts.journal.log.undone()] == ["HostDraining"] * 3
     world.has_lease = True
     world.thaw("h3")
     world.run(5.0)
-    assert world.served.drains.is_draining("h1")
+    assert world.served.state.is_draining("h1")
 
 
 def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
@@ -338,8 +338,8 @@ def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
     [copy] = [copy for host, copy in world.job().copies[StepId(1, 1)][0].items() if host == "h0"]
     for name in ("h1", "h2"):
         world._handle(Report(name, "sealed", {"copies": [copy_to_wire(copy)]}))
-    drains = world.served.drains
+    departures = world.served.parts.departures
     ask(world, rank, "drain", host="h0", within_s=300.0)
     world.run(1.0)
-    [short] = drains.remains("h0").short
+    [short] = departures.remains("h0").short
     assert (short["copies"], short["replicas"], short["may_come"]) == (1, 2, False)

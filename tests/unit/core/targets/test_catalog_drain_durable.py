@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from memstore.core.durable.departures import Remains
 from memstore.core.report.problems import drain_text
-from memstore.core.targets.drain import Remains
 from memstore.core.wire.messages import DrainsSeen
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
@@ -26,7 +26,7 @@ def drain(world: CatalogWorld, rank: FakeRank, *hosts: str, within_s: float = 60
 
 def remains(world: CatalogWorld, host: str) -> Remains:
     """What a host that is to go would take along."""
-    return world.served.drains.remains(host)
+    return world.served.parts.departures.remains(host)
 
 
 def markers(world: CatalogWorld) -> list[int]:
@@ -40,7 +40,7 @@ def test_if_all_hosts_of_a_job_are_to_go_its_newest_step_is_made_durable(by_ray:
     world, ranks = trained(3, 3, last=6, **DURABLE)
     assert markers(world) == [1]
     if by_ray:
-        world._handle(DrainsSeen(dict.fromkeys(world.holders, world.served.wall_s + 60.0)))
+        world._handle(DrainsSeen(dict.fromkeys(world.holders, world.served.state.wall_s + 60.0)))
         world.run(0.5)
     else:
         drain(world, ranks[0], *world.holders)

@@ -103,7 +103,7 @@ def test_a_successor_sends_nobody_what_his_journal_has() -> None:
     assert {host: (body["reset"], len(body["records"])) for host, body in first.items()} == {
         "h0": (False, 0), "h1": (False, 0), "h2": (False, 2),
     }  # fmt: skip
-    entries = [entry.record for entry in world.served.log.entries]
+    entries = [entry.record for entry in world.served.parts.journal.log.entries]
     assert all(holder.journal == entries for holder in world.holders.values())
 
 
@@ -114,7 +114,7 @@ def test_a_journal_with_other_facts_between_is_written_anew() -> None:
     world.crash_controller()
     world.run(6.0)
     assert any(body.get("reset") for body in told(world, "h2", "journal"))
-    assert world.holders["h2"].journal == [entry.record for entry in world.served.log.entries]
+    assert world.holders["h2"].journal == [entry.record for entry in world.served.parts.journal.log.entries]
 
 
 def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatc
     assert not any(body["records"] for body in kept)
     assert sum(map(len, world.holders["h1"].journal)) <= 3 * (4 << 10)
     newest = {entry_from_record(record).seq for record in world.holders["h1"].journal}
-    assert {entry.seq for entry in world.served.log.entries} <= newest
+    assert {entry.seq for entry in world.served.parts.journal.log.entries} <= newest
     world.crash_controller()
     world.run(6.0)
     world.check_restored(world.get(world.launch(3)))
@@ -183,5 +183,5 @@ def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monke
     world.holders["h1"].journal.clear()
     world.crash_controller()
     world.run(6.0)
-    entries = [entry.record for entry in world.served.log.entries]
+    entries = [entry.record for entry in world.served.parts.journal.log.entries]
     assert all(holder.journal == entries for holder in world.holders.values())

@@ -46,7 +46,7 @@ def test_bodies_round_trip(body: dict[str, object]) -> None:
 
 def forged(**fields: int | bytes) -> bytes:
     """A header with chosen fields that pack_header would refuse."""
-    default = {"magic": wire.MAGIC, "version": 1, "kind": 10, "flags": 0, "id": 1, "body": 0, "bulk": 0}
+    default = {"magic": wire.MAGIC, "version": wire.VERSION, "kind": 10, "flags": 0, "id": 1, "body": 0, "bulk": 0}
     return struct.pack("<4sBBHQIQI", *{**default, **fields}.values(), 0)
 
 
@@ -54,7 +54,7 @@ def forged(**fields: int | bytes) -> bytes:
     ("fields", "words"),
     [
         ({"magic": b"GET "}, "not memstore"),
-        ({"version": 2}, "wire version 2"),
+        ({"version": 1}, "wire version 1, this process 2"),
         ({"kind": 99}, "kind 99"),
         ({"flags": 1}, "flags 0x1"),
         ({"body": wire.BODY_BYTES_MAX + 1}, "16,777,217 bytes, the limit is 16,777,216"),
@@ -79,7 +79,7 @@ def test_a_stranger_gets_handshake_kinds_small_bodies_and_no_bulk() -> None:
 
 
 @calm
-@given(st.binary(max_size=64) | st.binary(min_size=27, max_size=27).map(lambda tail: b"MSTO\x01" + tail))
+@given(st.binary(max_size=64) | st.binary(min_size=27, max_size=27).map(lambda tail: b"MSTO\x02" + tail))
 def test_any_header_bytes_give_a_header_within_limits_or_a_protocol_error(data: bytes) -> None:
     """No bytes at all make unpack_header do anything else."""
     try:
@@ -197,41 +197,3 @@ def test_what_cannot_be_encoded_is_refused_by_the_sender(body: dict[str, object]
     """A body of ours that no peer could read is an error here, not there."""
     with pytest.raises(errors.ProtocolError):
         wire.pack_body(body)
-
-
-ERROR_CLASSES = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
-
-
-@pytest.mark.parametrize("kind", ERROR_CLASSES)
-def test_every_error_crosses_the_wire_as_its_class(kind: type[errors.MemstoreError]) -> None:
-    """Class, message and simple context survive; objects in the context do not."""
-    error = kind("three words here", operation="call", waited_s=1.5, ranks=(1, 2), secret=object())
-    back = wire.error_from_body(wire.unpack_body(wire.pack_body(wire.error_body(error))))
-    assert type(back) is kind
-    assert str(back) == "three words here"
-    assert vars(back) == {"operation": "call", "waited_s": 1.5, "ranks": [1, 2]}
-
-
-def test_an_error_that_is_not_ours_crosses_as_internal_error() -> None:
-    """A bug at the peer names its type and text, and text that is not valid Unicode (a path) does not stop it."""
-    body = wire.error_body(OSError("no file \udcff"))
-    back = wire.error_from_body(wire.unpack_body(wire.pack_body(body)))
-    assert type(back) is errors.InternalError
-    assert str(back) == "OSError: no file ?"
-
-
-@calm
-@given(st.dictionaries(st.sampled_from(["error", "message", "context"]), values))
-def test_any_error_body_gives_a_memstore_error(body: dict[str, object]) -> None:
-    """A peer cannot choose a class outside the tree or set private attributes."""
-    error = wire.error_from_body(body)
-    assert isinstance(error, errors.MemstoreError)
-    assert not any(name.startswith("_") for name in vars(error))
-
-
-def test_an_unknown_error_name_and_private_context_are_harmless() -> None:
-    """`SystemExit` or `__class__` from a peer are just words."""
-    context = {"__class__": "x", "__notes__": "y", "host": "a"}
-    error = wire.error_from_body({"error": "SystemExit", "message": "m", "context": context})
-    assert type(error) is errors.MemstoreError
-    assert vars(error) == {"host": "a"}

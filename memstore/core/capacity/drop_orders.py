@@ -1,0 +1,61 @@
+"""Copies that hosts are told to free, and do not count from then on. Pure (R7, R19).
+
+counted --drop ordered--> ordered --the host says that it is freed--> free, and counted again if it is made anew
+
+A host's inventory or report that crosses the order on the way still names the copy, and must not have it counted. An
+order may also outlive the session in which it was given: the host says then, too, that the copy is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.state import ClusterState
+from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire
+from recovery.inventory import ShardId, StepId
+
+
+class Drops:
+    """Orders to free copies, until each is obeyed."""
+
+    def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
+        self.state, self.out, self.term = state, out, term
+        self._ordered: dict[str, dict[ShardId, set[int]]] = {}  # host -> copy -> numbers of the orders it has to obey
+        self._given_count = 0
+
+    def order(self, host: str, shards: Sequence[ShardId]) -> None:
+        """Tell a host to free copies; the caller takes them off the job."""
+        self._given_count += 1
+        ordered = self._ordered.setdefault(host, {})
+        for shard in shards:
+            ordered.setdefault(shard, set()).add(self._given_count)
+        number = [self.term, self._given_count]
+        self.out.send(host, "drop", {"shards": [shard_to_wire(shard) for shard in shards], "number": number})
+
+    def freed(self, host: str, body: Body) -> None:
+        """A host has obeyed an order, of an earlier session or controller perhaps: it has these copies no more."""
+        term, number = body["number"] or (0, 0)
+        ordered = self._ordered.get(host, {})
+        for shard in map(shard_from_wire, body["shards"]):
+            numbers = ordered.get(shard, set())
+            if term == self.term:
+                numbers.discard(number)
+            if not numbers:
+                ordered.pop(shard, None)
+            self._uncount(shard, host)
+
+    def _uncount(self, shard: ShardId, host: str) -> None:
+        """Take a copy off its job, if it was counted in an inventory while an older order was still to be obeyed."""
+        job = self.state.jobs.get(shard.job)
+        step = StepId(shard.attempt, shard.step)
+        if job is not None and host in job.copies.get(step, {}).get(shard.rank, {}):
+            job.drop_copy(shard, host)
+
+    def is_ordered(self, host: str, shard: ShardId) -> bool:
+        """Tell whether a host has yet to free a copy: what it reports of it was so before."""
+        return shard in self._ordered.get(host, ())
+
+    def forget_host(self, host: str) -> None:
+        """A new session begins with what is there; orders of an older one may never have come."""
+        self._ordered.pop(host, None)

@@ -1,0 +1,51 @@
+"""What one event makes the controller do. Parts write here; the machine hands the actions to the shell (R17).
+
+send, answer, refuse, log --> actions, in order
+emit --> the reactions to what happened, at once (controller/reactions.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from memstore.core.cluster.events import Happened
+from memstore.core.cluster.job import Call
+from memstore.core.wire.messages import Action, Answer, Body, Note, Tell
+
+
+def _nothing() -> None:
+    """Do nothing, as long as there is no journal."""
+
+
+def _ignore(_happened: Happened) -> None:
+    """Do nothing, as long as there is no machine."""
+
+
+class Effects:
+    """The actions of one event, collected while it is handled."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.before_answer: Callable[[], None] = _nothing  # the journal's: a fact is on its way before its answer
+        self.react: Callable[[Happened], None] = _ignore  # the machine's
+
+    def send(self, host: str, kind: str, body: Body) -> None:
+        """Send an order to a holder."""
+        self.actions.append(Tell(host, kind, body))
+
+    def answer(self, call: Call, body: Mapping[str, object]) -> None:
+        """Answer a call; facts that were recorded for it are sent first."""
+        self.before_answer()
+        self.actions.append(Answer(call.host_id, call.call_id, dict(body)))
+
+    def refuse(self, call: Call, error: str, message: str) -> None:
+        """Answer a call with an error: the name of a class of `memstore.errors`, and its message."""
+        self.actions.append(Answer(call.host_id, call.call_id, {}, (error, message)))
+
+    def log(self, text: str, level: str = "info") -> None:
+        """Write a line to the controller's log."""
+        self.actions.append(Note(text, level))
+
+    def emit(self, happened: Happened) -> None:
+        """Have every part react that has a reaction; returns when all have."""
+        self.react(happened)

@@ -1,0 +1,63 @@
+"""A get() of all ranks, and a read of one shard, while they are under way. Plain data (R23, R27)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memstore.core.cluster.job import Call
+from memstore.core.wire.messages import Body
+from recovery.inventory import ShardId, StepId
+from recovery.planner import RecoveryPlan
+
+Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "releasing"]
+
+
+@dataclass(slots=True)
+class Round:
+    """One get() of one attempt."""
+
+    job: str
+    attempt: int
+    number: int
+    only_step: int | None
+    since_s: float
+    calls: dict[int, Call] = field(default_factory=dict)
+    phase: Phase = "gathering"
+    phase_since_s: float = 0.0
+    plan: RecoveryPlan | None = None
+    staged: dict[int, Body] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
+    check_again_s: float = 0.0  # when ranks that have not answered are asked again
+    failed_steps: dict[StepId, str] = field(default_factory=dict)
+    planned_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    markers_call: int = 0
+    withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
+    ran_out_on: str = ""  # what was awaited, all ranks having asked, when the first of them withdrew
+    is_agreement: bool = False  # all ranks ask for the step and for no bytes: it may have another world size (R27)
+    homes: dict[int, str] = field(default_factory=dict)  # rank of the step -> the host that brings its shard together
+    unread: str = ""  # why durable storage could not say what it has: then nothing is certain to be missing
+
+    def enter(self, now: float, phase: Phase) -> None:
+        """Begin a phase: its deadline counts from now."""
+        self.phase, self.phase_since_s = phase, now
+
+    @property
+    def is_adopting(self) -> bool:
+        """A get without a step adopts what it returns; get(step=S) only reads (R22)."""
+        return self.only_step is None
+
+    @property
+    def is_due(self) -> bool:
+        """True from the moment when all ranks have asked."""
+        return self.phase != "gathering"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One shard that is brought to the host of a reader."""
+
+    call: Call
+    shard: ShardId
+    answer: Body  # but for the shard's place on the host

@@ -1,0 +1,87 @@
+"""What the controller knows of its cluster: hosts, jobs, and what is under way. Plain data; read by every part.
+
+Each field has one writer, named beside it. Nothing here decides, sends or records anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memstore.core.cluster.facts import JobForked
+from memstore.core.cluster.holds import Holds
+from memstore.core.cluster.hosts import HostTable
+from memstore.core.cluster.job import Job
+from memstore.core.cluster.pending_fork import PendingFork
+from memstore.core.cluster.reading import Read, Round
+from recovery.inventory import ShardId, StepId
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The store's fields of Config by which the controller decides; seconds."""
+
+    job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
+    failure_domains: tuple[str, ...] = ("zone", "rack")
+    suspect_after_s: float = 1.5
+    repair_after_s: float = 5.0
+    recovery_grace_s: float = 30.0
+    lease_s: float = 3.0
+    outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
+    settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
+    orphan_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long, and that no rank asks for, is dropped
+
+
+class ClusterState:
+    """The controller's knowledge, in memory; facts and inventories rebuild it (R16)."""
+
+    def __init__(self, *, rules: Rules, now: float, wall_offset_s: float, expected_hosts: Iterable[str]) -> None:
+        self.rules = rules
+        self.now = self.started_s = now  # monotonic; the machine moves it on with every event
+        self.wall_offset_s = wall_offset_s
+        self.expected_hosts = set(expected_hosts)
+        self.hosts = HostTable(
+            suspect_after_s=rules.suspect_after_s,
+            repair_after_s=rules.repair_after_s,
+            failure_domains=rules.failure_domains,
+        )
+        self.jobs: dict[str, Job] = {}
+        self.removed: dict[str, int] = {}  # job -> the last attempt that was removed with it (job_removal)
+        self.stories: dict[str, str] = {}  # job that was dropped -> what became of it (orphans)
+        self.draining: dict[str, float] = {}  # host -> wall-clock moment of its notice (drain)
+        self.rounds: dict[str, Round] = {}  # job -> its get() under way (restore)
+        self.reads: dict[int, Read] = {}  # by number: single shards that are brought to readers (single_read)
+        self.pending_forks: dict[str, PendingFork] = {}  # by the new job's name: forks that no fact knows yet (forks)
+        self.is_placement_stale = False  # hosts changed, and jobs are placed anew with the next tick (membership)
+        self.holds = Holds()
+
+    @property
+    def wall_s(self) -> float:
+        """Wall-clock seconds, for facts that outlive this controller."""
+        return self.now + self.wall_offset_s
+
+    def age_s(self, moment_s: float) -> float:
+        """Return how long ago a moment of a wall clock was; 0 for a moment to come, as after a clock was set back."""
+        return max(0.0, self.wall_s - moment_s)
+
+    def is_draining(self, host: str) -> bool:
+        """Return whether a host has notice of its end."""
+        return host in self.draining
+
+    def is_read(self, shard: ShardId) -> bool:
+        """Return whether a read brings the shard to some host: no copy of it is surplus yet, least its source (R7)."""
+        return any(shard == read.shard for read in self.reads.values())
+
+    def forks_of(self, job: Job) -> list[JobForked]:
+        """Return the forks that the store has of a job."""
+        facts = (other.origin for other in self.jobs.values())
+        return [fact for fact in facts if fact is not None and fact.from_job == job.name]
+
+    def is_back(self, name: str, step: StepId) -> bool:
+        """Return whether durable storage has brought a step of a removed job back, to a later job of its name (R31)."""
+        job = self.jobs.get(name)
+        if job is None:
+            return False
+        restored = ((a.parent, a.parent_step) for a in job.attempts.values() if a.has_restored)
+        return step in job.commits or step in job.markers or (step.attempt, step.step) in restored

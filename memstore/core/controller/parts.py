@@ -1,0 +1,98 @@
+"""Every part of the controller's machine, built from the ground up: a part is given only parts built before it.
+
+This is the one place where parts meet. `reactions.py` has what a part does when one below it tells what happened.
+"""
+
+from __future__ import annotations
+
+from memstore.core.attempts.join import Attempts
+from memstore.core.attempts.put_interval_rounds import CadenceRounds
+from memstore.core.attempts.rank_order import MeshOrders
+from memstore.core.attempts.rewind import Rewinds
+from memstore.core.capacity.drop_orders import Drops
+from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.state import ClusterState
+from memstore.core.commit.commits import Steps
+from memstore.core.durable.checks import DurableChecks
+from memstore.core.durable.departures import Departures
+from memstore.core.durable.keys import DurableKeys
+from memstore.core.durable.last_copies import LastCopies
+from memstore.core.durable.looks import DurableLooks
+from memstore.core.durable.marker_listing import DurableMarkers
+from memstore.core.durable.persist import Persists
+from memstore.core.durable.states import DurableStates
+from memstore.core.durable.writes import DurableOrders
+from memstore.core.history.fork_request import Forks
+from memstore.core.history.job_removal import Expiry
+from memstore.core.history.orphans import Orphans
+from memstore.core.history.pins import Pins
+from memstore.core.history.retirement import Retirement
+from memstore.core.journal.replication import Journal
+from memstore.core.repair.repair import Repair
+from memstore.core.report.dry_run import DryRuns
+from memstore.core.report.recorder import Observer
+from memstore.core.report.roll_call import RollCalls
+from memstore.core.report.status import StatusReport
+from memstore.core.restore.rounds import Rounds
+from memstore.core.restore.single_read import SingleReads
+from memstore.core.restore.staging import Staging
+from memstore.core.targets.drain import Drains
+from memstore.core.targets.targets import ClusterView
+
+
+class Parts:
+    """The parts, in the order of the rooms of core/."""
+
+    def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
+        self.state, self.out, self.term = state, out, term
+        # cluster, journal
+        self.told = Told()
+        self.journal = Journal(state, out, term)
+        # targets
+        self.drains = Drains(state, out, self.journal)
+        self.view = ClusterView(state, out, self.told, self.drains)
+        # capacity
+        self.drops = Drops(state, out, term)
+        self.retention = Retention(state, self.journal, self.drops)
+        self.room = Room(state, out, self.journal, self.told, self.view, self.retention)
+        # commit, repair
+        self.steps = Steps(state, out, self.journal, self.view, self.drops, self.room, self.retention)
+        self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
+        # durable
+        self.durable_states = DurableStates(state)
+        self.durable_keys = DurableKeys(state, out)
+        self.durable_markers = DurableMarkers(state, out, self.durable_states)
+        self.durable_checks = DurableChecks(state, out, self.durable_states, self.durable_keys)
+        self.durable_looks = DurableLooks(state, self.durable_states, self.durable_checks)
+        self.last_copies = LastCopies(state, out, self.durable_checks)
+        self.persists = Persists(state, out, self.durable_states, self.durable_keys, self.durable_checks)
+        self.durable = DurableOrders(
+            state, out, self.view, self.steps, self.retention, self.durable_states, self.durable_keys, self.persists
+        )
+        self.departures = Departures(state, out, self.durable_checks, self.persists)
+        # attempts
+        self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
+        self.rewinds = Rewinds(state, out, self.view, self.attempts)
+        self.mesh_orders = MeshOrders(state, out, self.journal, self.view, self.attempts)
+        self.cadence = CadenceRounds(state, out, self.journal)
+        # restore
+        self.reads = SingleReads(state, out, term)
+        self.staging = Staging(state, out, self.journal, self.room, self.repair)
+        self.rounds = Rounds(state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads)
+        # history
+        self.pins = Pins(state, out, self.journal, self.room, self.retention)
+        self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)
+        self.expiry = Expiry(state, out, self.journal, self.durable_checks, self.attempts, self.forks)
+        self.orphans = Orphans(state, out, self.journal, self.expiry)
+        self.retirement = Retirement(state, out, self.journal, self.rounds)
+        # report
+        self.observer = Observer(state, out, self.repair.pushes, self.departures, term)
+        self.roll_calls = RollCalls(state, self.view, self.room, self.attempts, self.mesh_orders)
+        self.status = StatusReport(
+            state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states, self.durable_keys,
+            self.departures, self.attempts, self.observer.watch,
+        )  # fmt: skip
+        self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks, self.status)

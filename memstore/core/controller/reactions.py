@@ -1,0 +1,87 @@
+"""What follows from what: the page to read first. Pure.
+
+FACTS: a decision has reached enough journals, or is of the past; these parts make it true, in this order (R16).
+REACTIONS: a part tells what happened; these parts above it react, in this order, before it goes on.
+`inputs.py` has what reaches the machine from outside: calls of ranks and people, reports of holders, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memstore.core.cluster import events as e
+from memstore.core.cluster import facts as f
+from memstore.core.controller.membership import Placing
+from memstore.core.controller.parts import Parts
+
+Fact = Callable[[Any, bool], object]  # takes the fact, and whether it is of the past
+Reaction = Callable[[Any], object]
+
+
+def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
+    """Return which parts make a fact true."""
+    state = p.state
+    return {
+        f.AttemptOpened: (
+            lambda fact, past: p.attempts.apply_opened(state.now, fact, is_replay=past),
+            lambda fact, past: p.orphans.begun(fact.job),
+            lambda fact, past: None if past else p.durable_keys.ask(state.jobs[fact.job]),
+        ),
+        f.RoomClaimed: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
+        f.CadenceSet: (lambda fact, past: p.cadence.apply(fact),),
+        f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
+        f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
+        f.StepCommitted: (
+            lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),
+            lambda fact, past: p.orphans.begun(fact.job),
+        ),
+        f.StepAbandoned: (lambda fact, past: p.steps.apply_abandoned(fact, is_replay=past),),
+        f.StepRetired: (lambda fact, past: p.retirement.apply(fact),),
+        f.AttemptClosed: (lambda fact, past: p.attempts.apply_closed(fact),),
+        f.StepPinned: (lambda fact, past: p.pins.apply_pinned(fact, is_replay=past),),
+        f.StepUnpinned: (lambda fact, past: p.pins.apply_unpinned(fact, is_replay=past),),
+        f.JobForked: (lambda fact, past: p.forks.apply_forked(fact, is_replay=past),),
+        f.JobRemoved: (lambda fact, past: p.expiry.apply(fact, is_replay=past),),
+        f.HostsJoined: (lambda fact, past: state.hosts.joined.update(fact.labels),),
+        f.HostDraining: (
+            lambda fact, past: p.drains.apply(fact, is_replay=past),
+            lambda fact, past: p.departures.apply(fact),
+        ),
+    }
+
+
+def reactions(p: Parts, placing: Placing) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
+    """Return which parts react to what happened."""
+    state, record = p.state, p.observer
+    forgetting = (
+        p.attempts, p.mesh_orders, p.room, p.cadence, p.rounds, p.pins, p.forks, p.expiry, p.durable_checks, p.persists,
+        p.durable, p.departures, p.view.twins, p.last_copies, p.retirement, p.told,
+    )  # fmt: skip
+    return {
+        e.CommitApplied: (lambda event: p.durable.consider(state.now, event.job),),
+        e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
+        e.DrainChanged: (lambda event: placing.place_all_anew(),),
+        e.AttemptBegun: (
+            lambda event: p.rounds.abort(
+                event.job, "FencedError", f"attempt {event.attempt} of job {event.job!r} was opened"
+            ),
+        ),
+        e.AttemptUnfenced: (lambda event: p.rounds.attempt_open(state.now, event.job),),
+        e.RankDied: (
+            record.rank_died,
+            lambda event: p.rounds.rank_gone(event.job, event.seat.rank),
+            lambda event: p.mesh_orders.rank_gone(event.job, event.seat.rank),
+        ),
+        e.ReplicasDiffer: (record.twins_differ,),
+        e.ReplicasAgree: (record.twins_agree,),
+        e.RoundReleased: (record.restored,),
+        e.RoundFailed: (record.restore_failed,),
+        e.DurableWriteEnded: (record.durable,),
+        e.DurableKeysDiffer: (record.durable_keys,),
+        e.JobKept: (record.not_expired,),
+        e.JobForgotten: (
+            *(lambda event, part=part: part.forget(event.fact.job) for part in forgetting),
+            lambda event: p.orphans.removed(event.fact, is_replay=event.is_replay),
+        ),
+    }

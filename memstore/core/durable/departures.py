@@ -1,0 +1,129 @@
+"""Whether hosts with notice of their end can go: what only they have of kept steps. Pure (R29, R31).
+
+Elsewhere is another live host that answers and has no notice, or durable storage, if it was found to hold the whole
+step since the notice. Where too few hosts stay for all copies, kept steps are written to durable storage at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.facts import HostDraining
+from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.kept_steps import redundant_steps
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.checks import DurableChecks
+from memstore.core.durable.persist import Persists
+from memstore.core.wire.messages import Body
+from recovery.inventory import StepId
+
+LOOK_AGAIN_S = 30.0  # between two looks whether durable storage still has what a host may leave to it
+
+
+@dataclass(slots=True)
+class Remains:
+    """What a host that is to go has of kept steps, and too few copies elsewhere have."""
+
+    short: list[Body] = field(default_factory=list)  # steps of which shards are below `replicas` in all tiers elsewhere
+    durable: list[Body] = field(default_factory=list)  # steps as short of copies that durable storage has
+
+    @property
+    def shards_count(self) -> int:
+        """Shards that the host must not take along."""
+        return sum(int(row["shards"]) for row in self.short)
+
+    @property
+    def may_come(self) -> bool:
+        """True while copies elsewhere, or a durable one, may still be made."""
+        return any(row["may_come"] for row in self.short)
+
+
+class Departures:
+    """Looks at durable storage for hosts that are to go, and tells what they would take along."""
+
+    def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks, persists: Persists) -> None:
+        self.state, self.out, self.checks, self.persists = state, out, checks, persists
+        self.looked_s: dict[tuple[str, StepId], float] = {}  # steps for which the storage is looked at, and when
+        self.is_there: dict[tuple[str, StepId], bool] = {}  # what was found: a marker of the past says nothing
+
+    def apply(self, fact: HostDraining) -> None:
+        """Forget what durable storage had before a new notice."""
+        if fact.until_s is not None:
+            self.looked_s.clear()
+            self.is_there.clear()
+
+    def tick(self) -> None:
+        """Have storage looked at for steps that hosts may leave to it, and stranded steps written there."""
+        for job in self.state.jobs.values() if self.state.draining else ():
+            attempt = job.newest
+            held = redundant_steps(job, attempt) if attempt is not None else ()
+            for step in held:
+                if step in job.markers:
+                    self._look_for(job, step)
+                elif attempt is not None and attempt.config.get("durable") and self._is_stranded(job, attempt, step):
+                    self.persists.want(job, step)
+
+    def _is_stranded(self, job: Job, attempt: Attempt, step: StepId) -> bool:
+        """Return whether a host with notice holds some of the step, and too few hosts stay for all copies of it."""
+        is_held = any(step in job.on_host.get(host, {}) for host in self.state.draining)
+        return is_held and len(self.state.hosts.domains(self._staying())) < attempt.replicas
+
+    def _look_for(self, job: Job, step: StepId) -> None:
+        """Have the storage looked at now and then, while a host may go because it has the step."""
+        key = (job.name, step)
+        if self.state.now - self.looked_s.get(key, float("-inf")) < LOOK_AGAIN_S:
+            return
+
+        def looked(unread: str, lacks: str) -> None:
+            self.looked_s[key], self.is_there[key] = self.state.now, not unread and not lacks
+            if unread or lacks:
+                why = f"step {step.step} of job {job.name!r} is not safe on durable storage: {unread or lacks}"
+                self.out.log(why, "warning")
+
+        if self.checks.ask(job, step, looked):
+            self.looked_s[key] = float("inf")
+
+    def forget(self, name: str) -> None:
+        """Forget a job that was removed: what was asked of its steps gets no answer any more."""
+        self.looked_s = {key: s for key, s in self.looked_s.items() if key[0] != name}
+        self.is_there = {key: is_there for key, is_there in self.is_there.items() if key[0] != name}
+
+    def remains(self, host: str) -> Remains:
+        """Return what would be short of copies if the host went now; all empty without notice."""
+        found = Remains()
+        for job in self.state.jobs.values() if self.state.is_draining(host) else ():
+            self._look(job, host, found)
+        return found
+
+    def _look(self, job: Job, host: str, found: Remains) -> None:
+        attempt = job.newest
+        if attempt is None:
+            return
+        staying = self._staying()
+        reachable = min(attempt.replicas, len(self.state.hosts.domains(staying)))
+        for step in sorted(redundant_steps(job, attempt), reverse=True):
+            ranks = job.on_host.get(host, {}).get(step, ())
+            counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
+            few = [count for count in counts if count < attempt.replicas]
+            if few and step in job.markers and self.is_there.get((job.name, step)):
+                found.durable.append({"job": job.name, "step": step.step, "copies": min(few)})
+            elif few:
+                is_durable_on = attempt.config.get("durable") is not None
+                found.short.append(
+                    {
+                        "job": job.name, "step": step.step, "shards": len(few), "copies": min(few),
+                        "replicas": attempt.replicas, "may_come": min(few) < reachable or is_durable_on,
+                        "durable_problem": self.persists.problem(job, step) if is_durable_on else "",
+                    }
+                )  # fmt: skip
+
+    def _staying(self) -> set[str]:
+        """The hosts to which a draining one may leave its copies."""
+        hosts = self.state.hosts
+        return {h for h in hosts.states if hosts.is_answering(h) and not self.state.is_draining(h)}
+
+    def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: set[str]) -> int:
+        digest, copies = job.commits[step].digests[rank], job.copies[step][rank].items()
+        whole = [h for h, copy in copies if h in staying and not copy.missing and copy.spec.digest == digest]
+        return len(self.state.hosts.domains(whole))

@@ -1,0 +1,47 @@
+"""Steps that are not offered again: a person says so, or a rank saw that its bytes are of two moments. Pure (R25)."""
+
+from __future__ import annotations
+
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.facts import StepRetired
+from memstore.core.cluster.job import Call
+from memstore.core.cluster.state import ClusterState
+from memstore.core.journal.replication import Journal
+from memstore.core.restore.rounds import Rounds
+from memstore.core.restore.single_read import job_of
+from recovery.inventory import StepId
+
+
+class Retirement:
+    """Requests to retire steps, until their facts have reached enough journals."""
+
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, rounds: Rounds) -> None:
+        self.state, self.out, self.journal, self.rounds = state, out, journal, rounds
+        self.retiring: dict[StepRetired, list[Call]] = {}  # recorded, not in enough journals yet
+
+    def ask(self, call: Call) -> None:
+        """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
+        job, body = job_of(self.state, self.out, call), call.body
+        if job is None:
+            return
+        is_torn, reason = body.get("is_torn") is True, str(body["reason"]) or "somebody said so"
+        fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), reason, is_torn)
+        if fact not in self.retiring:
+            self.journal.record(fact)
+        self.retiring.setdefault(fact, []).append(call)
+
+    def apply(self, fact: StepRetired) -> None:
+        """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""
+        job = self.state.jobs.get(fact.job)
+        if job is not None:  # else it was removed meanwhile
+            job.retire(fact)
+        if job is not None and fact.is_torn:
+            self.rounds.torn(self.state.now, job, StepId(fact.attempt, fact.step))
+        for call in self.retiring.pop(fact, ()):
+            self.out.answer(call, {})
+
+    def forget(self, name: str) -> None:
+        """Answer who retired a step of a job that was removed meanwhile: it is not offered again."""
+        for fact in [fact for fact in self.retiring if fact.job == name]:
+            for call in self.retiring.pop(fact):
+                self.out.answer(call, {})

@@ -1,0 +1,29 @@
+"""Copies that repair has under way, and those that it leaves alone for a moment. Plain data (R29)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from recovery.inventory import ShardId
+
+PUSHES_PER_SOURCE_MAX = 2
+
+
+@dataclass(slots=True)
+class Pushes:
+    """What repair has ordered and what it was refused, for all jobs."""
+
+    #: (shard, target) -> (source, deadline)
+    under_way: dict[tuple[ShardId, str], tuple[str, float]] = field(default_factory=dict)
+    refused_s: dict[tuple[ShardId, str], float] = field(default_factory=dict)  # (shard, target) -> when
+    vain_s: dict[ShardId, float] = field(default_factory=dict)  # copies for which no stand-in was found, and when
+    load: Counter[str] = field(default_factory=Counter)  # pushes by source, in one look at a job
+
+    def count_load(self) -> None:
+        """Count the pushes of each source anew."""
+        self.load = Counter(source for source, _ in self.under_way.values())
+
+    def is_free(self, source: str) -> bool:
+        """Return whether a host may send one copy more."""
+        return self.load[source] < PUSHES_PER_SOURCE_MAX

@@ -1,0 +1,92 @@
+"""What a get() would recover now, or after the loss of hosts, from where and for how many bytes. Pure (R24, R27)."""
+
+from __future__ import annotations
+
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.looks import DurableLooks
+from memstore.core.durable.states import DurableStates
+from memstore.core.report.gone_steps import gone_steps
+from memstore.core.report.status import StatusReport
+from memstore.core.report.timeline import gone_rows
+from memstore.core.restore.single_read import job_of, newest_attempt
+from recovery.planner import RecoveryPlan
+from recovery.simulate import what_if
+
+
+class DryRuns:
+    """Answers `memstore plan`."""
+
+    def __init__(
+        self, state: ClusterState, out: Effects, states: DurableStates, looks: DurableLooks, status: StatusReport
+    ) -> None:
+        self.state, self.out, self.states, self.looks, self.status = state, out, states, looks, status
+
+    def ask(self, call: Call) -> None:
+        """Say what a get would recover now, from where, if the named hosts, or none, were lost before it."""
+        job = job_of(self.state, self.out, call)
+        attempt = newest_attempt(self.out, call, job)
+        if job is None or attempt is None:
+            return
+        lost = [str(h) for h in call.body.get("lose", ())]
+        unknown = [h for h in lost if h not in self.state.hosts.states]
+        if unknown:
+            known = ", ".join(sorted(self.state.hosts.states))
+            self.out.refuse(call, "ConfigError", f"no host {', '.join(unknown)} in the store: it has {known}")
+            return
+        result = self._what_if(job, attempt, lost, attempt.world_size)
+        if result.step is not None and result.world_size not in (None, attempt.world_size):
+            result = self._what_if(job, attempt, lost, result.world_size)
+        committed = max((s.step for s in job.commits), default=None)
+        there = self._survivors(lost)
+        trained = max((attempt.trained_step, *(s.step for s in job.commits)))
+        self.out.answer(
+            call,
+            {
+                "job": job.name, "lost_hosts": lost, "verdict": result.verdict, "why": result.why,
+                "step": result.step.step if result.step is not None else None,
+                "attempt": result.step.attempt if result.step is not None else None,
+                "committed_step": committed,
+                "steps_lost": max(0, trained - result.step.step) if result.step is not None else None,
+                "ranks_moved": list(result.ranks_moved),
+                "world_size": attempt.world_size, "step_world_size": result.world_size,
+                "moved_bytes": result.moved_bytes,
+                "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
+                "transfers": [
+                    [t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes]
+                    for t in result.transfers
+                    if t.tier != "local"
+                ][:1000],
+                "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
+                "gone": gone_rows(job, result.gone),
+                "unlisted": self.looks.unlisted(job),
+                "odds": self.status.odds_table(job, attempt.replicas),
+            },
+        )  # fmt: skip
+
+    def _survivors(self, lost: list[str]) -> set[str]:
+        return set(self.state.hosts.live_ids()) - set(lost)
+
+    def _what_if(self, job: Job, attempt: Attempt, lost: list[str], world_size: int) -> RecoveryPlan:
+        """Plan a get after the loss for so many ranks; ranks that the attempt lacks are on its hosts in turn.
+
+        Where none of its hosts is left, the ranks are on the store's others, but for spare ones.
+        """
+        seats = {rank: seat.host_id for rank, seat in attempt.seats.items()}
+        hosts, there = sorted(set(seats.values())), self._survivors(lost)
+        if there.isdisjoint(hosts):
+            states = self.state.hosts.states
+            seats, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
+        gone = gone_steps(self.state, self.states, job)  # before the loss: what it takes is told step by step
+        return what_if(
+            job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal),
+            {*lost, *(host for host in hosts if host not in there)},
+            world_size=world_size,
+            rank_hosts={rank: seats.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
+        )  # fmt: skip
+
+
+def _said(host: str, there: set[str]) -> str:
+    """Return a host's name, or that of the one that takes its place."""
+    return host if host in there else f"replacement of {host}"

@@ -1,0 +1,58 @@
+"""Calls that are answered when all ranks made them: how many have, and who or what is awaited. Pure (R20, R23)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memstore.core.attempts.join import Attempts
+from memstore.core.attempts.launches import come_text, launch
+from memstore.core.attempts.rank_order import MeshOrders
+from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.state import ClusterState
+from memstore.core.restore.awaited import awaited_by_get, missing_ranks, named_hosts, named_ranks
+from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.messages import Body
+
+
+class RollCalls:
+    """Tells ranks that wait, and people, who has come."""
+
+    def __init__(
+        self, state: ClusterState, view: ClusterView, room: Room, attempts: Attempts, mesh_orders: MeshOrders
+    ) -> None:
+        self.state, self.view, self.room, self.attempts, self.mesh_orders = state, view, room, attempts, mesh_orders
+        self._looks: dict[str, Callable[[Job, Attempt], tuple[list[int], str] | None]] = {
+            "get": lambda job, attempt: awaited_by_get(state, job, attempt),
+            "mesh_order": self._mesh_order,
+            "reserve": self._reserve,
+        }
+
+    def of(self, name: str, verb: str) -> Body | None:
+        """Return {come, awaited, is_complete} of a call that ranks of a job wait for; None if none of them does."""
+        job = self.state.jobs.get(name)
+        attempt = job.newest if job is not None else None
+        look = self._looks.get(verb)
+        found = look(job, attempt) if look is not None and job is not None and attempt is not None else None
+        if found is not None and attempt is not None:
+            missing, awaited = found
+            ranks = {"ranks": attempt.world_size - len(missing), "world_size": attempt.world_size}
+            awaited = named_ranks(attempt, missing) if missing else awaited
+            return {"come": come_text({**ranks, "missing": missing}), "awaited": awaited, "is_complete": not missing}
+        row = launch(self.state, self.attempts, name)
+        return {"come": come_text(row), "awaited": row["awaited"], "is_complete": not row["missing"]} if row else None
+
+    def _mesh_order(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
+        asked = self.mesh_orders.asked.get(job.name)
+        late = named_hosts(self.view.silent_hosts(job))
+        if asked is None:
+            return None
+        return missing_ranks(attempt, asked.calls), f"{late}, which may have a newer step"
+
+    def _reserve(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
+        active = self.room.active.get(job.name)
+        if active is None or active.attempt != attempt.ordinal:
+            return None
+        missing = [] if active.is_ordered else self.room.silent_ranks(job, attempt)
+        hosts = f"{named_hosts(active.waits)} to have the room" if active.waits else "hosts to write it down"
+        return missing, hosts

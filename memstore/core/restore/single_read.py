@@ -1,0 +1,118 @@
+"""Reads of one rank's shard, without a barrier and without adopting anything. Pure (R27).
+
+asked --planned--> the reader's host brings it, from hosts or durable storage --> answered with its place there
+"""
+
+from __future__ import annotations
+
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.reading import Read
+from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import listed
+from memstore.core.durable.paths import place_of
+from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_to_wire
+from recovery.inventory import ShardId, StepId
+from recovery.lineage import in_lineage
+from recovery.planner import RecoveryPlan, plan
+
+TERM_SHIFT, TERMS = 32, 1 << 29  # a term's numbers stay below 2**61
+
+
+def first_number(term: int) -> int:
+    """Return where a term begins to number its orders: no report for a former controller's may be taken for ours."""
+    return term % TERMS << TERM_SHIFT
+
+
+def job_of(state: ClusterState, out: Effects, call: Call) -> Job | None:
+    """Return the job that a call names; None, and the call is refused, if the store does not hold it."""
+    name = str(call.body.get("job", ""))
+    job = state.jobs.get(name)
+    if job is None:
+        have = ", ".join(sorted(state.jobs)) or "none"
+        story = state.stories.get(name, "")
+        gone = f" ({story})" if story else ""
+        out.refuse(call, "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}")
+    return job
+
+
+def newest_attempt(out: Effects, call: Call, job: Job | None) -> Attempt | None:
+    """Return the newest attempt of a job; None, and the call is refused, if no attempt of it is known."""
+    if job is not None and job.newest is None:
+        why = f"job {job.name!r} has copies and no attempt: connect to it first"
+        out.refuse(call, "RecoveryError", why)
+    return job.newest if job is not None else None
+
+
+class SingleReads:
+    """Reads of all jobs that are under way."""
+
+    def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
+        self.state, self.out = state, out
+        self._count = first_number(term)
+
+    def ask(self, call: Call) -> None:
+        """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
+        job = job_of(self.state, self.out, call)
+        attempt = newest_attempt(self.out, call, job)
+        if job is None or attempt is None:
+            return
+        rank, wanted = int(call.body["rank"]), call.body.get("step")
+        spans, of_attempt = job.spans(attempt.ordinal), call.body.get("of_attempt")
+        known = [s for s in {*job.copies, *job.commits, *job.markers} if of_attempt in (None, s.attempt)]
+        found = [s for s in known if s.step == wanted]
+        only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
+        if wanted is not None and only is None:
+            have = sorted({s.step for s in known})
+            what = f"its steps are {listed(have)}" if have else "it has none"
+            self.out.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}: {what}")
+            return
+        result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
+        if result.step is not None and result.world_size not in (None, attempt.world_size):
+            result = self._plan_at(call.host_id, job, attempt, result.step, result.world_size)
+        if result.step is None or rank not in result.specs:
+            why = f"rank {rank} is not one of its {len(result.specs)} ranks" if result.step is not None else result.why
+            self.out.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
+            return
+        self._count += 1
+        shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
+        holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
+        answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
+        if call.body.get("chunks") is not None:
+            answer["excerpt"] = -self._count
+        self.state.reads[-self._count] = Read(call, shard, answer)
+        self.out.send(
+            call.host_id, "stage",
+            {
+                "job": job.name, "round": -self._count, "rank": rank, "shard": shard_to_wire(shard),
+                "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
+                "durable": place_of(attempt.config, job.markers.get(result.step)),
+                "chunks": call.body.get("chunks"), "stream": call.body.get("stream"),
+                "runs": [
+                    [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
+                ],
+            },
+        )  # fmt: skip
+
+    def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
+        """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
+        return plan(
+            job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
+            world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
+        )  # fmt: skip
+
+    def staged(self, body: Body) -> None:
+        """A shard read by `_read` is at its reader's host, or could not be brought there."""
+        number = int(body["round"])
+        read = self.state.reads.get(number)
+        if read is None or shard_from_wire(body["shard"]) != read.shard:
+            return
+        del self.state.reads[number]
+        if body["ok"]:
+            self.out.answer(read.call, {**read.answer, "shard": body["shard"], "digest": body["digest"]})
+        else:
+            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {body['why']}")
+
+    def host_died(self, host: str) -> None:
+        """Forget reads of ranks on a host that died: they ask again."""
+        self.state.reads = {n: read for n, read in self.state.reads.items() if read.call.host_id != host}

@@ -1,0 +1,152 @@
+"""Declared messages as bytes: msgpack with types, decoded within limits. Pure.
+
+A body is one message: a map of its fields, with the name of its type under "k". What a peer sends is walked before
+anything is built of it (`_check`), then decoded as the types that may come here, and as nothing else:
+
+    bytes --too long, too many elements, a key twice, an extension, no msgpack--> ProtocolError
+      '--of no type that may come, a field missing, unknown or of another type--> ProtocolError, which names the place
+      '--> a frozen message
+
+No type has a field of any content (`Any`), so the types bound the depth. Read `ids.py`, then a dialect:
+`peer_messages.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args
+
+import msgpack
+import msgspec
+
+from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
+from memstore.errors import ProtocolError
+
+ERROR_CHARS_MAX = 300
+"""Of what the decoder says: it may quote the peer."""
+
+Scalar = None | bool | int | float | str
+"""A plain value of a type that only the reader knows."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="k"):
+    """The base of all messages: what a frame's body is."""
+
+
+class Request(Message, Generic[R], frozen=True, kw_only=True):
+    """A message that is answered with one of type R."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of what messages contain by name: a map of its fields."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base of what messages contain many of: an array of its fields, in order."""
+
+
+class Decoder(Generic[T]):
+    """Decodes bodies of one type, or of one of several types that are told apart by name."""
+
+    def __init__(self, kind: Any, *, items_max: int = BODY_ITEMS_MAX, bytes_max: int = BODY_BYTES_MAX) -> None:
+        """`kind` is T: a Message, or a union of some."""
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._name = " | ".join(each.__name__ for each in get_args(kind) or (kind,))
+        self._items_max, self._bytes_max = items_max, bytes_max
+
+    def __call__(self, data: bytes | bytearray | memoryview) -> T:
+        """Return the message that a body is; ProtocolError says what is wrong with it."""
+        try:
+            _check(data, self._items_max, self._bytes_max)
+            message: T = self._decoder.decode(data)
+        except (ValueError, TypeError, msgspec.MsgspecError, msgpack.UnpackException, RecursionError) as error:
+            why = str(error)[:ERROR_CHARS_MAX] or type(error).__name__
+            raise ProtocolError(f"a body of {len(data):,} bytes is no {self._name[:200]}: {why}") from error
+        return message
+
+
+def decode_reply(request: Request[R], data: bytes | bytearray | memoryview) -> R:
+    """Return the answer to `request` that a body is; ProtocolError if it is none."""
+    reply: R = reply_decoder(type(request))(data)
+    return reply
+
+
+@cache
+def reply_decoder(kind: type[Request[Any]]) -> Decoder[Any]:
+    """Return what decodes the answers to a kind of request: the type in its `Request[...]`."""
+    (reply,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    return Decoder(reply)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as a body; ProtocolError if it cannot be encoded, or is longer than a body may be."""
+    try:
+        data = _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+    if len(data) > BODY_BYTES_MAX:
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(data):,} bytes exceeds the limit of {BODY_BYTES_MAX:,}; send it in pages"
+        )
+    return data
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class _Walk:
+    """Looks at the containers of one body as they are read, and keeps none of them."""
+
+    __slots__ = ("left", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.left = limit
+
+    def array(self, items: list[Any]) -> None:
+        """Count an array."""
+        self._count(len(items))
+
+    def map(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Count a map and compare its keys: of two equal ones, the decoder would take the last in silence."""
+        self._count(len(pairs))
+        keys = {key for key, _ in pairs}
+        if len(keys) < len(pairs):
+            raise ValueError(f"a map of {len(pairs)} entries has {len(keys)} different keys")
+
+    def _count(self, count: int) -> None:
+        self.left -= count + 1
+        if self.left < 0:
+            raise ValueError(f"more than {self.limit:,} elements")
+
+
+def _check(data: bytes | bytearray | memoryview, items_max: int, bytes_max: int) -> None:
+    """Walk a body before it is decoded; ValueError if it is beyond a limit, has a key twice, or is not msgpack.
+
+    The elements of all containers count together: an object may take 60 times the memory of its encoded byte.
+    """
+    size = len(data)
+    if size > bytes_max:
+        raise ValueError(f"the limit is {bytes_max:,} bytes")
+    walk = _Walk(items_max)
+    # msgpack may allocate when it reads a length, so a length must not exceed the bytes there are.
+    length_max = min(items_max, size)
+    msgpack.unpackb(
+        data,
+        raw=False,
+        strict_map_key=False,
+        object_pairs_hook=walk.map,
+        list_hook=walk.array,
+        ext_hook=_refuse_extension,
+        max_array_len=length_max,
+        max_map_len=length_max,
+        max_str_len=size,
+        max_bin_len=size,
+        max_ext_len=0,
+    )
+
+
+def _refuse_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension type {code} is not used by memstore")

@@ -1,0 +1,96 @@
+"""Ids and numbers as they travel: shards, specs and copies as rows of checked values. Pure.
+
+The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files. A row is
+made of the store's own value by `of`, and gives it back by `id`, `spec` or `on`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from memstore.core.wire.codec import Row
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+
+ORDINAL_LIMIT = 1 << 62
+"""Of attempts, steps, ranks, sizes and counts, as in manifests."""
+
+Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
+Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
+ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="xxh3-128 of a chunk")]
+
+
+class WireStep(Row, frozen=True):
+    """A step of an attempt."""
+
+    attempt: Ordinal
+    step: Ordinal
+
+    @classmethod
+    def of(cls, step: StepId) -> WireStep:
+        """Return the row of a step id."""
+        return cls(step.attempt, step.step)
+
+    @property
+    def id(self) -> StepId:
+        """Return the step id."""
+        return StepId(self.attempt, self.step)
+
+
+class WireShard(Row, frozen=True):
+    """A rank's shard of a step."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    rank: Ordinal
+
+    @classmethod
+    def of(cls, shard: ShardId) -> WireShard:
+        """Return the row of a shard id."""
+        return cls(shard.job, shard.attempt, shard.step, shard.rank)
+
+    @property
+    def id(self) -> ShardId:
+        """Return the shard id."""
+        return ShardId(self.job, self.attempt, self.step, self.rank)
+
+
+class WireSpec(Row, frozen=True):
+    """What a shard is: its manifest's digest and its sizes."""
+
+    digest: Digest
+    nbytes: Ordinal
+    chunk_bytes: Ordinal
+    chunks_count: Ordinal
+    world_size: Ordinal
+
+    @classmethod
+    def of(cls, spec: ShardSpec) -> WireSpec:
+        """Return the row of a spec."""
+        return cls(spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size)
+
+    @property
+    def spec(self) -> ShardSpec:
+        """Return the spec."""
+        return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
+
+
+class WireCopy(Row, frozen=True):
+    """A copy of a shard on the host that says so, with the indices of the chunks that it lacks."""
+
+    shard: WireShard
+    spec: WireSpec
+    missing: tuple[Ordinal, ...]
+
+    @classmethod
+    def of(cls, copy: Copy) -> WireCopy:
+        """Return the row of a copy, without its host."""
+        return cls(WireShard.of(copy.shard), WireSpec.of(copy.spec), tuple(sorted(copy.missing)))
+
+    def on(self, host_id: str) -> Copy:
+        """Return the copy as one on that host."""
+        return Copy(self.shard.id, self.spec.spec, host_id, frozenset(self.missing))

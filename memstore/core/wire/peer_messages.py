@@ -1,0 +1,168 @@
+"""Holder to holder: a shard is offered, its chunks sent, and sealed; or asked for and sent. Pure.
+
+A connection carries one request at a time: a CALL frame, answered by a REPLY frame with what the request names, or by
+an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK frames:
+
+    Offer --Admitted--> ChunkBatch --ChunksWanted--> CHUNK frames --BatchReceived--> ... --> Seal --CopySealed-->
+      '--HasCopy, Refused-->         '--NoDraft-->                                            '--ChunksMissing--> again
+    FetchChunks --> CHUNK frames --ChunksSent-->
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from memstore.core.wire.codec import Decoder, Message, Request, Row
+from memstore.core.wire.ids import ChunkDigest, Digest, Ordinal, Positive, WireShard
+
+R = TypeVar("R")
+
+
+class OfferedChunk(Row, frozen=True):
+    """A chunk that a sender has."""
+
+    index: Ordinal
+    digest: ChunkDigest
+    nbytes: Positive
+
+
+class ChunkRun(Message, frozen=True, tag="run"):
+    """The body of a CHUNK frame: its bulk is these chunks, one after the other, in the order asked for.
+
+    Several chunks share a frame because slots and locks are taken once per frame: with one each, a tenth of a core went
+    into that at 3 GB/s.
+    """
+
+    sizes: tuple[Ordinal, ...]
+    """Size 0 stands for a chunk that the sender lacks."""
+
+
+class Done(Message, frozen=True, tag="done"):
+    """The request was carried out, and there is nothing to say about it."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The holder does not take the shard."""
+
+    why: str
+    is_final: bool
+    """Waiting cannot help: the sender gives up."""
+
+
+class Admitted(Message, frozen=True, tag="admitted"):
+    """A draft of the shard is open: its chunks may come."""
+
+
+class HasCopy(Message, frozen=True, tag="has_copy"):
+    """The holder has a whole copy of the shard: nothing is to be sent."""
+
+
+class NoDraft(Message, frozen=True, tag="no_draft"):
+    """There is no draft of the shard, so its chunks cannot come: it was aborted or fenced, or never offered."""
+
+
+class ChunksWanted(Message, frozen=True, tag="wanted"):
+    """The chunks of a batch that the receiver lacks, to be sent in this order. In an EVENT frame, before the reply."""
+
+    chunks: tuple[Ordinal, ...]
+
+
+class BatchReceived(Message, frozen=True, tag="received"):
+    """The batch has come, but for chunks that arrived damaged or found no slot."""
+
+    damaged: tuple[Ordinal, ...]
+
+
+class CopySealed(Message, frozen=True, tag="sealed"):
+    """The copy is whole and counts."""
+
+
+class ChunksMissing(Message, frozen=True, tag="missing"):
+    """The copy cannot be sealed: these chunks are to be sent again."""
+
+    chunks: tuple[Ordinal, ...]
+
+
+class ManifestFound(Message, frozen=True, tag="manifest_found"):
+    """A manifest as it is stored; the reader compares its digest."""
+
+    manifest: bytes
+
+
+class ChunksSent(Message, frozen=True, tag="sent"):
+    """All chunks asked for have been sent but these, which the holder lacks."""
+
+    lacking: tuple[Ordinal, ...]
+
+
+class Verified(Message, frozen=True, tag="verified"):
+    """The holder has digested its copy again and lacks these chunks; the controller is told the same (R25)."""
+
+    missing: tuple[Ordinal, ...]
+
+
+class DraftRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    """The base of what concerns a shard that a peer sends here."""
+
+    shard: WireShard
+    sender: str
+    """The host that sends it: the one that proved to be the peer."""
+
+
+class Offer(DraftRequest[Admitted | HasCopy | Refused], frozen=True, tag="offer"):
+    """Ask the holder to admit a shard before a byte of it travels (R10, R13)."""
+
+    digest: Digest | None
+    """None while the sender itself does not know it yet."""
+    attempt: Ordinal
+    """A fence against this attempt refuses it: the shard's own, for a repair the one that orders it."""
+    chunks_count: Ordinal
+
+
+class ChunkBatch(DraftRequest[BatchReceived | NoDraft], frozen=True, tag="chunks"):
+    """Announce chunks of an offered shard; those that the holder wants follow."""
+
+    chunks: tuple[OfferedChunk, ...]
+
+
+class Seal(DraftRequest[CopySealed | ChunksMissing | Refused], frozen=True, tag="seal"):
+    """Make a copy of the draft: its manifest names the chunks (R7, R14)."""
+
+    manifest: bytes
+
+
+class Abort(DraftRequest[Done], frozen=True, tag="abort"):
+    """Give the draft up."""
+
+
+class FetchManifest(Request[ManifestFound], frozen=True, tag="fetch_manifest"):
+    """Ask for the manifest of a shard."""
+
+    shard: WireShard
+    digest: Digest
+
+
+class FetchChunks(Request[ChunksSent], frozen=True, tag="fetch_chunks"):
+    """Ask for chunks of a shard, which come in this order."""
+
+    shard: WireShard
+    digest: Digest
+    chunks: tuple[Ordinal, ...]
+
+
+class Verify(Request[Verified], frozen=True, tag="verify"):
+    """Ask the holder to digest its copy again: chunks of it arrived damaged."""
+
+    shard: WireShard
+    digest: Digest
+
+
+class Ping(Request[Done], frozen=True, tag="ping"):
+    """Ask whether the holder answers."""
+
+
+PeerRequest = Offer | ChunkBatch | Seal | Abort | FetchManifest | FetchChunks | Verify | Ping
+
+decode_request: Decoder[PeerRequest] = Decoder(PeerRequest)
+decode_run: Decoder[ChunkRun] = Decoder(ChunkRun)
+decode_wanted: Decoder[ChunksWanted] = Decoder(ChunksWanted)

@@ -1,0 +1,52 @@
+"""Builds a valid message of every declared type, for the fuzzers to start from and for tests to send around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+_PATTERNS = {r"^[0-9a-f]{32}\Z": "0123456789abcdef" * 2, r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z": "train-7"}
+
+
+def sample(kind: type[msgspec.Struct], *, is_full: bool) -> msgspec.Struct:
+    """Return a message: with every field set and one item in each container, or with as little as it may have."""
+    struct: msgspec.Struct = _value(inspect.type_info(kind), is_full)
+    return struct
+
+
+def _value(node: inspect.Type, is_full: bool) -> Any:
+    """Return a value of a type."""
+    match node:
+        case inspect.StructType():
+            fields = [field for field in node.fields if is_full or field.required]
+            return node.cls(**{field.name: _value(field.type, is_full) for field in fields})
+        case inspect.Metadata():
+            return _value(node.type, is_full)
+        case inspect.UnionType():
+            first, *_, last = node.types
+            return _value(first if is_full else last, is_full)
+        case inspect.IntType():
+            return node.ge if node.ge is not None else 7
+        case inspect.StrType():
+            return _PATTERNS[node.pattern] if node.pattern is not None else "text"
+        case inspect.BytesType():
+            return bytes(node.min_length or 0)
+        case inspect.FloatType():
+            return 1.5
+        case inspect.BoolType():
+            return is_full
+        case inspect.NoneType():
+            return None
+        case inspect.LiteralType():
+            return node.values[0 if is_full else -1]
+        case inspect.VarTupleType():
+            return (_value(node.item_type, is_full),) if is_full else ()
+        case inspect.TupleType():
+            return tuple(_value(item, is_full) for item in node.item_types)
+        case inspect.ListType():
+            return [_value(node.item_type, is_full)] if is_full else []
+        case inspect.DictType():
+            return {_value(node.key_type, is_full): _value(node.value_type, is_full)} if is_full else {}
+    raise TypeError(f"a message has a field of type {node}: what it may hold is not declared, or not known here")

@@ -1,0 +1,224 @@
+"""Declared messages: what is encoded comes back, and nothing else than a declared message is let in (R14, I20)."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memstore.core.wire import codec, ids
+from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
+from memstore.errors import ProtocolError
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+
+calm = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Brought(codec.Message, frozen=True, tag="brought"):
+    """Copies, with what was noted of some."""
+
+    copies: tuple[ids.WireCopy, ...]
+    notes: dict[str, str] = msgspec.field(default_factory=dict)
+    took_s: float | None = None
+
+
+class Dropped(codec.Message, frozen=True, tag="dropped"):
+    """A step."""
+
+    step: ids.WireStep
+
+
+decode: codec.Decoder[Brought | Dropped] = codec.Decoder(Brought | Dropped)
+
+ordinals = st.integers(0, ids.ORDINAL_LIMIT - 1)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+shards = st.builds(ShardId, names, ordinals, ordinals, ordinals)
+digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
+specs = st.builds(ShardSpec, digests, ordinals, ordinals, ordinals, ordinals)
+copies = st.builds(Copy, shards, specs, st.just("h0"), st.frozensets(ordinals, max_size=4))
+ROW = [["train", 1, 2, 3], ["ab" * 16, 10, 4, 3, 8], []]
+
+
+@calm
+@given(copies=st.lists(copies, max_size=3), took_s=st.none() | st.floats(allow_nan=False))
+def test_a_message_comes_back_equal(copies: list[Copy], took_s: float | None) -> None:
+    """Ids, specs and copies are the same values after their way as rows."""
+    message = Brought(copies=tuple(map(ids.WireCopy.of, copies)), notes={"a": "b"}, took_s=took_s)
+    again = decode(codec.encode(message))
+    assert again == message
+    assert isinstance(again, Brought)
+    assert [row.on("h0") for row in again.copies] == copies
+
+
+@calm
+@given(attempt=ordinals, step=ordinals)
+def test_a_step_comes_back_equal(attempt: int, step: int) -> None:
+    """Also one alone."""
+    again = decode(codec.encode(Dropped(step=ids.WireStep.of(StepId(attempt, step)))))
+    assert again == Dropped(step=ids.WireStep(attempt, step))
+    assert isinstance(again, Dropped)
+    assert again.step.id == StepId(attempt, step)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """What a peer may send in place of a Brought."""
+    return {"k": "brought", "copies": [ROW], **fields}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param([], "Expected `object`, got `array`", id="no map"),
+        pytest.param({}, "missing required field `k`", id="no kind"),
+        pytest.param(body(k="bought"), "Invalid value 'bought'", id="unknown kind"),
+        pytest.param(body(k=5), "Expected `str`, got `int`", id="kind of another type"),
+        pytest.param({"k": "brought"}, "missing required field `copies`", id="no field"),
+        pytest.param(body(more=1), "unknown field `more`", id="unknown field"),
+        pytest.param({**body(), 5: 1}, "Expected `str`", id="key of another type"),
+        pytest.param(body(copies={}), "got `object`", id="a map for a list"),
+        pytest.param(body(copies=[ROW[:2]]), r"copies\[0\]", id="short row"),
+        pytest.param(body(copies=[[*ROW, 1]]), r"copies\[0\]", id="long row"),
+        pytest.param(body(notes={"a": 1}), "Expected `str`, got `int`", id="another value"),
+        pytest.param(body(notes={1: "a"}), "Expected `str`, got `int`", id="another key"),
+        pytest.param(body(took_s="1"), "got `str`", id="text for a number"),
+        pytest.param(body(took_s=True), "got `bool`", id="truth for a number"),
+        pytest.param(body(took_s=msgpack.Timestamp(1)), "ext", id="timestamp"),
+        pytest.param(body(took_s=msgpack.ExtType(5, b"x")), "ext", id="extension"),
+    ],
+)
+def test_what_is_not_declared_is_refused_by_its_place(content: Any, words: str) -> None:
+    """The error names the types that may come, the place and what is wrong with it."""
+    assert decode(msgpack.packb(body()))
+    with pytest.raises(ProtocolError, match=rf"Brought \| Dropped: .*{words}"):
+        decode(msgpack.packb(content))
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *(["train", *numbers] for numbers in ((1, -1, 0), (1, 2**62, 0), (True, 7, 0), (1, 7, "0"), (1, 1.0, 0))),
+        *([job, 1, 7, 0] for job in ("../../x", "", "x" * 65, "naïve", "a\0b", ".hidden", b"job", 5, "a\n")),
+        *(None, "abcd", 5, {}, [], ["other", 1, 7], ["other", 1, 7, 0, 0]),
+    ],
+)
+def test_what_no_rank_could_have_put_is_no_shard(shard: Any) -> None:
+    """Names that are no folder's, numbers of another type or beyond their limit, rows of another length."""
+    with pytest.raises(ProtocolError, match=r"copies\[0\]\[0\]"):
+        decode(msgpack.packb(body(copies=[[shard, *ROW[1:]]])))
+
+
+@pytest.mark.parametrize("digest", ["", "AB" * 16, "ab" * 15, "ab" * 16 + "\n", b"ab" * 16, 5])
+def test_what_is_no_digest_is_no_spec(digest: Any) -> None:
+    """A digest is 32 small hexadecimal digits."""
+    with pytest.raises(ProtocolError, match=r"copies\[0\]\[1\]"):
+        decode(msgpack.packb(body(copies=[[ROW[0], [digest, 10, 4, 3, 8], []]])))
+
+
+def pairs(*entries: tuple[bytes, bytes]) -> bytes:
+    """A map of these packed entries, whatever their keys are."""
+    return bytes([0x80 | len(entries)]) + b"".join(key + value for key, value in entries)
+
+
+KIND = (msgpack.packb("k"), msgpack.packb("brought"))
+COPIES = (msgpack.packb("copies"), msgpack.packb([]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(pairs(KIND, COPIES, COPIES), id="field"),
+        pytest.param(pairs(KIND, KIND, COPIES), id="kind"),
+        pytest.param(
+            pairs(KIND, COPIES, (msgpack.packb("notes"), pairs(*[(b"\xa1a", b"\xa1b")] * 2))), id="in a field"
+        ),
+        pytest.param(pairs(KIND, COPIES, (b"\xd9\x06copies", b"\x90")), id="written in another way"),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(data: bytes) -> None:
+    """Two readers of such a map could see two messages."""
+    assert decode(pairs(KIND, COPIES)) == Brought(copies=())
+    with pytest.raises(ProtocolError, match="different keys"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x81\xa1k", id="cut short"),
+        pytest.param(pairs(KIND, COPIES) + b"\x00", id="bytes after the end"),
+        pytest.param(b"\x81\xa1k\xa2\xff\xfe", id="text that is not utf-8"),
+        pytest.param(b"\x81\xa1k\xdd\xff\xff\xff\xff", id="array of 2**32-1"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="map of 2**32-1"),
+        pytest.param(b"\x81\xa1k\xdb\xff\xff\xff\xff", id="text of 2**32-1"),
+        pytest.param(b"\x81\xa1k\xc6\xff\xff\xff\xff", id="bytes of 2**32-1"),
+        pytest.param(b"\x81\xa1k\xc7\x00\x05", id="empty extension"),
+        pytest.param(b"\x81\xa1k\x81\x90\x01", id="list as a key"),
+        pytest.param(b"\x81\xa1k" + b"\x91" * 100 + b"\x90", id="deep"),
+        pytest.param(b"\x81\xa1k" + b"\x91" * 100_000 + b"\x90", id="far too deep"),
+        pytest.param(b"\x81\xa1k" + b"\xdd\x00\x00\x10\x00" * 900 + bytes(4096), id="lengths in lengths"),
+        pytest.param(b"\x81\xa1k\xdd\x00\xf0\x00\x00" + b"\x90" * 0xF00000, id="15 million empty arrays"),
+        pytest.param(bytes(BODY_BYTES_MAX + 1), id="over the limit"),
+    ],
+)
+def test_hostile_bytes_are_refused_while_they_are_small(data: bytes) -> None:
+    """Each trick of the format is a ProtocolError that costs little memory (fault F33)."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(data)
+        # What the pointers of all elements that a body may have take, a few times over: lengths may lie in lengths.
+        assert tracemalloc.get_traced_memory()[1] < 32 * BODY_ITEMS_MAX
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_elements_of_all_containers_are_counted_together() -> None:
+    """Many small rows count like one long one."""
+    count = BODY_ITEMS_MAX // 17 + 1  # elements of a row, its own place among them
+    content = body(copies=[ROW] * count)
+    with pytest.raises(ProtocolError, match="1,048,576 elements"):
+        decode(msgpack.packb(content))
+    content = body(copies=[ROW] * (count - 2))
+    assert len(decode(msgpack.packb(content)).copies) == count - 2  # type: ignore[union-attr]
+
+
+def test_a_decoder_may_have_tighter_limits() -> None:
+    """For strangers: fewer elements, fewer bytes."""
+    data = codec.encode(Brought(copies=(), notes={str(i): "" for i in range(20)}))
+    for limits in ({"items_max": 20}, {"bytes_max": 50}):
+        tight: codec.Decoder[Brought] = codec.Decoder(Brought, **limits)
+        assert tight(codec.encode(Brought(copies=())))
+        with pytest.raises(ProtocolError, match=r"20 elements|50 bytes"):
+            tight(data)
+
+
+@pytest.mark.parametrize("notes", [{"a": "\ud800"}, {"a": "x" * BODY_BYTES_MAX}])
+def test_what_no_peer_could_read_is_refused_by_the_sender(notes: dict[str, str]) -> None:
+    """A message of ours that is no UTF-8, or too long, is an error here, not there."""
+    with pytest.raises(ProtocolError, match="Brought"):
+        codec.encode(Brought(copies=(), notes=notes))
+
+
+@calm
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_message_or_a_protocol_error(data: bytes) -> None:
+    """No bytes at all make a decoder do anything else."""
+    try:
+        message = decode(data)
+    except ProtocolError:
+        return
+    assert isinstance(message, codec.Message)
+
+
+def test_messages_cannot_be_changed() -> None:
+    """What is decoded may be handed to any part."""
+    message = Brought(copies=())
+    with pytest.raises(AttributeError):
+        message.copies = ()  # type: ignore[misc]
+    assert msgspec.structs.replace(message, took_s=1.0).took_s == 1.0
