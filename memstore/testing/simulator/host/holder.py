@@ -178,7 +178,9 @@ class SimHolder:
         rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
         if rank is None or rank.is_dead:
             return
-        if "shard" in body and error is None:
+        if "excerpt" in body and error is None:
+            body, error = self.stager.read_part(rank, body)
+        elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
@@ -219,6 +221,7 @@ class SimHolder:
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
+        self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
 
