@@ -7,8 +7,9 @@ these hosts, `repair.py` for how copies get there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import AttemptOpened
