@@ -12,12 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest import runner
 
+from memstore.testing.clusters.store_name import maker_pid
 from memstore.testing.ranks.rank_process import RankNursery
 
 # Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
@@ -47,6 +49,30 @@ with contextlib.suppress(ImportError):
     # The same examples in every run; a busy machine is no reason to fail one.
     settings.register_profile("memstore", derandomize=True, deadline=None)
     settings.load_profile("memstore")
+
+
+# Tests with these markers start whole Ray clusters, of which two at once would starve each other.
+_ONE_AT_A_TIME = "ray"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes longest first, so that no worker ends with it alone; group the tests that never run at once."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group(_ONE_AT_A_TIME))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give each worker a group or else a module at a time: a module's tests share its cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Modules(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.rpartition("@")[2] if nodeid.endswith(f"@{_ONE_AT_A_TIME}") else nodeid.partition("::")[0]
+
+    return Modules(config, log)
 
 
 def live_children() -> set[str]:
@@ -95,18 +121,36 @@ def busy_threads() -> set[str]:
     }
 
 
-def is_used_by_others(path: str, family_pid: int) -> bool:
-    """Return whether a process that does not descend from `family_pid` has a file of `path` open: another run's."""
+def parents_of_all() -> dict[int, int]:
+    """Return the parent of every process that lives now."""
     parents = {}
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def is_stranger(pid: int, parents: Mapping[int, int], family_pid: int) -> bool:
+    """Return whether a live process does not descend from `family_pid`."""
+    ancestor = pid
+    while ancestor in parents and ancestor != family_pid:
+        ancestor = parents[ancestor]
+    return pid in parents and ancestor != family_pid
+
+
+def is_of_others(path: str, family_pid: int) -> bool:
+    """Return whether `path` belongs to another run, of which several may go on at once on this machine.
+
+    The names of the kit's stores tell the process that made them. Of another name it is asked whether a process that
+    does not descend from `family_pid` has a file of `path` open.
+    """
+    parents = parents_of_all()
+    maker = maker_pid(path)
+    if maker is not None:
+        return is_stranger(maker, parents, family_pid)
     for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != family_pid:
-            ancestor = parents[ancestor]
         with contextlib.suppress(OSError):
-            if ancestor != family_pid and any(
+            if is_stranger(pid, parents, family_pid) and any(
                 os.readlink(link).startswith(path + "/") for link in Path(f"/proc/{pid}/fd").iterdir()
             ):
                 return True
@@ -129,7 +173,7 @@ def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
     foreign: set[str] = set()  # another run's, though at some moments, as while its holder restarts, nobody has it open
     while True:
         left = set().union(*(check() for check in _CHECKS)) - before - foreign
-        others = {what for what in left if what.startswith(str(SHM_DIR)) and is_used_by_others(what, os.getpid())}
+        others = {what for what in left if what.startswith(str(SHM_DIR)) and is_of_others(what, os.getpid())}
         foreign |= others
         if left == others or time.monotonic() > deadline:
             return left - others

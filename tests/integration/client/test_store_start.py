@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.on_ray.reach import wait_for_gcs, wants_token
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.clusters.store_name import scratch_store_name
 
 LIMIT_S = 2.0
 SLACK_S = 5.0  # of a machine that is busy; Ray alone would wait for minutes
@@ -110,7 +110,7 @@ def test_a_rank_whose_holder_stays_away_has_its_error_in_time(left: ProcessClust
 
 
 def test_where_no_store_was_the_silent_ray_is_named(silent: str, tmp_path: Path) -> None:
-    config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
+    config = Config(store=scratch_store_name(), arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
     for call in (
         lambda: memstore.connect("train", rank=0, world_size=2, config=config),
         lambda: memstore.start(config),
@@ -125,7 +125,7 @@ def test_where_no_store_was_the_silent_ray_is_named(silent: str, tmp_path: Path)
 
 def test_a_gcs_that_handles_no_call_is_given_up(hung: str, tmp_path: Path) -> None:
     """That it speaks HTTP/2 is not enough: ray.init() would wait for it without a limit."""
-    config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
+    config = Config(store=scratch_store_name(), arena_dir=str(tmp_path), connect_timeout_s=LIMIT_S)
     for call in (
         lambda: wait_for_gcs(None, LIMIT_S, lambda _: None),  # first: it is what keeps the others from hanging
         lambda: memstore.start(config),
@@ -150,7 +150,7 @@ def test_tls_is_on_for_what_ray_takes_for_on(
 
 
 def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
-    where = ["--store", f"t{secrets.token_hex(4)}", "--arena-dir", str(tmp_path)]
+    where = ["--store", scratch_store_name(), "--arena-dir", str(tmp_path)]
     for typed, limit_s in (
         (["up", "--timeout-s", "3"], 3.0), (["down"], 5.0), (["status", "--address", silent], 5.0),
     ):  # fmt: skip
@@ -167,7 +167,7 @@ def test_a_ray_address_of_nobody_is_refused_at_once(tmp_path: Path, monkeypatch:
     with socket.socket() as unused:
         unused.bind(("127.0.0.2", 0))  # bound and not listening
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{unused.getsockname()[1]}")
-        config = Config(store=f"t{secrets.token_hex(4)}", arena_dir=str(tmp_path))
+        config = Config(store=scratch_store_name(), arena_dir=str(tmp_path))
         for world_size in (1, 2):
             error = refused(partial(memstore.connect, "train", rank=0, world_size=world_size, config=config), 10.0)
             assert "correct RAY_ADDRESS" in str(error)
@@ -178,7 +178,7 @@ def test_a_ray_address_of_nobody_is_refused_at_once(tmp_path: Path, monkeypatch:
 @pytest.mark.timeout(180)
 def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
     """Of two holders on this machine the child's Ray node tells the rank's; the rank itself has not joined Ray."""
-    name = f"t{secrets.token_hex(4)}"
+    name = scratch_store_name()
     config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
     fields = f"store={name!r}, arena_bytes={64 << 20}, interface='127.0.0.1'"
     code = (

@@ -262,7 +262,7 @@ def test_a_process_of_another_user_is_refused_by_its_credentials(tmp_path: Path)
     """Even where the socket file stands open, the kernel's word about the peer decides (SO_PEERCRED)."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
-    folder = Path("/dev/shm") / f"memstore-credentials-{os.getpid()}"
+    folder = Path("/dev/shm") / f"memstore-credentials-p{os.getpid()}"
     folder.mkdir(mode=0o755)
     try:
         with Listener.unix(folder / "holder.sock", on_channel=lambda *_: None) as server:
