@@ -51,26 +51,28 @@ with contextlib.suppress(ImportError):
     settings.load_profile("memstore")
 
 
-# Tests with these markers start whole Ray clusters, of which two at once would starve each other.
-_ONE_AT_A_TIME = "ray"
+_RAY_GROUP = "ray"  # two Ray clusters at once would starve each other, and be taken for one another
+_SIMULATOR = "tests/simulator/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what takes longest first, so that no worker ends with it alone; group the tests that never run at once."""
+    """Put the longest group first and the smallest pieces last, so that all workers end at about the same time."""
     for item in items:
         if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group(_ONE_AT_A_TIME))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+            item.add_marker(pytest.mark.xdist_group(_RAY_GROUP))
+    items.sort(key=lambda item: (not item.get_closest_marker("ray"), item.nodeid.startswith(_SIMULATOR)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Give each worker a group or else a module at a time: a module's tests share its cluster."""
+    """Give a worker a group or else a module at a time, whose tests share clusters; the simulator's share nothing."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Modules(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.rpartition("@")[2] if nodeid.endswith(f"@{_ONE_AT_A_TIME}") else nodeid.partition("::")[0]
+            if nodeid.endswith(f"@{_RAY_GROUP}"):
+                return _RAY_GROUP
+            return nodeid if nodeid.startswith(_SIMULATOR) else nodeid.partition("::")[0]
 
     return Modules(config, log)
 
