@@ -20,6 +20,7 @@ import pytest
 from _pytest import runner
 
 from memstore.testing.clusters.store_name import maker_pid
+from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
 
 # Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
@@ -218,6 +219,13 @@ def nursery(_nursery: RankNursery) -> Iterator[RankNursery]:
     """Forks real rank processes; those of a test end with it."""
     yield _nursery
     _nursery.kill_all()
+
+
+@pytest.fixture(scope="session")
+def load_meter() -> Iterator[LoadMeter]:
+    """How late the machine is, so that no bound on a stall breaks by load alone."""
+    with LoadMeter() as meter:
+        yield meter
 
 
 @pytest.fixture(scope="session")
