@@ -227,6 +227,7 @@ assert drawn == random.random()
 """
 
 
+@pytest.mark.ray
 def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> None:
     """A script that seeds, then connects, trains on the same numbers whether or not Ray ran before."""
     run = subprocess.run([sys.executable, "-c", LOCAL_RAY], capture_output=True, text=True, timeout=120, check=False)
