@@ -11,10 +11,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
 	touch $@
+# Tests wait more than they compute: three workers keep two cores busy. `pytest` alone runs one after the other.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
 demo: $(STAMP)
 	$(BIN)/memstore demo
 lint: $(STAMP)

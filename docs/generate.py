@@ -112,7 +112,8 @@ def purpose_of(folder: Path) -> str:
     blocks = readme.read_text(encoding="utf-8").split("\n\n") if readme.exists() else []
     if len(blocks) > 1 and blocks[1][0].isalpha():  # no list, no table
         return blocks[1].replace("\n", " ").partition(". ")[0].rstrip(".")
-    return (ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0].rstrip(".")
 
 
 def rooms_table(package: str) -> str:

@@ -8,6 +8,7 @@ from itertools import chain
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Room
 from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import CommitApplied
 from memstore.core.cluster.facts import StepAbandoned, StepCommitted
@@ -314,12 +315,10 @@ class Steps:
 
     def skip(self, call: Call) -> None:
         """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
-        body = call.body
-        job = self.state.jobs.get(str(body["job"]))
-        attempt = job.newest if job is not None else None
-        if job is None or attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
+        body, found = call.body, attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
         step = StepId(attempt.ordinal, int(body["step"]))
         if attempt.steps.newest_decided > step.step:
             if step.step not in attempt.steps:

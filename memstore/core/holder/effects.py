@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
+from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 30.0
@@ -55,6 +56,33 @@ class FreshSource(Source, Protocol):
 
     def begin(self) -> None:
         """Note that one push more reads it, which ends with `release`."""
+
+    def fail(self, why: str) -> None:
+        """Note that it will not be stored: its pushes end."""
+
+
+class Storage(Protocol):
+    """Durable storage, opened under one key."""
+
+    @property
+    def key(self) -> str:
+        """Return the name of the key, "" for none."""
+
+
+@dataclass(eq=False)
+class Stop:
+    """A step's durable writes go on until this is set."""
+
+    is_set: bool = False
+
+
+class Link(Protocol):
+    """The connection of a rank's process, by which it hands its puts over."""
+
+    owner: Owner
+    job: str
+    rank: int
+    is_retired: bool  # the same process came back on another link and sends again what was not sealed
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -154,6 +182,82 @@ class ReceiveDurable(Effect):
     sizes: Sequence[int]  # of all chunks of the shard
 
 
+@dataclass(frozen=True)
+class OpenDurable(Effect):
+    """Give the Storage of a job, under the key that is in this host's key file now."""
+
+    place: Body
+
+
+@dataclass(frozen=True)
+class SliceTurn(Effect):
+    """Give the seconds until a slice may be written under the job's cap for this host; it takes its turn by that."""
+
+    job: str
+    shelved: Shelved
+    number: int
+    bytes_per_s: int | None
+
+
+@dataclass(frozen=True)
+class CopySlice(Effect):
+    """Give copies of a slice's chunks and None; or none and the first chunk that is not what it should be."""
+
+    shelved: Shelved
+    number: int
+
+
+@dataclass(frozen=True)
+class WriteSlice(Effect):
+    """Write a slice whole or not at all; give False if its step was stopped meanwhile."""
+
+    storage: Storage
+    shard: ShardId
+    spec: ShardSpec
+    number: int
+    manifest: bytes
+    chunks: Sequence[bytes]
+    stop: Stop
+
+
+@dataclass(frozen=True)
+class WriteMarker(Effect):
+    """Write the marker of a step; IntegrityError unless all of its parts are there."""
+
+    place: Body
+    job: str
+    marker: DurableMarker
+    lineage: Body
+
+
+@dataclass(frozen=True)
+class RemoveDurable(Effect):
+    """Remove a step from durable storage: its marker first."""
+
+    place: Body
+    job: str
+    step: StepId
+    only_unmarked: bool
+
+
+@dataclass(frozen=True)
+class SweepDurable(Effect):
+    """Remove what abandoned writes of a job left behind before a step."""
+
+    place: Body
+    job: str
+    step: StepId
+
+
+@dataclass(frozen=True)
+class ListMarkers(Effect):
+    """Give the fields of the report on a job's markers; `check` names a step whose parts are looked at."""
+
+    place: Body
+    job: str
+    check: StepId | None
+
+
 # -- this host's memory -------------------------------------------------------------------------------
 
 
@@ -223,7 +327,110 @@ class AwaitDigest(Effect):
     source: FreshSource
 
 
+# -- puts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompareSample(Effect):
+    """Give the chunks of which a rank has seen other bytes in these slots; IntegrityError if it sent no sample."""
+
+    slots: Sequence[int]
+    nbytes: int
+    seen: Body
+
+
+@dataclass(frozen=True)
+class OpenFresh(Effect):
+    """Give the source of a shard that is about to be digested."""
+
+    shard: ShardId
+    slots: Sequence[int]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Replicate(Effect):
+    """Begin the pushes of a put to this host's targets; give False if there are none."""
+
+    shard: ShardId
+    digest: str  # "" while it is being digested
+    fresh: FreshSource | None = None
+
+
+@dataclass(frozen=True)
+class DigestAndStore(Effect):
+    """Digest what was handed over, chunk by chunk for those who push it meanwhile, and give the stored replica."""
+
+    shard: ShardId
+    body: Body  # of the hand-over
+    slots: Sequence[int]
+    fresh: FreshSource
+
+
+@dataclass(frozen=True)
+class NotePut(Effect):
+    """Note what a rank's newest put holds; give the step before if this one repeats its chunks for the first time."""
+
+    shelved: Shelved
+    shared_count: int | None
+
+
+@dataclass(frozen=True)
+class CompareShared(Effect):
+    """Compare a sealed shard with those of the same step that should be equal to it, and tell the ranks that differ."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True)
+class GiveUpPut(Effect):
+    """Ask the controller to have all ranks give a step up; `is_failed`: not only for want of room."""
+
+    link: Link
+    shard: ShardId
+    why: str
+    is_failed: bool
+
+
+# -- fences -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellFenced(Effect):
+    """Tell the processes of older attempts that they are refused, but for the members of the new one."""
+
+    job: str
+    attempt: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AnswerFence(Effect):
+    """Report that a fence holds, with the job's copies here: no seal may come between the look and the report."""
+
+    job: str
+    attempt: int
+
+
 # -- ranks, and people --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellLevel(Effect):
+    """Tell the rank that handed a put over how far its ticket is."""
+
+    link: Link
+    attempt: int
+    step: int
+    level: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Grant(Effect):
+    """Lease a rank what its share allows now that a put of it is over."""
+
+    link: Link
 
 
 @dataclass(frozen=True)

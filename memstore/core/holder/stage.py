@@ -124,7 +124,7 @@ def stage(
         shelved = store.finish(name, data)
     finally:
         store.abort_draft(name, shard)
-    state.sealed(shelved)
+    state.sealed(shelved, None)
     pinned = store.pin(shard, spec.digest)
     if pinned is None:
         raise IntegrityError(f"{shard_to_wire(shard)} was dropped while it was staged")
@@ -149,7 +149,7 @@ def _staged_here(
             is_kept = True
             yield KeepStaged(key, shelved, pin)
             return None
-        state.sealed(shelved)
+        state.sealed(shelved, None)
     finally:
         if not is_kept:
             state.store.unpin(shelved, pin)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from memstore.core.arena.replica_index import Draft, Shelved
-from memstore.core.holder.effects import Source
+from memstore.core.arena.slot_table import Owner
+from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.wire.messages import Body
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, StepId
 
 
 class Store(Protocol):
@@ -27,6 +28,26 @@ class Store(Protocol):
 
     def abort_draft(self, name: str, shard: ShardId, *, only: Draft | None = None) -> None:
         """Give back what a draft holds, if there is one; with `only`, if it is still that one."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Return the size of a slot."""
+
+    @property
+    def arena_identity(self) -> str:
+        """Return what tells this arena from another one in its place."""
+
+    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[Shelved | None, bool]:
+        """Take slots, if any, from the process that leases them; say whether it had them.
+
+        Returns the shard too, if it is stored already.
+        """
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Free slots that were taken over and hold nothing that is to be stored."""
+
+    def abort_older(self, job: str, attempt: int) -> None:
+        """Give up what is being received of a job's older attempts."""
 
     def mend_manifest(self, shelved: Shelved, data: bytes) -> None:
         """Write the manifest of a stored replica anew."""
@@ -94,6 +115,33 @@ class Excerpts:
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
 
 
+@dataclass(frozen=True)
+class HandOver:
+    """A put that a rank handed over completely, and the fence of its job at that moment."""
+
+    link: Link
+    body: Body
+    fence: int
+
+    @property
+    def shard(self) -> ShardId:
+        """Return the shard that it is to become."""
+        return ShardId(self.link.job, int(self.body["attempt"]), int(self.body["step"]), self.link.rank)
+
+    @property
+    def key(self) -> tuple[str, int, Owner]:
+        """Return what a fence and a goodbye wait for it by."""
+        return self.link.job, int(self.body["attempt"]), self.link.owner
+
+
+@dataclass
+class Puts:
+    """What was handed over and is not finished."""
+
+    pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> hand-overs
+    sealing: set[ShardId] = field(default_factory=set)
+
+
 @dataclass
 class HolderState:
     """One holder, as its procedures know it."""
@@ -104,9 +152,11 @@ class HolderState:
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
     report: Callable[[str, Body], None]  # queues a report to the controller
-    sealed: Callable[[Shelved], None]  # reports a copy as it is now
+    sealed: Callable[[Shelved, Body | None], None]  # reports a copy as it is now, with what was measured of its put
     is_stopping: Callable[[], bool]
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
     excerpts: Excerpts = field(default_factory=Excerpts)
+    puts: Puts = field(default_factory=Puts)
+    stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

@@ -14,11 +14,13 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
+from memstore.core.wire.messages import copy_to_wire
 from memstore.errors import IntegrityError
+from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.chunk_notifier import Herald
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.rank_connections import RankConnections
+from memstore.shell.holder.rank_connections import RankConnections, RankLink
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.peer.client import Peer, RateLimit
 from memstore.shell.peer.outgoing_shard import Fresh, Shipment
@@ -143,6 +145,33 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.AwaitDigest) -> str:
         return cast(Fresh, effect.source).sealed().spec.digest
+
+    @_call.register
+    def _(self, effect: effects.CompareSample) -> list[int]:
+        return differing(self.vault.arena.mapping, effect.slots, effect.nbytes, effect.seen)
+
+    @_call.register
+    def _(self, effect: effects.OpenFresh) -> Fresh:
+        return Fresh(self.vault, effect.shard, effect.slots, effect.sizes)
+
+    @_call.register
+    def _(self, effect: effects.TellFenced) -> None:
+        self.connections.fence(effect.job, effect.attempt, effect.members)
+
+    @_call.register
+    def _(self, effect: effects.AnswerFence) -> None:
+        with self.vault.lock:  # a seal that comes after the inventory is reported after it
+            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.context.host_id, effect.job)]
+            self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+
+    @_call.register
+    def _(self, effect: effects.TellLevel) -> None:
+        link = cast(RankLink, effect.link)
+        self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
+
+    @_call.register
+    def _(self, effect: effects.Grant) -> None:
+        self.connections.grant_current(cast(RankLink, effect.link))
 
     @_call.register
     def _(self, effect: effects.TellReplicated) -> None:

@@ -111,7 +111,8 @@ class Holder:
         self.state = HolderState(
             identity.host_id, self.vault, OutgoingShards(self.vault).outgoing,
             Limits(config.suspect_after_s, config.repair_after_s), now=time.monotonic, report=self.sessions.report,
-            sealed=lambda shelved: self.context.sealed(shelved), is_stopping=self.stopping.is_set, fences=self.fences,
+            sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
+            fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.vault, self.idle, self.peers, on_fatal, self.stopping
@@ -145,10 +146,10 @@ class Holder:
         self.effect_calls = EffectCalls(context, self.connections, self.traffic)
         self.runner = Runner(self.effect_calls)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
-        self.sealer = Sealer(context, self.connections, self.calls, self.pusher, self.twins)
+        self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
         self.stager = Stager(context, self.connections, self.runner)
-        self.persister, self.scrubber = Persister(context), Scrubber(context)
+        self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
             context, self.connections,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),

@@ -6,8 +6,9 @@ is carried out; every step wakes the procedures that wait for a change of the st
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -25,8 +26,15 @@ class Runner:
     def __init__(self, perform: Callable[[Effect], Any]) -> None:
         """`perform`: carries out one effect by a call that blocks; all but WaitFor and Together."""
         self._perform = perform
+        self._calls: dict[type[Effect], Callable[[Any], Any]] = {}
         self._beside = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="memstore-source")
         self._changed = threading.Condition(threading.RLock())
+
+    def extended(self, calls: Mapping[type[Effect], Callable[[Any], Any]]) -> Runner:
+        """Return a runner of the same state that carries out more kinds of effects."""
+        other = copy.copy(self)
+        other._calls = {**self._calls, **calls}
+        return other
 
     @contextmanager
     def state(self) -> Iterator[None]:
@@ -61,7 +69,9 @@ class Runner:
         if isinstance(effect, WaitFor):
             with self._changed:
                 return self._changed.wait_for(effect.is_there, effect.limit_s)
-        return self._together(effect) if isinstance(effect, Together) else self._perform(effect)
+        if isinstance(effect, Together):
+            return self._together(effect)
+        return self._calls.get(type(effect), self._perform)(effect)
 
     def _together(self, effect: Together) -> list[Any]:
         """Run procedures on other threads; none may go on, and write to what they share, once this ends."""

@@ -5,9 +5,10 @@ A procedure is a thread of its holder: it ends with it, and anything may happen 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 from memstore.core.arena.replica_index import Draft, StagedKey
@@ -36,8 +37,15 @@ class Driver:
 
     def __init__(self, holder: HostContext) -> None:
         self.holder, self.vault = holder, holder.vault
+        self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
         self._opened_s: dict[ShardId, float] = {}  # when the draft of what is brought was opened
+
+    def extended(self, calls: Mapping[type[Effect], Callable[[Any], Waits[Any]]]) -> Driver:
+        """Return a driver of the same holder that carries out more kinds of effects."""
+        other = copy.copy(self)
+        other._calls = {**self._calls, **calls}
+        return other
 
     def start(self, steps: Steps[Any]) -> None:
         """Run a procedure as a thread of the holder."""
@@ -55,7 +63,7 @@ class Driver:
                     return cast(T, end.value)
                 value, error = None, None
                 try:
-                    value = yield from self._perform(effect)
+                    value = yield from self._calls.get(type(effect), self._perform)(effect)
                 except MemstoreError as exc:  # any other error is a fault of the code, and ends the run
                     error = exc
         finally:

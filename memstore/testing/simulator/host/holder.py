@@ -7,13 +7,11 @@ bytes, slots, shares and fences is the real code's.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
-from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState, Limits
@@ -29,11 +27,11 @@ from memstore.core.wire.messages import (
     copy_to_wire,
     shard_from_wire,
 )
-from memstore.errors import CapacityError, MemstoreError
+from memstore.errors import CapacityError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
-from memstore.shell.peer.outgoing_shard import Fresh, OutgoingShards
+from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.simulator.checks.checker import Checker
@@ -43,6 +41,7 @@ from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.fork import fork
 from memstore.testing.simulator.host.push import Pusher
+from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.host.twins import SimTwins
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
@@ -51,20 +50,9 @@ from memstore.testing.simulator.world.virtual_time import Thread
 from recovery.inventory import Copy, ShardId
 
 Body = dict[str, Any]
-REAP_S, DIGEST_S = 0.5, 0.004
-DRAIN_S = 10.0
+REAP_S = 0.5
 SLOTS_MAX = 400
 LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
-
-
-class Digested:
-    """A fresh shard whose digests are known: the vault digests it once more when it stores it."""
-
-    def __init__(self, fresh: Fresh) -> None:
-        self.seal = fresh.seal
-
-    def add(self, digest: bytes) -> None:
-        """Pass over what is known."""
 
 
 class SimHolder:
@@ -79,10 +67,8 @@ class SimHolder:
         self.fences = JobFences()
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.calls: dict[int, tuple[Rank, int, str, Body]] = {}
+        self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
-        self.sealing: set[ShardId] = set()  # being digested
-        self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
         memory.is_cut, memory.crash_in = False, None
         self.vault = Vault(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
@@ -102,7 +88,8 @@ class SimHolder:
         )  # fmt: skip
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
-        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self)
+        self.sealer = Sealer(self, self.state, self.driver, self.pusher)
+        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self, self.state, self.driver)
         checker.stored_bytes.adopted(self)
 
     @property
@@ -157,12 +144,13 @@ class SimHolder:
         """Report something done."""
         self.tell(Report(self.host_id, kind, body))
 
-    def sealed(self, copy: Copy | Shelved) -> None:
+    def sealed(self, copy: Copy | Shelved, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            self.report("sealed", {"copies": [copy_to_wire(held)]})
+            body: Body = {"copies": [copy_to_wire(held)]}
+            self.report("sealed", body if put is None else {**body, "put": put})
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
@@ -190,72 +178,21 @@ class SimHolder:
         rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
         if rank is None or rank.is_dead:
             return
-        if "shard" in body and error is None:
+        if "excerpt" in body and error is None:
+            body, error = self.stager.read_part(rank, body)
+        elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        fence, shard = self.fences.first(rank.job), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
-        self.unfinished[shard] += 1
-        self.twins.began(shard)
-        self.spawn(self._seal(rank, shard, slots, body, fence))
+        self.sealer.take_over(rank, step, slots, body)
 
-    def _seal(self, rank: Rank, shard: ShardId, slots: list[int], body: Body, fence: int) -> Thread:
-        while shard in self.sealing:
-            yield 0.01
-        self.sealing.add(shard)
-        try:
-            known = self.vault.shelf.find(shard)
-            is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
-            is_void = shard.attempt < fence or not (is_mine and mapped_arena.are_seen(self, slots, body))
-            if is_mine and (known is not None or is_void):
-                self.vault.give_back(slots)
-            if known is None and is_void:
-                self._put_failed(rank, shard, is_failed=True)
-                return
-            has_targets = True
-            if known is None:
-                fresh = Fresh(self.vault, shard, slots, [self.memory.chunk_bytes] * len(slots))
-                has_targets = self.pusher.replicate(shard, "", fresh)
-                for slot in slots:
-                    yield DIGEST_S
-                    fresh.add(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
-                try:
-                    known = self.vault.seal_local(
-                        shard, world_size=int(body["world_size"]), layout=body["layout"],
-                        nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
-                        follower=Digested(fresh),
-                    )  # fmt: skip
-                    self.checker.puts.sealed_here(self, shard, known.digests)
-                except MemstoreError as exc:
-                    fresh.fail(str(exc))
-                    self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
-                    return
-            else:
-                has_targets = self.pusher.replicate(shard, known.spec.digest)
-        finally:
-            self.sealing.discard(shard)
-            self.unfinished -= Counter([shard])
-            self.twins.ended(shard)
-        self.twins.put(known, body)
-        rank.rise(shard.step, "sealed")
-        self.sealed(known)
-        self.twins.sealed(shard)
-        if not has_targets:
-            rank.rise(shard.step, "replicated")
-        self.grant(rank)
-
-    def _put_failed(self, rank: Rank, shard: ShardId, *, is_failed: bool) -> None:
-        """The step is given up on all ranks alike (R12)."""
-        if rank.attempt == shard.attempt:
-            rank.rise(shard.step, "failed")
+    def put_failed(self, shard: ShardId, body: Body) -> None:
+        """Ask the controller to have the step given up on all ranks alike (R12)."""
         number = next(self.call_ids)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": "it failed"}
-        body["is_failed"] = is_failed
-        self.calls[number] = (rank, 0, "skip", body)
+        self.calls[number] = (None, 0, "skip", body)
         self.tell(RankCall(self.host_id, number, "skip", body))
-        self.grant(rank)
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -284,6 +221,7 @@ class SimHolder:
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
+        self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
 
@@ -315,20 +253,7 @@ class SimHolder:
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
-        self.fences.open(job, attempt)
-        self.spawn(self._fence(job, attempt, set(body["members"])))
-
-    def _fence(self, job: str, attempt: int, members: set[str]) -> Thread:
-        self.vault.shelf.abort_older(job, attempt)
-        self.vault.flush()
-        until_s = self.world.now + DRAIN_S
-        yield lambda: not any(s.job == job and s.attempt < attempt for s in self.unfinished) or self.world.now > until_s
-        for rank in self.ranks.values():
-            if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
-                rank.is_fenced = True
-        copies = [copy_to_wire(c) for c in self.copies(job)]
-        self.checker.fences.answered(self, job, attempt)
-        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+        self.sealer.fence(job, attempt, body["members"])
 
     def _on_targets(self, body: Body) -> None:
         self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])

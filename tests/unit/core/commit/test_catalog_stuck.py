@@ -215,6 +215,9 @@ def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> Non
 CHUNK_BYTES = 64 << 10
 
 
+OFFER = Offer(shard=WireShard(JOB, 1, 2, 0), digest=None, attempt=1, sender="a", chunks_count=3)
+
+
 class LateClock:
     """The time module, later by `late_s`."""
 
@@ -243,8 +246,7 @@ def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
     vault.clock = clock = LateClock()
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
-    offer = Offer(shard=WireShard(JOB, 1, 2, 0), digest=None, attempt=1, sender="a", chunks_count=3)
-    assert server._offer(object(), offer) == Admitted()  # type: ignore[arg-type]
+    assert isinstance(server._offer(object(), OFFER), Admitted)  # type: ignore[arg-type]
     clock.late_s = DRAFT_IDLE_S - 5.0
     server.give_up_idle()
     assert vault.shelf.drafts
@@ -302,8 +304,8 @@ def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: Vault) -> No
     """The first try broke and its abort was lost: its room is the second try's (R13)."""
     vault.claim(JOB, Share(1, {}, 4))
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
-    offer = Offer(shard=WireShard(JOB, 1, 2, 0), digest=None, attempt=1, sender="a", chunks_count=3)
-    assert [server._offer(object(), offer) for _ in range(2)] == [Admitted(), Admitted()]  # type: ignore[arg-type]
+    replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
+    assert [type(reply) for reply in replies] == [Admitted, Admitted]
 
 
 def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:

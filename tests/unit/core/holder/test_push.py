@@ -67,7 +67,7 @@ class Host:
     def __post_init__(self) -> None:
         self.state = HolderState(
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved: None,
+            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved, put: None,
             is_stopping=lambda: False,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ class Host:
         self.draft = Draft(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda kind, body: None, sealed=lambda shelved: None, is_stopping=lambda: False,
+            report=lambda kind, body: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
         )  # fmt: skip
 
     def play(self, steps: Steps[Any]) -> Any:
