@@ -1,7 +1,6 @@
-"""A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
+"""A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
 
-It mirrors shell/holder/holder.py, seal.py and rank_server.py where those wait for something; every decision about
-bytes, slots, shares and fences is the real code's.
+It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around them: sessions, orders, ranks' links.
 """
 
 from __future__ import annotations

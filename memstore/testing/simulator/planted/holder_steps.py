@@ -1,4 +1,4 @@
-"""Planted bugs in the simulated holder's own steps: leases, fences, terms, levels."""
+"""Planted bugs in a holder's steps: leases, terms, levels of the simulated one, fences of core/holder."""
 
 from __future__ import annotations
 
