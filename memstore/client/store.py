@@ -36,8 +36,8 @@ from memstore.shell.threads.reentrancy import UnderWay
 if TYPE_CHECKING:
     import torch
 
-    from memstore.dcp.reader import DcpReader
-    from memstore.dcp.writer import DcpWriter
+    from memstore.client.dcp.reader import DcpReader
+    from memstore.client.dcp.writer import DcpWriter
 
 log = logging.getLogger("memstore")
 
@@ -324,7 +324,7 @@ class Store(PinVerbs, MarkVerbs):
         Raises:
             ConfigError: connect() named a shard.
         """
-        from memstore.dcp.writer import DcpWriter
+        from memstore.client.dcp.writer import DcpWriter
 
         return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)
 
@@ -334,7 +334,7 @@ class Store(PinVerbs, MarkVerbs):
         Args:
             step: Read this step and adopt nothing; None: the step that get() would return is adopted.
         """
-        from memstore.dcp.reader import DcpReader
+        from memstore.client.dcp.reader import DcpReader
 
         ranges = ShardRanges(self._link, self.job, timeout_s)
         return DcpReader(ranges, step, lambda: self.agree(timeout_s=timeout_s), self.fence)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES
+from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
-from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES
-from memstore.dcp.metadata import Place, SavedLayout, encode_metadata
 from memstore.errors import CapacityError, IntegrityError
 from memstore.exchange.sources import Source
 from memstore.shell.tensors.slot_stream import SlotStream

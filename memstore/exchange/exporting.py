@@ -12,8 +12,8 @@ from typing import Any
 
 from memstore.client.checkpoint import StepInfo
 from memstore.client.connect import Reader
+from memstore.client.dcp.metadata import SavedLayout
 from memstore.core.format.shared_layout import NaturalLayout
-from memstore.dcp.metadata import SavedLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_folder import write_dcp
 from memstore.exchange.new_folder import new_folder

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from memstore.client.dcp.metadata import Place
+from memstore.client.dcp.reader import DcpReader
 from memstore.core.format.layout import Flag
 from memstore.core.format.object_tree import Node, Tag
-from memstore.dcp.metadata import Place
-from memstore.dcp.reader import DcpReader
 from memstore.errors import IntegrityError, UnsupportedState
 from memstore.exchange.put_tree import Path, PutShard, have_same_leaf
 from memstore.exchange.shard_bytes import WINDOW_BYTES, ShardBytes

@@ -33,7 +33,6 @@ LAYERS = {
     "memstore.shell": 5,
     "memstore.admin": 6,
     "memstore.client": 7,
-    "memstore.dcp": 7,
     "memstore.adapters": 8,
     "memstore.exchange": 8,
     "memstore.cli": 9,

@@ -12,7 +12,10 @@ from test_rooms import DRAWN, README_LINES_MAX
 
 PAGES = ("simulator", "nemesis")  # rooms whose README has more to tell than what its files have
 ROOMS = (
-    *(f"memstore/{name}" for name in ("admin", "adapters", "cli", "client", "dcp", "demo", "exchange", "grafana")),
+    *(
+        f"memstore/{name}"
+        for name in ("admin", "adapters", "cli", "client", "client/dcp", "demo", "exchange", "grafana")
+    ),
     *(f"memstore/{name}" for name in ("", "core", "shell")),
     *(f"benchmarks/{name}" for name in ("cases", "gpu", "notes", "peers", "report", "rigs")),
     *(f"tests/{name}" for name in ("drills", "house", "integration", "on_ray", "rig", "simulator", "support", "unit")),

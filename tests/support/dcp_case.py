@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from memstore.dcp.reader import DcpReader
-from memstore.dcp.writer import DcpWriter
+from memstore.client.dcp.reader import DcpReader
+from memstore.client.dcp.writer import DcpWriter
 from memstore.testing.ranks.dcp_ranks import DcpRank
 
 State = dict[str, Any]

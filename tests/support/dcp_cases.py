@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from dcp_case import Case, Small, State, equal, raises
 from torch.distributed.checkpoint.api import CheckpointException
 
-from memstore.dcp.reader import DcpReader
-from memstore.dcp.writer import DcpWriter
+from memstore.client.dcp.reader import DcpReader
+from memstore.client.dcp.writer import DcpWriter
 from memstore.errors import StepConflict
 from memstore.testing.ranks.dcp_ranks import DcpRank
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from memstore.client.dcp.writer import DcpWriter
 from memstore.client.shared_shard import NaturalReplicas
-from memstore.dcp.writer import DcpWriter
 from memstore.errors import ConfigError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet

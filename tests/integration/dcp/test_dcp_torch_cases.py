@@ -1,4 +1,4 @@
-"""torch's own distributed-checkpoint cases that need no accelerator, on four ranks (memstore/dcp/CASES.md)."""
+"""torch's own distributed-checkpoint cases that need no accelerator, on four ranks (memstore/client/dcp/CASES.md)."""
 
 from __future__ import annotations
 

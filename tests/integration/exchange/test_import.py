@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from memstore.cli import main
 from memstore.client.connect import connect, reader
-from memstore.dcp.reader import DcpReader
+from memstore.client.dcp.reader import DcpReader
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.data.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, sharded
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
+from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
 from memstore.errors import UnsupportedState
 from memstore.shell.tensors.slot_stream import SlotStream
 

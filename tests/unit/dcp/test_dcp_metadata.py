@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from memstore.dcp.metadata import (
+from memstore.client.dcp.metadata import (
     FORMAT,
     Place,
     SavedLayout,

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
+from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
+from memstore.client.dcp.save_process import SaveProcess, staged_shard
 from memstore.client.pending_put import OpenPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import LEVELS, Ticket
-from memstore.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
-from memstore.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
-from memstore.dcp.save_process import SaveProcess, staged_shard
 from memstore.errors import CommitError, ConfigError, UnsupportedState
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.tensors.memory import Source, flat_source

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from memstore.client.dcp.metadata import Place, SavedLayout, decode_metadata
 from memstore.core.format.layout import byte_span, row_major
-from memstore.dcp.metadata import Place, SavedLayout, decode_metadata
 from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
 from memstore.shell.rank.range_read import Asked, OpenRanges, ShardRanges
 
