@@ -113,7 +113,7 @@ class CadenceSet(FactBase, frozen=True):
 
 
 class RestoreReleased(FactBase, frozen=True):
-    """Every rank's shard is staged and checked: whoever was not told yet gets the same step (R23)."""
+    """Every rank's shard is staged and checked: a rank that was not answered yet gets the same step (R23)."""
 
     job: str
     attempt: int

@@ -1,4 +1,4 @@
-"""Which hosts are live, suspect or dead, decided from what was heard and when (R28). Pure.
+"""Decides which hosts are live, suspect or dead, by what arrived from them and when (R28). Pure.
 
     (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > repair_after_s--> dead
                            ^  <---------- heard --------------'                                      |
@@ -74,7 +74,7 @@ class HostTable:
     def up(
         self, now: float, info: HostInfo, asked_s: float = -math.inf, up_s: float = 0.0, idle_s: float = 0.0
     ) -> list[Change]:
-        """A session began, asked for at `asked_s`, with a holder that had been up for `up_s`, no older life (R3).
+        """Take a session that was asked for at `asked_s`, with a holder that has been up for `up_s` (R3).
 
         Args:
             idle_s: For how long no holder had run there before this one.
@@ -93,7 +93,7 @@ class HostTable:
         return self._enter(now, state, "live", "joined again", is_new=True)
 
     def heard(self, now: float, beat: Heard) -> list[Change]:
-        """A heartbeat arrived; it clears suspicion but never revives the dead (they need a session)."""
+        """Take a heartbeat: it clears suspicion, but a dead host needs a new session to be live again."""
         state = self.states.get(beat.host_id)
         if state is None or state.status == "dead":
             return []
@@ -103,11 +103,11 @@ class HostTable:
         return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
 
     def lost(self, now: float, host_id: str, why: str, *, is_certain: bool = True) -> list[Change]:
-        """The holder's connection ended: it is dead.
+        """Take the end of a holder's connection: the host is dead.
 
         Args:
-            is_certain: This controller has its lease. One that has not may have slept, and read the end of a connection
-                that the host gave up for a newer controller.
+            is_certain: This controller has its lease. Without it the controller may have slept, and read the end of a
+                connection that the host closed for a newer controller.
         """
         state = self.states.get(host_id)
         if state is None or state.status == "dead":
@@ -116,11 +116,11 @@ class HostTable:
         return self._enter(now, state, "dead", why)
 
     def tick(self, now: float) -> list[Change]:
-        """Silence turns live into suspect and suspect into dead.
+        """Turn silent hosts from live into suspect, and from suspect into dead.
 
-        It counts while this side listened: of the time between two ticks no more than a third of `suspect_after_s`, or
-        LISTENED_S_MIN where that is more.
-        Ticks come late when there is much else to do, or the process stopped, and then beats lie unread.
+        If a tick comes late, because the process was busy or stopped, beats lie unread. So silence counts only while
+        the controller listened: of the time between two ticks at most a third of `suspect_after_s`, or LISTENED_S_MIN
+        where that is more.
         """
         self.listened_s, self._ticked_s = self._listened_at(now), now
         changes: list[Change] = []
@@ -138,7 +138,7 @@ class HostTable:
         return self.listened_s + min(max(0.0, since_s), max(self.suspect_after_s / 3, LISTENED_S_MIN))
 
     def dead_since(self, moment_s: float) -> set[str]:
-        """Hosts that died after that moment and are not back."""
+        """Return the hosts that died after that moment and are not back."""
         return {host for host, state in self.states.items() if state.status == "dead" and state.since_s > moment_s}
 
     def _enter(self, now: float, state: HostState, status: Status, why: str, *, is_new: bool = False) -> list[Change]:
@@ -174,11 +174,11 @@ class HostTable:
         return bool(found) and all(found)
 
     def live_ids(self) -> list[str]:
-        """Every host that is not dead, sorted."""
+        """Return every host that is not dead, sorted."""
         return sorted(h for h, s in self.states.items() if s.status != "dead")
 
     def is_on_probation(self, now: float, host_id: str, *, window_s: float = 600.0, deaths_max: int = 3) -> bool:
-        """A host that died `deaths_max` times within the window is the last to hold an only second copy (R29)."""
+        """Return whether a host died `deaths_max` times within the window: it is the last choice for a copy (R29)."""
         state = self.states.get(host_id)
         return state is not None and sum(now - t <= window_s for t in state.deaths_s) >= deaths_max
 

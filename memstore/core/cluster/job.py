@@ -37,7 +37,7 @@ class Seat:
 
     @property
     def is_alive(self) -> bool:
-        """Neither gone nor missed by its own host when that, or the controller, was new (`Takeover`)."""
+        """Return whether it is neither gone nor missed: unknown to its host after a restart (`Takeover`)."""
         return not self.is_gone and self.last_active_s > -math.inf
 
 
@@ -85,31 +85,31 @@ class Attempt:
 
     @property
     def trained_step(self) -> int:
-        """The newest step that is known to be trained: ranks may have come further."""
+        """Return the newest step that is known to be trained; ranks may have come further."""
         return max((self.told_step, *(seat.step for seat in self.seats.values())))
 
     @property
     def replicas(self) -> int:
-        """Copies asked for, the owner's own included."""
+        """Return how many copies are asked for, the owner's own included."""
         return int(self.config["replicas"])
 
     def nonces_by_host(self) -> dict[str, list[str]]:
-        """What the processes of the attempt call themselves, by host."""
+        """Return the nonces of the attempt's processes, by host."""
         found: dict[str, list[str]] = {}
         for seat in self.seats.values():
             found.setdefault(seat.host_id, []).append(seat.nonce)
         return found
 
     def rank_of(self, launched: int) -> int:
-        """The rank of the process that its launcher calls `launched`."""
+        """Return the rank of the process that its launcher calls `launched`."""
         return self.order.index(launched) if 0 <= launched < len(self.order) else launched
 
     def launched(self, rank: int) -> int:
-        """What its launcher calls the process that has this rank."""
+        """Return the rank by which the launcher calls the process that has this rank."""
         return self.order[rank] if self.order else rank
 
     def written_again(self, job: str, wall_s: float, order: tuple[int, ...] | None = None) -> AttemptOpened:
-        """The fact of this attempt with its present seats, renumbered by `order` if one is given."""
+        """Return the fact of this attempt with its present seats, renumbered by `order` if one is given."""
         launched = order or self.order
         seats = [self.seats[self.rank_of(process)] for process in launched or range(self.world_size)]
         return AttemptOpened(
@@ -193,7 +193,7 @@ class Job:
         return bool(self.commits or self.markers or strangers)
 
     def holders_for(self, host_id: str) -> set[str]:
-        """Hosts with a copy of the newest shard of some rank of that host."""
+        """Return the hosts with a copy of the newest shard of some rank of that host."""
         attempt = self.newest
         if attempt is None or not self.copies:
             return set()
@@ -201,7 +201,7 @@ class Job:
         return {h for rank, seat in attempt.seats.items() if seat.host_id == host_id for h in ranks.get(rank, ())}
 
     def pinned_steps(self) -> set[StepId]:
-        """Steps that some name keeps."""
+        """Return the steps that a pin keeps."""
         return {StepId(pin.attempt, pin.step) for pin in self.pins.values()}
 
     def pins_and_asked(self) -> dict[StepId, StepPinned]:
@@ -211,11 +211,11 @@ class Job:
 
     @property
     def newest_ordinal(self) -> int:
-        """The highest attempt that a fact, a copy or a marker names; 0 if there is none."""
+        """Return the highest attempt that a fact, a copy or a marker names; 0 if there is none."""
         return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
 
     def opened_moments(self, ordinal: int) -> list[list[float]]:
-        """When each attempt up to this one was opened, as far as it is known: it tells runs of one name apart (R31)."""
+        """Return when each attempt up to this one was opened, if known: it tells runs of one name apart (R31)."""
         own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
         return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
@@ -225,7 +225,7 @@ class Job:
         return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
 
     def retire(self, fact: StepRetired) -> None:
-        """The step is offered no more, or again; what is known to be torn stays so, whatever else is said (R25)."""
+        """Take back the offer of a step, or offer it again; a step that is known to be torn stays torn (R25)."""
         step = StepId(fact.attempt, fact.step)
         if fact.is_torn:
             self.torn.add(step)
@@ -239,7 +239,7 @@ class Job:
             self.restores = [r for r in self.restores if r.step != step]  # or the crash loop would retire it at once
 
     def newest_commit(self, ordinal: int) -> int:
-        """The newest step that this attempt committed, or -1."""
+        """Return the newest step that this attempt committed, or -1."""
         return max((s.step for s in self.commits if s.attempt == ordinal), default=-1)
 
     def spans(self, ordinal: int) -> tuple[Span, ...]:
@@ -248,7 +248,7 @@ class Job:
         return lineage({**self.past, **own}, ordinal)
 
     def spans_to_read(self, ordinal: int, only: StepId | None) -> tuple[Span, ...]:
-        """The lineage, and the one step that a reader names, of whatever lineage: reading adopts nothing (R22)."""
+        """Return the lineage, and the one step that a reader names, of any lineage: reading adopts nothing (R22)."""
         spans = self.spans(ordinal)
         return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
 

@@ -1,4 +1,4 @@
-"""What hosts were told last of every job, so that a change tells only those whom it concerns. Pure (R10, R13)."""
+"""Keeps the orders that hosts were sent last of every job, so that only changes are sent. Pure (R10, R13)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from memstore.core.wire.messages import Body
 
 
 class Told:
-    """Orders by host, kind and job. Who begins a session, or refused, has been told nothing."""
+    """The orders sent last, by host, kind and job. A host that begins a session, or refused an order, has none."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, dict[tuple[str, str], Body]] = {}
 
     def is_known(self, host: str, kind: str, body: Body) -> bool:
-        """True if the host goes by this very order already."""
+        """Return whether a host has this very order already."""
         return self._bodies.get(host, {}).get((kind, str(body["job"]))) == body
 
     def note(self, host: str, kind: str, body: Body) -> None:
-        """The host is told now."""
+        """Note the order that a host is sent now."""
         self._bodies.setdefault(host, {})[kind, str(body["job"])] = body
 
     def refused(self, host: str, kind: str, job: str) -> None:
-        """The host does not go by it: it is told again."""
+        """Forget an order that a host refused, so that it is sent again."""
         self._bodies.get(host, {}).pop((kind, job), None)
 
     def forget_host(self, host: str) -> None:
-        """It died, or has begun anew."""
+        """Forget the orders of a host that died, or has begun a new session."""
         self._bodies.pop(host, None)
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget the orders of a removed job."""
         for bodies in self._bodies.values():
             for key in [key for key in bodies if key[1] == name]:
                 del bodies[key]

@@ -8,7 +8,7 @@ StepPhase = Literal["open", "committing", "committed", "abandoned", "superseded"
 
 
 class StepPhases(dict[int, StepPhase]):
-    """Step -> phase. Thousands of seals come for every step, so none of them may look at all steps remembered."""
+    """Step -> phase. Every step gets thousands of seals, so no seal may look at all steps that are remembered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +29,6 @@ class StepPhases(dict[int, StepPhase]):
         self.open.discard(step)
 
     def begin(self, step: int) -> None:
-        """A step was heard of: it is open, unless its phase is known."""
+        """Open a step, unless its phase is known."""
         if step not in self:
             self[step] = "open"

@@ -25,7 +25,7 @@ class Placing:
         self._has_placed = False  # since the last tick
 
     def changed(self, changes: Sequence[Change]) -> None:
-        """Hosts changed their status: what they held no longer counts, or counts again (R28)."""
+        """Take the new status of hosts: copies on dead ones count no more, those on hosts that are back do (R28)."""
         state, parts = self.state, self.parts
         for change in changes:
             level = "info" if change.status == "live" else "warning"
@@ -46,7 +46,7 @@ class Placing:
                 self._answers_again(job)
 
     def tick(self, changes: Sequence[Change]) -> None:
-        """Time has made hosts silent; whatever changed since the last tick is placed now."""
+        """Take the hosts that fell silent, and place what changed since the last tick."""
         self._has_placed = False
         self.changed(changes)
         if self.state.is_placement_stale:
@@ -72,7 +72,7 @@ class Placing:
             self.place_anew(job)
 
     def place_anew(self, job: Job) -> None:
-        """Place with the fewest moves, claim room there, tell whom it concerns, then see what commits."""
+        """Place a job's copies with the fewest moves, claim room, send new targets, then see which steps commit."""
         parts, attempt = self.parts, job.newest
         job.placement = None
         if parts.view.placement(job) is not None and attempt is not None:
@@ -84,11 +84,11 @@ class Placing:
         parts.steps.evaluate_all(job)
 
     def place_all_anew(self) -> None:
-        """Place every job's copies anew: the hosts that may hold them are others now."""
+        """Place every job's copies again, since other hosts may hold them now."""
         for job in list(self.state.jobs.values()):
             self.place_anew(job)
 
     def _answers_again(self, job: Job) -> None:
-        """A host that was suspected was heard of: placement is what it was, what waited for it may go on (R18, R28)."""
+        """Go on with what waited for a host that was only suspected: placement is what it was (R18, R28)."""
         self.parts.repair.look_again(job)
         self.parts.steps.evaluate_all(job)

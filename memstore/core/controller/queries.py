@@ -34,7 +34,7 @@ class Queries:
     def __init__(self, parts: Parts) -> None:
         self.state, self.out, self.parts = parts.state, parts.out, parts
         self.asks: dict[int, Ask] = {}
-        # Looked at since the last tick, by job and verb: all ranks that wait ask at one moment.
+        # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
         self.roll_calls: dict[tuple[str, str], Body] = {}
         self._count = first_number(parts.term)
         self._handlers: dict[str, Callable[[Call], None]] = {
@@ -84,7 +84,7 @@ class Queries:
         self.out.answer(call, {**body, "problems": problems(body)})
 
     def _roll_call(self, call: Call) -> None:
-        """Who has come to what the caller waits for, and who is awaited."""
+        """Answer which ranks have made the call that the caller waits in, and which are awaited."""
         key = (str(call.body["job"]), str(call.body["of"]))
         found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
         if found is not None:
@@ -98,7 +98,7 @@ class Queries:
             self.out.answer(call, {**timeline(self.state, self.parts.durable_states, job), "attempt": newest})
 
     def _events(self, call: Call) -> None:
-        """What happened since a number, of one job or of all; things of the store itself come with either."""
+        """Answer with the events since a number, of one job or of all; the store's own events come with either."""
         job, since = call.body.get("job"), int(call.body.get("since") or 0)
         page = self.parts.observer.chronicle.page(since, None if job is None else str(job))
         self.out.answer(call, {**page, "wall_s": self.state.wall_s})
@@ -112,7 +112,7 @@ class Queries:
     # -- verify, rm ---------------------------------------------------------------------------
 
     def _verify(self, call: Call) -> None:
-        """Every live host re-digests what it holds; what was retired, not torn, may be offered again (R25, R30)."""
+        """Have live hosts digest all again; retired steps that are not torn may be offered again (R25, R30)."""
         self._count += 1
         live = self.state.hosts.live_ids()
         self.asks[self._count] = Ask(call, set(live))
@@ -124,7 +124,7 @@ class Queries:
             self.out.send(host, "ask", {"ask": self._count, "what": "verify", "job": call.body.get("job")})
 
     def answered(self, host_id: str, body: Body) -> None:
-        """One host answered a question put to all."""
+        """Take one host's answer to a question that was put to all."""
         found = self.asks.get(int(body["ask"]))
         if found is not None:
             found.waits.discard(host_id)
@@ -140,12 +140,12 @@ class Queries:
                 self.out.answer(ask.call, {"hosts": ask.answers, "silent": sorted(ask.waits | ask.died)})
 
     def host_died(self, host_id: str) -> None:
-        """Whoever died does not answer, also if it is back at once: its ranks ask again."""
+        """Wait no longer for a host that died, even if it is back at once."""
         for ask in self.asks.values():
             ask.died |= ask.waits & {host_id}
         self._finish_asks()
 
     def tick(self) -> None:
-        """Deadlines."""
+        """Answer the questions whose deadline has passed, and forget the roll calls of this tick."""
         self.roll_calls.clear()
         self._finish_asks()

@@ -1,4 +1,4 @@
-"""How a catalog comes to know the past: from all journals at its start, from late hosts afterwards. Pure (R16, R17).
+"""Rebuilds the past of a controller: from all journals at its start, from late hosts afterwards. Pure (R16, R17).
 
     settling --every expected host up, or settle_s over--> serving
 
@@ -21,7 +21,7 @@ from recovery.inventory import Copy, StepId
 
 
 class Takeover:
-    """Settling and late hosts; `replay` makes a fact of the past true."""
+    """The take-over from a predecessor: settling, and late hosts; `replay` makes a fact of the past true."""
 
     def __init__(self, parts: Parts, placing: Placing, replay: Callable[[f.Fact], None]) -> None:
         self.state, self.out, self.parts, self.placing, self.replay = parts.state, parts.out, parts, placing, replay
@@ -36,7 +36,7 @@ class Takeover:
         self.early: list[Event] = []  # calls that came while settling
 
     def settle(self, event: Event) -> list[Event]:
-        """Before serving: gather journals and inventories. When there are enough, return what waited meanwhile."""
+        """Gather journals and inventories before serving; once there are enough, return the events that waited."""
         state, parts, hosts = self.state, self.parts, self.state.hosts
         if isinstance(event, HostUp):
             host = event.info.host_id
@@ -102,9 +102,9 @@ class Takeover:
                 parts.attempts.fence_all(state.now, job.name)
 
     def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
-        """Whose process its host does not know may be about to come back, or has died unseen (R20).
+        """Note ranks whose process is unknown to its host: it may still reconnect, or may have died unseen (R20).
 
-        So it is not gone, but nobody is kept out in its name and it does not count as alive until it is heard of.
+        Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is heard of.
         """
         self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
         for job in self.state.jobs.values():
@@ -114,13 +114,13 @@ class Takeover:
                     self.missed[seat.nonce] = seat
 
     def rank_here(self, nonce: str) -> None:
-        """A process has connected to its host: is it the one of a rank that was missed?"""
+        """Note that a process has connected to its host: it may be the one of a rank that was missed."""
         seat = self.missed.pop(nonce, None)
         if seat is not None:
             seat.last_active_s = max(seat.last_active_s, self.state.now)
 
     def tick(self) -> None:
-        """Hosts that joined since the last one are facts now, and all hear of them."""
+        """Record the hosts that joined since the last tick, and send all hosts the news."""
         self._record_newcomers()
         self.parts.view.send_news()
 
@@ -132,7 +132,7 @@ class Takeover:
             self.parts.journal.record(f.HostsJoined(labels))
 
     def greet(self, hosts: Sequence[str]) -> None:
-        """Whatever hosts must know before they serve: their peers, who is fenced, what was committed."""
+        """Send hosts what they must know before they serve: peers, fences, targets, commits."""
         self.parts.view.greet(hosts)
         for host in hosts:
             self.parts.orphans.greet(host)
@@ -179,7 +179,7 @@ class Takeover:
         self.placing.changed(changes)
 
     def _is_outdated(self, event: HostUp) -> bool:
-        """Refuse a holder whose number is below one that was here: it lost its folder, and takes the next (R3)."""
+        """Refuse a holder with a lower incarnation than one before it: it lost its folder, and takes the next (R3)."""
         state, info = self.state, event.info
         later = state.hosts.later_life(info)
         if later is None:
@@ -211,7 +211,7 @@ class Takeover:
         return bool(late)
 
     def _is_welcome(self, fact: f.Fact) -> bool:
-        """A late fact may fill a gap; it may not contradict what was decided without it."""
+        """Return whether a late fact only fills a gap, and contradicts nothing that was decided without it."""
         job = self.state.jobs.get(getattr(fact, "job", ""), Job(""))
         if isinstance(fact, f.HostsJoined):
             return not fact.labels.keys() <= self.state.hosts.joined.keys()
@@ -224,7 +224,7 @@ class Takeover:
         if isinstance(fact, f.JobForked):
             return fact.job not in self.state.jobs
         if isinstance(fact, f.StepRetired):
-            # No decision: it is true of these bytes whoever is the controller (R25).
+            # It is no decision but a property of these bytes, under every controller (R25).
             return fact.is_torn or self._is_last_word(fact)
         if isinstance(fact, f.AttemptOpened):
             return fact.attempt not in job.attempts
@@ -234,7 +234,7 @@ class Takeover:
             return fact.name not in job.pins and self._is_pin_there(job, fact)
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
-        # The rest speaks of the course of an attempt: ours is decided here; of any other one it is the past.
+        # The other facts tell the course of an attempt. The newest one's is decided here; an older one's is past.
         return job.newest is None or fact.attempt != job.newest.ordinal
 
     def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:

@@ -1,10 +1,10 @@
-"""What a holder's procedures ask for. A procedure yields effects; the shell or the simulator carries each one out.
+"""The effects of a holder's procedures: a procedure yields them, the shell or the simulator carries each one out.
 
-A procedure is a generator: `reply = yield Ask(peer, request)`. It touches the holder's state only between two yields,
-and only one procedure runs at a time, so it needs no lock. An effect is carried out while others run: it may block for
-as long as it takes. Its value is what the yield gives; a MemstoreError that it ends with is raised at the yield.
+A procedure is a generator: `reply = yield Ask(peer, request)`. Between two yields it reads and changes the holder's
+state. Only one procedure runs at a time, so it needs no lock. While an effect is carried out other procedures run, so
+it may block for as long as it takes. The yield gives its value, or raises the MemstoreError that it ended with.
 
-What cannot wait is no effect: a report is queued and a pin is let go by a plain call, also when a procedure is closed.
+Calls that cannot wait are no effects: a report is queued, and a pin is released, also while a procedure is closed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Peer = Any  # the connections to one other holder, as `Reach` gives them; a proc
 
 
 class Source(Protocol):
-    """What a push sends: a stored replica that is pinned for it, or a shard that this host is still digesting."""
+    """The source of a push: a stored replica that is pinned for it, or a shard that this host is still digesting."""
 
     @property
     def shard(self) -> ShardId:
@@ -48,14 +48,14 @@ class Source(Protocol):
         """Return the bytes of each of its chunks."""
 
     def release(self) -> None:
-        """Let the pin go: this push is over."""
+        """Release the pin: this push is over."""
 
 
 class FreshSource(Source, Protocol):
     """A shard that this host is digesting; once it is stored it is pinned for every push that has begun."""
 
     def begin(self) -> None:
-        """Note that one push more reads it, which ends with `release`."""
+        """Count one more push that reads it; each `begin` needs one `release`."""
 
     def fail(self, why: str) -> None:
         """Note that it will not be stored: its pushes end."""
@@ -71,7 +71,7 @@ class Storage(Protocol):
 
 @dataclass(eq=False)
 class Stop:
-    """A step's durable writes go on until this is set."""
+    """The flag that ends the durable writes of a step once it is set."""
 
     is_set: bool = False
 
@@ -90,7 +90,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Sleep(Effect):
-    """Let so many seconds pass, fewer if the holder stops."""
+    """Wait for some seconds, or until the holder stops."""
 
     seconds: float
 
@@ -107,7 +107,7 @@ class WaitFor(Effect):
 class Together(Effect):
     """Run procedures side by side and give what they return; the first error is raised once all have ended.
 
-    Meanwhile the herald, if there is one, tells its reader what has come.
+    Meanwhile the herald, if there is one, tells its reader which chunks have come.
     """
 
     procedures: Sequence[Steps[Any]]
@@ -135,7 +135,7 @@ class Ask(Effect):
 
 @dataclass(frozen=True)
 class SendChunks(Effect):
-    """Send a peer the chunks that it lacks of these, each once its digest is known; the bytes stay in their slots.
+    """Send a peer those of these chunks that it lacks, each once its digest is known, straight from its slot.
 
     PeerRefused if the peer has no draft for them, if a chunk went bad here, or if the put failed here meanwhile.
     """
@@ -191,7 +191,7 @@ class OpenDurable(Effect):
 
 @dataclass(frozen=True)
 class SliceTurn(Effect):
-    """Give the seconds until a slice may be written under the job's cap for this host; it takes its turn by that."""
+    """Take a turn for a slice under the job's cap for this host; give the seconds until it may be written."""
 
     job: str
     shelved: Shelved
@@ -201,7 +201,7 @@ class SliceTurn(Effect):
 
 @dataclass(frozen=True)
 class CopySlice(Effect):
-    """Give copies of a slice's chunks and None; or none and the first chunk that is not what it should be."""
+    """Copy a slice's chunks; give the copies and None, or [] and the index of the first chunk with a wrong digest."""
 
     shelved: Shelved
     number: int
@@ -251,7 +251,7 @@ class SweepDurable(Effect):
 
 @dataclass(frozen=True)
 class ListMarkers(Effect):
-    """Give the fields of the report on a job's markers; `check` names a step whose parts are looked at."""
+    """Give the fields of the report on a job's markers; with `check` also which parts of that step are missing."""
 
     place: Body
     job: str
@@ -284,7 +284,7 @@ class LoadManifest(Effect):
 
 @dataclass(frozen=True)
 class OpenDraft(Effect):
-    """Give a draft that holds what is here and good now; of some chunks of the shard, or of all (None)."""
+    """Open a draft for some chunks of a shard, or for all (None); it begins with the good chunks that are here."""
 
     name: str
     shard: ShardId
@@ -315,7 +315,7 @@ class KeepStaged(Effect):
 
 @dataclass(frozen=True)
 class ReadManifest(Effect):
-    """Give the manifest of what a push sends, once that is sealed; PeerRefused if the put failed here."""
+    """Give the manifest of a push's source once it is sealed; PeerRefused if the put failed here."""
 
     source: Source
 
@@ -332,7 +332,7 @@ class AwaitDigest(Effect):
 
 @dataclass(frozen=True)
 class CompareSample(Effect):
-    """Give the chunks of which a rank has seen other bytes in these slots; IntegrityError if it sent no sample."""
+    """Compare a rank's sample with its slots; give the chunks that differ. IntegrityError if it sent no sample."""
 
     slots: Sequence[int]
     nbytes: int
@@ -359,7 +359,7 @@ class Replicate(Effect):
 
 @dataclass(frozen=True)
 class DigestAndStore(Effect):
-    """Digest what was handed over, chunk by chunk for those who push it meanwhile, and give the stored replica."""
+    """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
     body: Body  # of the hand-over
@@ -369,7 +369,7 @@ class DigestAndStore(Effect):
 
 @dataclass(frozen=True)
 class NotePut(Effect):
-    """Note what a rank's newest put holds; give the step before if this one repeats its chunks for the first time."""
+    """Note the chunks of a rank's newest put; give the step before if this put is the first to repeat its chunks."""
 
     shelved: Shelved
     shared_count: int | None
@@ -384,7 +384,7 @@ class CompareShared(Effect):
 
 @dataclass(frozen=True)
 class GiveUpPut(Effect):
-    """Ask the controller to have all ranks give a step up; `is_failed`: not only for want of room."""
+    """Ask the controller to have all ranks skip a step; `is_failed`: for another reason than want of room."""
 
     link: Link
     shard: ShardId
@@ -397,7 +397,7 @@ class GiveUpPut(Effect):
 
 @dataclass(frozen=True)
 class TellFenced(Effect):
-    """Tell the processes of older attempts that they are refused, but for the members of the new one."""
+    """Tell processes of older attempts that they are refused; members of the new attempt are not told."""
 
     job: str
     attempt: int
@@ -406,7 +406,7 @@ class TellFenced(Effect):
 
 @dataclass(frozen=True)
 class AnswerFence(Effect):
-    """Report that a fence holds, with the job's copies here: no seal may come between the look and the report."""
+    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
 
     job: str
     attempt: int
@@ -442,7 +442,7 @@ class TellReplicated(Effect):
 
 @dataclass(frozen=True)
 class OpenHerald(Effect):
-    """Give what tells a reader on this host which chunks of a draft have come; None if it asked for no such thing."""
+    """Give the herald that tells a reader on this host which chunks have come; None if it did not ask for one."""
 
     stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
     manifest: bytes
@@ -451,14 +451,14 @@ class OpenHerald(Effect):
 
 @dataclass(frozen=True)
 class Warn(Effect):
-    """Note a failure that the rules foresee and that people may want to know of."""
+    """Log a failure that the rules foresee, for people."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Unexpected(Effect):
-    """Note an error that no rule foresees, with its traceback. The simulator takes it for a failed run."""
+    """Log an error that no rule foresees, with its traceback. The simulator takes it for a failed run."""
 
     what: str
     error: Exception

@@ -76,7 +76,7 @@ def manifest(
 def brought_manifest(
     state: HolderState, body: Body, shard: ShardId, digest: str, until_s: float
 ) -> Steps[tuple[bytes | None, set[str]]]:
-    """Do what `manifest` does, from elsewhere."""
+    """Get the manifest as `manifest` does, but from another host or durable storage."""
     sources = [str(h) for h in body["holders"] if h != state.host_id]
     sources += [DURABLE] if body.get("durable") else []
     lacking: set[str] = set()
@@ -117,7 +117,7 @@ def chunks(
 ) -> Steps[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
-    A herald's reader needs plain objects before it can use the rest, and they lie at the end: that comes first.
+    With a herald the last chunks come first: they have the plain objects, which its reader needs to use the rest.
     """
     wanted: dict[str, list[int]] = {}
     missing = set(draft.missing)

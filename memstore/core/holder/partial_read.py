@@ -26,7 +26,7 @@ PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
 def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
-    Where other readers have the room, waits for it with nothing in hand, one read after the other.
+    If other readers have the room, the read gives back what it holds and waits; only one read waits at a time.
 
     Raises:
         TransportError, CapacityError: No evidence about the bytes (R25).
@@ -83,7 +83,7 @@ def _held(draft: Draft) -> list[int]:
 
 
 def _elsewhere(state: HolderState, body: Body) -> Body:
-    """Chunks planned from this host that turned out bad come from another holder, if there is one."""
+    """Return the order with another holder, if there is one, as the source of chunks that were planned from here."""
     others = [str(h) for h in body["holders"] if h != state.host_id]
     if not others:
         return body

@@ -3,7 +3,7 @@
     slice: ordered --its turn under the job's cap--> its chunks copied, each digested --> written --> reported
               '--the step is to be written no more--> nothing is said      '--a chunk went bad--> reported as failed
 
-What a slice is made of is copied first: a pin held while storage hangs would keep slots that puts need.
+The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def slices(state: HolderState, body: Body) -> list[Steps[None]]:
 
 
 def _slice(state: HolderState, body: Body, shard: ShardId, digest: str, number: int, mark: Stop) -> Steps[None]:
-    """Write one slice and report it; nothing is said of one that is not wanted any more."""
+    """Write one slice and report it; report nothing if it is not wanted any more."""
     report = {**_report(body), "rank": shard.rank, "slice": number}
     try:
         if not (yield from _written(state, body, shard, digest, number, mark, report)):
@@ -71,7 +71,7 @@ def _slice(state: HolderState, body: Body, shard: ShardId, digest: str, number: 
 def _written(
     state: HolderState, body: Body, shard: ShardId, digest: str, number: int, mark: Stop, report: Body
 ) -> Steps[bool]:
-    """Write one slice, or say in the report why not; False if it is not wanted any more."""
+    """Write one slice, or note in the report why not; return False if it is not wanted any more."""
     if mark.is_set:
         return False
     pinned = state.store.pin(shard, digest)
@@ -90,7 +90,7 @@ def _written(
 
 
 def _copied(state: HolderState, shard: ShardId, digest: str, number: int) -> Steps[tuple[Shelved, bytes, list[bytes]]]:
-    """Copy what a slice is made of; what went bad meanwhile is condemned, so that repair replaces it."""
+    """Copy the chunks of a slice; one that went bad meanwhile is condemned, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:
         raise IntegrityError(f"{shard} is not here any more")
@@ -117,7 +117,7 @@ def marker(state: HolderState, body: Body) -> Steps[None]:
 
 
 def remove(state: HolderState, body: Body) -> Steps[None]:
-    """Remove a step from durable storage; only of a torn step the controller waits for the word."""
+    """Remove a step from durable storage; report it only of a torn step, for which the controller waits."""
     order = RemoveDurable(body["durable"], str(body["job"]), _step(body), bool(body["only_unmarked"]))
     if body.get("is_torn"):
         yield from _reported(state, body, order)

@@ -3,7 +3,7 @@
 begun --> offered --> sent --> sealed at the target
             ^  '--refused, not for good, or broken off: wait, and try again with what is stored here--.
             '-----------------------------------------------------------------------------------------'
-given up, and said so: refused for good, for 10 s without room, or out of reach for `repair_after_s`
+given up, and reported: refused for good, for 10 s without room, or out of reach for `repair_after_s`
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Push:
 def replicate(
     state: HolderState, shard: ShardId, digest: str, targets: list[str], fresh: FreshSource | None
 ) -> list[Push]:
-    """Return the pushes to begin for a put; a target that has one under way already is waited for with it (R15)."""
+    """Return the pushes to begin for a put; one that is under way to a target already counts for this put too (R15)."""
     replication = Replication(shard, set(targets))
     pushes = [Push(shard, digest, target, fresh=fresh) for target in targets]
     return [push for push in pushes if begin(state, push, replication)]
@@ -133,9 +133,9 @@ def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
 
 
 def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[None]:
-    """Try once, and remember whether the target could be reached; one that could not answers a ping first.
+    """Try once, and note whether the target could be reached; a target that was silent last time is pinged first.
 
-    The controller may still hear of a host that we cannot reach: then no put waits for it again and again (R18).
+    The controller may still reach a host that this one cannot; so a ping comes first, and puts need not wait (R18).
     """
     silent_since_s = state.pushes.silent_since_s
     try:

@@ -4,6 +4,8 @@
        --its slots are its own, and this host sees in them what the rank saw--> digested, pushed meanwhile --> sealed
        '--refused, or it failed--> its slots are free, and the controller is asked to have all ranks skip the step
 
+    fence: opened --older hand-overs are finished, or 5 s are over--> older processes told --> answered
+
 A hand-over that came before a fence is finished under it; one that comes later is refused.
 """
 
@@ -45,7 +47,7 @@ FENCE_DRAIN_S = 5.0
 
 
 def add(state: HolderState, link: Link, body: Body) -> HandOver | None:
-    """Take a hand-over that came completely; a fence that comes now waits for it. None: the link is retired (R21)."""
+    """Count a hand-over that came completely, so that a fence waits for it (R21); None if its link is retired."""
     if link.is_retired:
         return None
     put = HandOver(link, body, state.fences.first(link.job))
@@ -104,9 +106,9 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
 
 
 def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[Shelved | None, bool, str]]:
-    """Return the stored replica and whether copies of it are to come; or None, and why not ("": nothing to say)."""
+    """Return the stored replica and whether copies of it are to come; or None and why not ("": it comes again)."""
     body, store, link = put.body, state.store, put.link
-    # All of the body is read before a slot changes hands, and no list is made as long as a rank says.
+    # The whole message is checked before a slot changes its owner, and no list is as long as a rank says.
     slots, nbytes, world_size = [int(n) for n in body["slots"]], int(body["nbytes"]), int(body["world_size"])
     _shared(put)
     if len(slots) != -(-nbytes // store.chunk_bytes) or world_size < 1:
@@ -187,7 +189,7 @@ def shared_count(body: Body, chunks_count: int) -> int | None:
 
 
 def _measured(body: Body, now: float) -> dict[str, Any]:
-    """Return what a seal tells the controller of its hand-over: seconds that put blocked, and since it began.
+    """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """

@@ -35,7 +35,7 @@ LOOK_S = 0.5  # between two looks at how far that one has come
 
 
 def begin(state: HolderState, body: Body) -> None:
-    """Take note of an order: of a rank's rounds only the newest is still worth another try."""
+    """Note the round of an order: only in the newest round of a rank are fetches tried again."""
     if int(body["round"]) > 0:
         state.stages.newest[str(body["job"]), int(body["rank"])] = int(body["round"])
 
@@ -63,7 +63,7 @@ def run(state: HolderState, body: Body) -> Steps[None]:
 
 
 def _once(state: HolderState, body: Body, shard: ShardId) -> Steps[dict[str, list[int]]]:
-    """Of several reads of one shard, as of ranks that share its state, one fetches and the others find it here."""
+    """Stage a shard; of several reads of it, as by ranks that share its state, one fetches and the others wait."""
     if int(body["round"]) > 0:
         return (yield from stage(state, body, shard))
     reading = state.stages.reading
@@ -82,7 +82,7 @@ def _once(state: HolderState, body: Body, shard: ShardId) -> Steps[dict[str, lis
 
 
 def _await_other(state: HolderState, other: Reading) -> Steps[bool]:
-    """Wait until a read has ended; False if nothing came for it for `BESIDE_S`: it hangs, and not for us."""
+    """Wait until another read has ended; return False if no chunk came for it within `BESIDE_S`."""
     left, since_s = other.left(), state.now()
     while not (yield WaitFor(lambda: other.is_over, LOOK_S)):
         if other.left() != left:
@@ -135,14 +135,14 @@ def stage(
 def _staged_here(
     state: HolderState, body: Body, key: StagedKey, shard: ShardId, spec: ShardSpec
 ) -> Steps[dict[str, list[int]] | None]:
-    """Keep the copy that is here, if it is whole; else return what it lacks of what was planned from it."""
+    """Keep the copy that is here and return None, if it is whole; else return the planned chunks that it lacks."""
     pinned = state.store.pin(shard, spec.digest)
     if pinned is None:
         return {}
     shelved, pin = pinned
     is_kept = False
     try:
-        # A read verifies what it copies, and mends it: no barrier waits for the word that it is good (R27).
+        # A reader digests what it copies, and mends it; so its copy is not digested here first, as a round's is (R27).
         is_read = key[1] < 0
         lacking = sorted(shelved.missing) if is_read else (yield Verify(shelved))
         if not lacking and (yield from _has_manifest(state, body, shelved)):

@@ -15,13 +15,13 @@ from recovery.inventory import ShardId, StepId
 
 
 class Store(Protocol):
-    """What a procedure asks of the holder's replica store without waiting (shell/arena/replica_store.py)."""
+    """The holder's replica store, as far as procedures call it without waiting (shell/arena/replica_store.py)."""
 
     def pin(self, shard: ShardId, digest: str) -> tuple[Shelved, int] | None:
         """Pin a replica; None if it is not here, or dropped."""
 
     def unpin(self, shelved: Shelved, pin: int) -> None:
-        """Let a pin go."""
+        """Release a pin."""
 
     def finish(self, name: str, manifest_data: bytes) -> Shelved:
         """Store a draft whose chunks are all here; IntegrityError if it was aborted meanwhile."""
@@ -55,7 +55,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of the store that procedures go by, seconds."""
+    """The store's settings that procedures use, in seconds."""
 
     suspect_after_s: float
     repair_after_s: float
@@ -79,7 +79,7 @@ class Pushes:
 
 @dataclass(eq=False)
 class Reading:
-    """A read that fetches what others wait for."""
+    """A read that fetches a shard, while other reads of the shard wait for it."""
 
     is_over: bool = False
     draft: Draft | None = None
@@ -91,7 +91,7 @@ class Reading:
 
 @dataclass
 class Stages:
-    """What is being brought here."""
+    """The reads that are under way on this host."""
 
     reading: dict[tuple[ShardId, str], Reading] = field(default_factory=dict)  # shard and digest -> who fetches it
     newest: dict[tuple[str, int], int] = field(default_factory=dict)  # (job, rank) -> round ordered last
@@ -130,13 +130,13 @@ class HandOver:
 
     @property
     def key(self) -> tuple[str, int, Owner]:
-        """Return what a fence and a goodbye wait for it by."""
+        """Return the key by which a fence and a goodbye wait for it."""
         return self.link.job, int(self.body["attempt"]), self.link.owner
 
 
 @dataclass
 class Puts:
-    """What was handed over and is not finished."""
+    """The hand-overs that are not finished."""
 
     pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> hand-overs
     sealing: set[ShardId] = field(default_factory=set)
@@ -144,7 +144,7 @@ class Puts:
 
 @dataclass
 class HolderState:
-    """One holder, as its procedures know it."""
+    """The state of one holder, shared by its procedures."""
 
     host_id: str
     store: Store

@@ -16,7 +16,7 @@ TELL_S = 0.005  # how late a reader may hear of a chunk; it has copied what came
 
 
 class Herald:
-    """Of one read."""
+    """The herald of one read: it tells the reader which chunks have come."""
 
     def __init__(self, send: Callable[[dict[str, Any]], None], number: int, manifest: bytes, draft: Draft) -> None:
         self._send, self._draft = send, draft
@@ -24,7 +24,7 @@ class Herald:
         self._untold = list(draft.wanted)
 
     def tell(self) -> None:
-        """Name what has come since the last time."""
+        """Send the chunks that have come since the last call."""
         slots = [(index, self._draft.slots[index]) for index in self._untold]
         came = [[index, slot] for index, slot in slots if slot is not None]
         if came or "manifest" in self._message:

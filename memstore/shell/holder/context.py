@@ -1,4 +1,4 @@
-"""What every part of one holder may use. No part is reachable from it, so no part depends on another through it."""
+"""The context that all parts of one holder share. No part is reachable from it, so none depends on another by it."""
 
 from __future__ import annotations
 

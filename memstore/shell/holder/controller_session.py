@@ -52,7 +52,7 @@ class ControllerSession:
         self.channel.send(Kind.EVENT, 0, {"k": "beat", "stats": stats, **self._echo}, deadline_s=SEND_S)
 
     def clock(self, body: dict[str, Any]) -> None:
-        """The controller told its clock."""
+        """Keep the controller's clock, which the next heartbeats carry."""
         self._echo = {"clock_s": body["clock_s"]}
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ class ControllerSession:
                 return
 
     def replaced(self, term: int) -> None:
-        """End it for the session of another controller; this one hears of its term, if it listens (R17)."""
+        """End the session, since another controller has begun one; send its term to the old one, if it reads (R17)."""
         try:
             self.channel.send(Kind.EVENT, 0, {"k": "stale", "term": term}, deadline_s=FAREWELL_S)
         except TransportError as exc:

@@ -31,7 +31,7 @@ DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memor
 
 
 class EffectCalls:
-    """The calls of one holder."""
+    """The calls that carry out the effects of one holder's procedures."""
 
     def __init__(self, context: HolderContext, connections: RankConnections, traffic: Traffic) -> None:
         self.context, self.vault, self.connections, self.traffic = context, context.vault, connections, traffic
@@ -183,4 +183,4 @@ class EffectCalls:
 
 
 def _unthrottled(nbytes: int) -> None:
-    """A put goes at wire speed."""
+    """Wait for nothing: a put is sent at wire speed."""

@@ -3,8 +3,8 @@
     whole --a file is not where the holder made it--> lost --written again--> the holder ends: its successor adopts it
                                                         '--not possible: said, tried again, served on from memory
 
-What a name was removed of is still there, as long as the holder has it open: bytes, slot table, manifests, journal. So
-nothing that is stored is lost with the names. But no rank can connect, and no successor would find a byte.
+A file whose name was removed is still there while the holder has it open: bytes, slot table, manifests, journal. So
+nothing that is stored is lost with the names. But no rank can connect, and a successor would find nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
 
 
 class FolderGuard:
-    """The folder of one holder. `look` is for one thread, a few times a second."""
+    """The guard of one holder's folder. One thread calls `look`, a few times a second."""
 
     def __init__(
         self, context: HolderContext, lock_file: ArenaLock, journal: Journal, secret: bytes, *,
@@ -151,7 +151,7 @@ def _leave_note(folder: Path, lost: str) -> None:
 
 
 def _take_note(folder: Path) -> str:
-    """Return what the holder before this one found removed, or ""; said once."""
+    """Return what the holder before this one found removed, or "", and remove its note."""
     try:
         fd = open_file(folder, NOTE_NAME, os.O_RDONLY)
     except FileNotFoundError:

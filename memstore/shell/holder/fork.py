@@ -38,9 +38,9 @@ def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
 def make(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
     """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
 
-    One that is not here any more is left out; a fork's that lacks chunks, or its manifest, gets what is here now. One
-    step under the lock for each: a crash leaves its manifest whole or none, and references are counted from manifests
-    (R6).
+    A shard that is not here any more is left out. A fork's copy that lacks chunks, or its manifest, gets what is here
+    now. Each shard is one step under the lock: a crash leaves its manifest whole or none, and references are counted
+    from manifests (R6).
 
     Raises:
         CapacityError: There is no room for a manifest.
@@ -69,7 +69,10 @@ def forked_body(body: Body, shards: list[list[Any]]) -> Body:
 
 
 def drop_unknown_shares(vault: Vault, jobs: Collection[str]) -> None:
-    """Give back room that a controller claimed for what it did not live to record: no job, and no shard of it here."""
+    """Give back room of jobs that the controller does not know, if no shard of them is here.
+
+    A controller that died before it recorded the job left such a claim.
+    """
     with vault.lock:
         drafts = {draft.shard.job for draft in vault.shelf.drafts.values()}
         known = {*jobs, *drafts, *(shard.job for shard, _ in vault.shelf.shards)}

@@ -183,7 +183,7 @@ class Holder:
         return threads
 
     def stop_serving(self) -> None:
-        """End every connection: from now on nobody is told anything, and nobody's bytes are taken."""
+        """End every connection: from now on this holder sends and receives nothing."""
         self.stopping.set()
         self.twins.wake()
         self.listener.close()
@@ -242,7 +242,7 @@ class Holder:
             self.peer_server.serve(channel, identity)
 
     def _inventory(self) -> dict[str, Any]:
-        """What a controller must know of this host first: who it is, what it holds, its journal (R16)."""
+        """Return what a controller must know of this host first: its identity, its copies, its journal (R16)."""
         with self.vault.lock:
             copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
         info, journal = self.info, self.sessions.journal_records()
@@ -281,7 +281,7 @@ class Holder:
             self.sessions.beat(self.stats)
 
     def stats(self) -> dict[str, Any]:
-        """What every heartbeat carries of this host."""
+        """Return what every heartbeat carries of this host."""
         counts: dict[str, Any] = {
             "trained": self.trained.stats(),
             **self.vault.stats(),
@@ -303,6 +303,6 @@ class Holder:
                 self.context.logged(work)
 
     def _say_last_word(self) -> None:
-        """Tell the controller what was found, then end every connection."""
+        """Send the controller a last heartbeat, then end every connection."""
         self.sessions.beat(self.stats)
         self.stop_serving()

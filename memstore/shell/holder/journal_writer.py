@@ -1,7 +1,7 @@
-"""A holder's journal, and the facts that wait for room in it (R16).
+"""Writes facts into a holder's journal, and keeps those for which it has no room yet (R16).
 
-A full file system is no reason to lose the controller: what cannot be written waits, in order, and is acknowledged
-once it is written. Until then this host counts for no fact, and `problem` says why.
+If the file system is full, the session goes on: facts that cannot be written wait, in order, and are acknowledged once
+they are written. Until then this host counts for no fact, and `problem` says why.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FactKeeper:
             self.journal.append(body["records"])
 
     def forget(self) -> None:
-        """Another session begins: it sends what the journal lacks then, and numbers of its own (R16)."""
+        """Forget what waits: another session begins, which sends what the journal lacks, by its own numbers (R16)."""
         self._waiting.clear()
         self._pages.clear()
         self.problem = ""

@@ -3,7 +3,7 @@
     lent --adopt, by a child of the lender--> the child's own: it hands over, and its death frees them
       '--unlend--> the lender's again          '--the lender says bye or is dead--> free
 
-The lender fills the slots, then lends them; from the adoption on it may not write them. Nobody has them twice: an
+The lender fills the slots, then lends them; from the adoption on it may not write them. No slot has two owners: an
 adoption and an `unlend` are decided here, under one lock, and both are answered.
 """
 
@@ -62,7 +62,7 @@ class Lendings:
         return {"slots": slots}
 
     def forget(self, lender: Owner) -> None:
-        """The lender is gone, and its leases with it."""
+        """Forget what a lender that is gone has lent."""
         for key in [key for key in self.lent if key[0] == lender]:
             del self.lent[key]
 

@@ -1,6 +1,6 @@
-"""What a holder does on the controller's word: each order once, in the order they came (R12, R21, R23).
+"""Carries out the controller's orders, each once, in the order in which they came (R12, R21, R23).
 
-Whatever can block runs in a thread of `workers`, or of the part that carries the order out.
+Work that can block runs in a thread of `workers`, or of the part that carries the order out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Orders:
         self.tombstones, self.begin_again = tombstones, begin_again
 
     def obey(self, body: dict[str, Any]) -> None:
-        """Carry out one order; whatever can block runs elsewhere."""
+        """Carry out one order; work that can block is passed to another thread."""
         kind = body.pop("k", None)
         if kind == "view":
             self.set_view(body["hosts"], body["gone"])
@@ -95,7 +95,7 @@ class Orders:
         self.workers.submit(self.context.logged, work, *args)
 
     def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
-        """Take the addresses of hosts (peer_table.py), and end what peers that are not among them have sent."""
+        """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
         self.peer_server.keep_senders(self.context.peers.set_view(rows, gone))
 
     def _abandon(self, body: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from memstore.shell.holder.runner import Runner
 
 
 class Excerpts:
-    """All excerpts of one holder; any thread may use it."""
+    """The excerpts of one holder; any thread may use it."""
 
     def __init__(self, context: HolderContext, runner: Runner) -> None:
         self.context, self.runner = context, runner

@@ -1,6 +1,6 @@
-"""Questions of this host's ranks, and of the holder itself, that the controller has yet to answer (R4, R12).
+"""Keeps questions of this host's ranks, and of the holder itself, until the controller has answered them (R4, R12).
 
-asked --relayed, again after every new session or link--> answered, or nobody waits for it any more
+asked --relayed, again after every new session or link--> answered, or the process that asked is gone
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
 
 
 class Calls:
-    """All of one holder, by the holder's own numbers; any thread may use it."""
+    """The open questions of one holder, by the holder's own numbers; any thread may use it."""
 
     def __init__(self, relay: Callable[[int, str, dict[str, Any]], None]) -> None:
         """`relay`: sends the controller a question by its number, verb and body."""
@@ -36,7 +36,7 @@ class Calls:
         self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
 
     def ask(self, call: Call) -> None:
-        """Send a question; a link that came back asks again: it is the same one, and its first answer ends it."""
+        """Send a question. One that is asked again on a new link is the same question: its first answer ends it."""
         with self._lock:
             known = (n for n, c in self._waiting.items() if c.owner is not None and c.owner == call.owner)
             number = next((n for n in known if self._waiting[n].rank_id == call.rank_id), None)
@@ -47,18 +47,18 @@ class Calls:
         self._relay(number, call.verb, call.body)
 
     def ask_again(self) -> None:
-        """Another controller session has begun: whatever is not answered is asked again."""
+        """Send the questions that are not answered to the controller whose session has begun."""
         with self._lock:
             waiting = sorted(self._waiting.items())
         for number, call in waiting:
             self._relay(number, call.verb, call.body)
 
     def take(self, number: int) -> Call | None:
-        """Return the question that was answered; None if nobody waits for it."""
+        """Return the question that was answered; None if no process waits for it."""
         with self._lock:
             return self._waiting.pop(number, None)
 
     def forget(self, owner: Owner) -> None:
-        """A process or store is gone: nobody waits for its answers."""
+        """Forget the questions of a process or store that is gone."""
         with self._lock:
             self._waiting = {n: call for n, call in self._waiting.items() if call.owner != owner}

@@ -1,4 +1,4 @@
-"""Runs durable orders on threads of their own, and does what they ask of storage (core/holder/persist.py, R31)."""
+"""Runs durable orders on threads of their own, with their effects on storage (core/holder/persist.py, R31)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Persister:
 
 
 def _no_panic(call: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return a call whose every error is an Exception: a panic in obstore's native code is none, and must be said."""
+    """Return a call that raises a RuntimeError for a panic in obstore's native code, which is no Exception."""
 
     def guarded(effect: Any) -> T:
         try:
@@ -145,10 +145,10 @@ def _no_panic(call: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def _place(body: dict[str, Any]) -> str:
-    """Return the storage that an order is about: one that hangs holds up nobody who uses another (D205)."""
+    """Return the storage of an order. Each has threads of its own, so one that hangs delays no other (D205)."""
     return str(body["durable"]["url"])
 
 
 def _slow_by(body: dict[str, Any]) -> tuple[str, str]:
-    """Return what the writing of slices may wait for: the storage, and with a cap the job's turn."""
+    """Return the key of the threads that write slices: the storage and, if the job has a cap, the job."""
     return _place(body), str(body["job"]) if body["durable"]["bytes_per_s"] else ""

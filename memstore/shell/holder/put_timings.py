@@ -1,4 +1,4 @@
-"""What this host's ranks measured of their puts, for the controller and for metrics. Never waited for (R11)."""
+"""Collects what this host's ranks measured of their puts, for metrics; no put waits for it (R11)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Put:
 
 
 class PutMeter:
-    """Remembers the puts since the last `take`; any thread may."""
+    """The puts since the last `take`; any thread may use it."""
 
     def __init__(self) -> None:
         self._puts: deque[Put] = deque(maxlen=KEPT)
 
     def count(self, job: str, body: dict[str, Any]) -> None:
-        """A hand-over was sealed."""
+        """Count a hand-over that was sealed."""
         self._puts.append(Put(job, seconds(body.get("stall_s")), int(body["nbytes"])))
 
     def take(self) -> list[Put]:

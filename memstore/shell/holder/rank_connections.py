@@ -1,4 +1,4 @@
-"""The links of one host's ranks: which process is connected for which rank, and what it is told (R4, R8, R15)."""
+"""Keeps the links of one host's ranks, by process and rank, and sends messages to them (R4, R8, R15)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RankConnections:
     # -- links --------------------------------------------------------------------------------
 
     def of_job(self, job: str) -> list[RankLink]:
-        """Links of a job's ranks on this host."""
+        """Return the links of a job's ranks on this host."""
         with self.lock:
             return [link for link in self.links.values() if link.job == job and link.rank >= 0]
 
@@ -96,11 +96,11 @@ class RankConnections:
     # -- leases -------------------------------------------------------------------------------
 
     def grant_current(self, link: RankLink) -> None:
-        """A put of this store is over: lease it what its share allows now."""
+        """Lease a store whose put is over what its share allows now."""
         self.grant(self.current(link))
 
     def grant(self, link: RankLink) -> None:
-        """Lease the rank what its share allows and tell it; never on a link that has ended, where nobody hears it."""
+        """Lease a rank what its share allows, and send it the slots; do nothing on a link that has ended."""
         with link.grants:
             with self.lock:
                 if self.links.get(link.nonce) is not link or link.channel.is_closed:
@@ -113,14 +113,14 @@ class RankConnections:
                 link.send({"k": "grant", "slots": slots})
 
     def grant_job(self, job: str) -> None:
-        """Room may have become free for a job's ranks."""
+        """Lease a job's ranks the room that may have become free."""
         for link in self.of_job(job):
             self.grant(link)
 
     # -- what a put came to -------------------------------------------------------------------
 
     def tell_level(self, link: RankLink, attempt: int, step: int, level: str, reason: str) -> None:
-        """Tell one store's ticket; on its newest link."""
+        """Send a store the level of one of its tickets, on its newest link."""
         message = {"k": "level", "attempt": attempt, "step": step, "level": level, "reason": reason, "degraded": False}
         with self.lock:
             parent = self.links.get(link.parent)
@@ -129,13 +129,13 @@ class RankConnections:
                 each.send(message)
 
     def replicated(self, shard: ShardId) -> None:
-        """Every target of a shard has sealed it (R15)."""
+        """Tell the rank that put a shard that every target has sealed it (R15)."""
         for link in self.of_job(shard.job):
             if (link.rank, link.attempt) == (shard.rank, shard.attempt):
                 self.tell_level(link, shard.attempt, shard.step, "replicated", "")
 
     def level(self, body: dict[str, Any]) -> None:
-        """Tell the tickets of a step."""
+        """Send a job's ranks the level of a step."""
         message = {
             "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
             "reason": body.get("reason", ""), "degraded": bool(body.get("degraded")),
@@ -147,7 +147,7 @@ class RankConnections:
                 link.send(message)
 
     def resume(self, body: dict[str, Any]) -> None:
-        """An abandoned step names the step from which all put again (R12)."""
+        """Tell a job's ranks that a step was abandoned, and from which step all put again (R12)."""
         told = {key: body[key] for key in ("attempt", "step", "level", "reason", "resume")}
         for link in self.of_job(body["job"]):
             if link.attempt == body["attempt"]:
@@ -169,7 +169,7 @@ class RankConnections:
                 )
 
     def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
-        """Return what tells a reader of this host of its chunks; `stream` is its nonce and its number of the read."""
+        """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None
         return Herald(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
@@ -190,12 +190,12 @@ class RankConnections:
                 self.send_fenced(link)
 
     def removed(self, job: str, attempt: int) -> None:
-        """Tell a removed job's processes that they have no job any more: none waits for room that never comes."""
+        """Tell a removed job's processes that it is gone, so that none waits for room."""
         for link in self.of_job(job):
             if 0 < link.attempt <= attempt:
                 self.send_fenced(link)
 
     def send_fenced(self, link: RankLink) -> None:
-        """Tell one process which attempt is the first that may serve now."""
+        """Tell one process which attempt is the first that this host still serves."""
         fences = self.context.fences
         link.send({"k": "fenced", "attempt": fences.first(link.job), "is_removed": fences.is_removed(link.job)})

@@ -1,7 +1,7 @@
 """The holder's side of its ranks' links: leases, hand-overs, calls to the controller, levels (R4, R8, R11, R15).
 
-One thread per link reads; another digests hand-overs in order (seal.py), so that a put is
-acknowledged to nobody and blocks nobody. EVENT bodies, key "k":
+One thread per link reads; another digests hand-overs in order (seal.py), so that no put waits for an answer.
+EVENT bodies, key "k":
 
     rank -> holder   hello, call (id, verb, body), handover, unpin, checked, marks, waits
     holder -> rank   welcome, refused, answer, grant, room, level, resume, check, fenced, came (chunk_notifier.py)
@@ -36,7 +36,7 @@ log = logging.getLogger("memstore")
 
 
 class RankServer:
-    """What one holder does for its ranks: each link is read by a thread of its own."""
+    """The server of one holder's ranks: each link is read by a thread of its own."""
 
     def __init__(
         self, context: HolderContext, connections: RankConnections, calls: Calls, sealer: Sealer, excerpts: Excerpts,
@@ -95,7 +95,7 @@ class RankServer:
                 self.sealer.retire(old)
                 old.channel.abort()
             with self.vault.lock:
-                # What a rank holds of another arena it filled there: none of it is a slot of this one.
+                # A rank filled the slots that it holds of another arena there, so none of them is its own here.
                 held, is_ours = [int(n) for n in body.get("held", ())], body.get("arena") == self.vault.arena.identity
                 _, stale = self.vault.table.confirm(owner, held if is_ours else [])
                 self.vault.flush()
@@ -177,7 +177,7 @@ class RankServer:
             link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 
     def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
-        """The controller answered a call: pass it on, with the bytes' place if it is a get."""
+        """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
         call = self.calls.take(call_id)
         with self.connections.lock:
             link = self.connections.links.get(call.nonce) if call is not None else None
@@ -221,7 +221,7 @@ class RankServer:
     # -- processes that are gone ----------------------------------------------------------------
 
     def _bye(self, link: RankLink) -> None:
-        """The rank closed its store: what it leased and did not hand over is free again."""
+        """Free what a rank that closed its store had leased and not handed over."""
         self.sealer.drain_owner(link.owner, SEND_S)
         self.calls.forget(link.owner)
         self.connections.left(link)
@@ -230,7 +230,7 @@ class RankServer:
             self.connections.grant_job(link.job)
 
     def reap(self) -> None:
-        """Reclaim the leases of processes that are proved dead, and say so (R8, R20)."""
+        """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
         for nonce, owner in self.connections.take_dead(lambda owner: is_alive(owner.pid, owner.start)).items():
             self._reclaim(owner)
             self.calls.forget(owner)
@@ -260,10 +260,10 @@ class RankServer:
 
 
 def owner_of(body: dict[str, Any], identity: dict[str, Any]) -> Owner:
-    """Return who connects: the pid by the kernel's word, for a rank in another pid namespace names its own (R8).
+    """Return the process that connects, with the pid that the kernel gives: a rank may name one of its namespace (R8).
 
     Raises:
-        ConfigError: The rank's process cannot be seen from here, so its death could not be told.
+        ConfigError: The rank's process cannot be seen from here, so its death could not be noticed.
     """
     generation = xxhash.xxh3_64_intdigest(f"{body['nonce']}/{body.get('life', 0)}".encode())
     pid = int(identity["pid"])

@@ -1,4 +1,4 @@
-"""Claims room for jobs on the controller's word, and gives back what nobody has reserved (R9, R10)."""
+"""Claims room for jobs as the controller orders, and gives back what no job has reserved (R9, R10)."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class RoomOrders:
         self._thread.submit(self.context.logged, drop_unknown_shares, self.vault, jobs)
 
     def release(self) -> None:
-        """Give back what no job has reserved, after what is being reserved: what a process had leased is free."""
+        """Give back what no job has reserved, once the claims that are queued are done."""
         with contextlib.suppress(RuntimeError):  # the holder ends
             self._thread.submit(self.vault.room.release)
 
     def _reserve(self, body: dict[str, Any]) -> None:
-        """Claim the room, or say why not: with numbers, or what broke, for all ranks wait for the word (R9, R10)."""
+        """Claim the room and report it, or report why not, with numbers: all ranks wait for the report (R9, R10)."""
         job, share = str(body["job"]), share_from_wire(body)
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         connecting = self._connect(job)  # meanwhile: a first put that has to connect finds nothing warm

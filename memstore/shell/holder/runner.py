@@ -21,7 +21,7 @@ SIDE_THREADS = 8
 
 
 class Runner:
-    """The lock of one holder's state, and what carries out the effects of its procedures."""
+    """The lock of one holder's state, and the calls that carry out the effects of its procedures."""
 
     def __init__(self, perform: Callable[[Effect], Any]) -> None:
         """`perform`: carries out one effect by a call that blocks; all but WaitFor and Together."""
@@ -38,7 +38,7 @@ class Runner:
 
     @contextmanager
     def state(self) -> Iterator[None]:
-        """Have the state to oneself for a moment, to read or change it between the steps of procedures."""
+        """Hold the lock for a moment, to read or change the state between the steps of procedures."""
         with self._changed:
             try:
                 yield
@@ -62,7 +62,7 @@ class Runner:
                 error = exc
 
     def close(self) -> None:
-        """Begin no procedure beside another one any more."""
+        """Stop running procedures side by side."""
         self._beside.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, effect: Effect) -> Any:
@@ -74,7 +74,7 @@ class Runner:
         return self._calls.get(type(effect), self._perform)(effect)
 
     def _together(self, effect: Together) -> list[Any]:
-        """Run procedures on other threads; none may go on, and write to what they share, once this ends."""
+        """Run procedures on other threads until all have ended: a later one would write to a draft that is given up."""
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
         tell = effect.herald.tell if effect.herald is not None else lambda: None
         tell()

@@ -18,7 +18,7 @@ IDLE_S = 1.0
 
 
 class Scrubber:
-    """Scrubbing of one holder. A bad slot is taken out, a bad manifest written anew; both are mended by repair."""
+    """The scrub of one holder: it takes bad slots out and reports bad manifests; repair mends both."""
 
     def __init__(self, context: HolderContext) -> None:
         self.context = context

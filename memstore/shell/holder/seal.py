@@ -1,4 +1,4 @@
-"""Runs on threads what turns hand-overs into sealed shards (core/holder/seal.py), one thread for each link."""
+"""Runs core/holder/seal.py, which turns hand-overs into sealed shards, on one thread for each link."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class Sealer:
                 link.handovers.put(put)
 
     def retire(self, link: RankLink) -> None:
-        """The link's store came back on another one: forget what it will send again. Needs the connections' lock."""
+        """Forget the queued hand-overs of a link whose rank came back on another one and sends them again.
+
+        The caller holds the connections' lock.
+        """
         with self.runner.state():
             link.is_retired = True
             while True:

@@ -32,7 +32,7 @@ class Traffic:
         remove_marks(folder)
 
     def watch(self, nonce: str, file: str) -> None:
-        """A rank has made a file of marks; one that cannot be read is no reason to end its link."""
+        """Read a rank's file of marks from now on; one that cannot be read is ignored, with a warning."""
         try:
             reader = MarkReader(self._folder, file)
         except ProtocolError as exc:
@@ -44,18 +44,18 @@ class Traffic:
             self._gate.ranks[nonce] = reader.spans
 
     def forget(self, nonce: str, job: str, rank: int) -> None:
-        """A rank's link has ended: its marks say nothing any more."""
+        """Forget the marks of a rank whose link has ended."""
         with self._lock:
             self._drop(nonce)
             self._gate.forget(job, rank)
 
     def release(self, job: str, rank: int, order: Order) -> None:
-        """A put begins, or waits for room: copies of older ones of its rank are held no longer (R13)."""
+        """Stop holding back copies of a rank's older puts: a newer put begins or waits for room (R13)."""
         with self._lock:
             self._gate.release(job, rank, order)
 
     def stats(self) -> dict[str, Any]:
-        """What a heartbeat carries."""
+        """Return what a heartbeat carries."""
         return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Traffic:
             return self._gate.allow(time.monotonic(), sending, asked, stream, unacked_bytes, held_s, rtt_s)
 
     def leave(self, stream: int) -> None:
-        """A stream has nothing to send now."""
+        """Note that a stream has nothing to send now."""
         with self._lock:
             self._gate.leave(stream)
 
@@ -105,13 +105,13 @@ class Traffic:
 
 
 class PushGate:
-    """Lets the bytes of one push leave when no collective is under way."""
+    """The gate of one push: its bytes leave when no collective is under way."""
 
     def __init__(self, traffic: Traffic, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
         self._traffic, self._sending, self._pace = traffic, sending, pace
 
     def paced(self, pace: Pace) -> PushGate:
-        """Return one that is inside `pace` while its bytes go."""
+        """Return a gate that is inside `pace` while its bytes are sent."""
         return PushGate(self._traffic, self._sending, pace)
 
     def parts(

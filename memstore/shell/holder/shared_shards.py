@@ -1,8 +1,8 @@
-"""What one holder knows of ranks with equal state: where copies go, whom to wait for, who differs (R13, R34).
+"""Decides about ranks with equal state on one holder: targets of copies, waits of offers, comparisons (R13, R34).
 
-A twin's offer comes while this host still digests its own rank's equal shard. Its answer waits for that, so that what
-is here does not travel; one's own digesting waits for no twin, so twins never wait for one another. Ranks that were
-not declared twins are learned to be ones by their chunks, one put late.
+An offer of a twin may come while this host still digests its own rank's equal shard. The answer waits for that, so that
+equal chunks do not travel. The digesting itself waits for no twin, so two hosts never wait for one another. Ranks that
+were not declared twins are recognised by their chunks, one put later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Newest:
 
 
 class Twins:
-    """Of one holder."""
+    """The ranks with equal state, as one holder knows them."""
 
     def __init__(
         self, vault: Vault, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
@@ -57,7 +57,7 @@ class Twins:
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
 
     def declare(self, job: str, attempt: int, targets: list[Any], rows: list[list[Any]]) -> None:
-        """Take the controller's word on where this host's copies go, and on the ranks that copy for others."""
+        """Take from the controller where this host's copies go, and which ranks copy for others."""
         table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
         self.ordinary[job] = [str(target) for target in targets]
         with self.changed:
@@ -65,7 +65,7 @@ class Twins:
             self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
 
     def targets(self, shard: ShardId) -> list[str]:
-        """Where copies of a local rank's shard go."""
+        """Return the hosts that take copies of a local rank's shard."""
         row = self._row(shard)
         return list(row.targets if row is not None else self.ordinary_targets(shard.job))
 
@@ -78,7 +78,7 @@ class Twins:
         return table.get(shard.rank) if attempt == shard.attempt else None
 
     def own_of(self, shard: ShardId) -> int | None:
-        """The local rank that holds what a shard from elsewhere holds."""
+        """Return the local rank whose shard is equal to one from elsewhere; None if there is none."""
         attempt, table = self.declared.get(shard.job, (0, {}))
         if attempt == shard.attempt:
             for rank, row in table.items():
@@ -92,7 +92,7 @@ class Twins:
     def await_own(self, shard: ShardId) -> None:
         """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it.
 
-        A rank that one offer awaited in vain, frozen or slow, holds up no other until it has sealed again (D104).
+        After one wait in vain for a frozen or slow rank, no offer waits for it until it has sealed again (D104).
         """
         own = self.own_of(shard)
         if own is None:
@@ -110,12 +110,12 @@ class Twins:
         return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
 
     def gave_up(self, shard: ShardId, own: int) -> None:
-        """An offer waited for a local rank in vain."""
+        """Note that an offer waited for a local rank in vain."""
         self.late[shard.job, own] = shard.attempt
         self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
 
     def forget(self, job: str, attempt: int) -> None:
-        """The job was removed after this attempt."""
+        """Forget a job that was removed after this attempt."""
         with self.changed:
             if self.declared.get(job, (0, {}))[0] <= attempt:
                 self.declared.pop(job, None)
@@ -125,14 +125,14 @@ class Twins:
             self.newest = {key: n for key, n in self.newest.items() if key[0] != job or n.shard.attempt > attempt}
 
     def wake(self) -> None:
-        """The holder stops: nobody waits any more."""
+        """Wake the offers that wait: the holder stops."""
         with self.changed:
             self.changed.notify_all()
 
     # -- seals ----------------------------------------------------------------------------------
 
     def put_sealed(self, shelved: Shelved, shared_count: int | None) -> int | None:
-        """A local rank's put is sealed. Return the step before if this one repeats its chunks, for the first time."""
+        """Note a local rank's sealed put; return the step before if this put is the first to repeat its chunks."""
         shard = shelved.shard
         now = Newest(shard, shelved.digests, shared_count)
         with self.changed:
@@ -147,7 +147,7 @@ class Twins:
         return before.shard.step if before is not None and is_same and not before.is_flagged else None
 
     def compare(self, shard: ShardId) -> None:
-        """A shard was sealed here: what do the others of its step say, a local rank's of copies and the other way?"""
+        """Compare a shard that was sealed here with the others of its step: local puts with copies, and back."""
         with self.vault.lock:
             found = [s for s in self.vault.shelf.shards.values() if _step(s.shard) == _step(shard)]
         with self.changed:
@@ -184,7 +184,7 @@ class Twins:
             self._tell(own.shard, twin, unequal)
 
     def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        """Let the rank, which knows tensors, say what differs, or that nothing does any more."""
+        """Tell the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
         event = {
             "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
             "chunks": unequal[:TOLD_CHUNKS_MAX],
@@ -197,7 +197,7 @@ def _step(shard: ShardId) -> tuple[str, int, int]:
 
 
 def _repeats(before: Newest, now: Newest) -> bool:
-    """Two puts have the same chunks; of a rank that names a shard, the same shared ones, as its own may well stay."""
+    """Return whether two puts have the same chunks; of a rank that names a shard, only shared chunks are compared."""
     if before.shared_count != now.shared_count or now.shared_count == 0 or not now.digests:
         return False
     end = now.shared_count

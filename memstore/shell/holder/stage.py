@@ -1,4 +1,4 @@
-"""Runs on threads what brings shards, or parts of them, to this host: core/holder/stage.py (R23-R25)."""
+"""Runs core/holder/stage.py, which brings shards, or parts of them, to this host, on threads (R23-R25)."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ class TrainedSteps:
         self._newest: dict[str, tuple[int, int]] = {}
 
     def hear(self, job: str, attempt: int, step: int) -> None:
-        """A rank said so."""
+        """Note a step that a rank has trained."""
         self._newest[job] = max((attempt, step), self._newest.get(job, (0, -1)))
 
     def forget(self, job: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self._newest.pop(job, None)
 
     def stats(self) -> dict[str, list[int]]:
-        """What a heartbeat carries: job -> attempt and step."""
+        """Return what a heartbeat carries: job -> attempt and step."""
         return {job: list(newest) for job, newest in list(self._newest.items())}
