@@ -1,7 +1,7 @@
 """A GPT of a given size in training on one device: what put.py and gpu/restore.py put and get.
 
-Both run by themselves (`python -m benchmarks.gpu.put`) on a machine that has torch, numpy, msgpack and xxhash: the
-store runs as processes, without Ray.
+Both run by themselves (`python -m benchmarks.gpu.put`) on a machine that has torch, numpy, msgpack, msgspec and
+xxhash: the store runs as processes, without Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU benchmarks: on a machine with nothing but torch, numpy, msgpack, xxhash; without CUDA they claim nothing."""
+"""The GPU benchmarks: on a machine with nothing but torch, numpy, msgpack, msgspec, xxhash; no claim without CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = Size(parameters=100_000, width=64, rounds=1, warmups=0, chunk_bytes=64 <<
 WAIT_S = 300.0
 
 # Read by every Python that starts there, so by the store's processes, too. Absent is what the store and its benchmarks
-# can use beside the four; torch's own needs are torch's.
+# can use beside the five; torch's own needs are torch's.
 BARE_MACHINE = """
 from importlib.machinery import PathFinder
 ABSENT = {

@@ -1,6 +1,6 @@
 """All declared messages, by the module that declares them. Pure.
 
-Who reads it: the page `docs/internals/wire.md` (`document.py`), and the tests that every message is declared well.
+The tests read it that say that every message is declared well.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 In EVENT frames. Nothing of it is acknowledged: a link that comes back says what it holds, and what was not answered is
 sent again.
+
+Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
 ChunksStaged, reach the rank with their place there, as ShardPlaced.
+
+Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What `memstore status`, `ls` and `plan` are told of hosts, jobs, attempts and steps: rows of replies. Pure.
 
 A field that is named `..._s` is in seconds; an age is as of the answer. `report/` makes the rows.
+
+Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations
