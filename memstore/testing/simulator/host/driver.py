@@ -150,7 +150,8 @@ class Driver:
         yield storage.delay_s
         if storage.problem:
             raise PeerUnreachable(storage.problem)
-        part = storage.part(shard, spec.digest, str(place["key"]))
+        own_key = storage.key_of({"durable": place}, self.holder.host_id)  # unless the order names the step's
+        part = storage.part(shard, spec.digest, str(place.get("key", own_key)))
         if part is None:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part

@@ -171,7 +171,7 @@ class SimRank:
                 self.why = "fenced"
                 return
             self.steps_done = step
-            if step % RANGES_EVERY == self.rank % RANGES_EVERY:
+            if scenario.reads_ranges and step % RANGES_EVERY == self.rank % RANGES_EVERY:
                 self.world.spawn(self._read_ranges(), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023

@@ -50,6 +50,7 @@ class Scenario:
     has_durable: bool = False
     is_strict: bool = True
     is_ordered: bool = False  # ranks call mesh_order() before their get
+    reads_ranges: bool = False  # ranks read ranges of one another's shards
     has_twins: bool = False  # ranks with equal state, declared or learned by their chunks; offers wait for them (R34)
     shards: int = 0  # each rank names one of so many shards; 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn
@@ -97,6 +98,7 @@ TWIN_SEEDS = (3, 9, 18)  # modulo 20
 ORDERED_SEEDS = (14,)  # modulo 20
 ENDING_SEEDS = (0, 1)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40
+RANGE_SEEDS = (0, 2)  # modulo 5
 MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
 
 
@@ -117,6 +119,7 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 in ORDERED_SEEDS,
+        reads_ranges=seed % 5 in RANGE_SEEDS,
         faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
