@@ -25,6 +25,7 @@ CORE: dict[str, str] = {
     "network": "",
     "schedule": "",
     "cluster": "schedule wire",
+    "holder": "arena cluster format wire",
     "journal": "cluster wire",
     "targets": "cluster journal wire",
     "capacity": "cluster journal targets wire",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memstore.core.cluster.job import Call
+from memstore.core.cluster.rank_calls import RankCalls
 from recovery.inventory import StepId
 
 
@@ -15,7 +16,7 @@ class Gathering:
 
     key: str | None
     world_size: int
-    joins: dict[int, Call] = field(default_factory=dict)
+    joins: RankCalls = field(default_factory=RankCalls)
     rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
     rewind_to: StepId | None = None  # that step, once it is found
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)

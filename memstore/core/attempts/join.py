@@ -7,17 +7,18 @@ fencing --every live host answered--> open --all ranks closed--> closed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from memstore.core.attempts.attempt_numbers import Ordinals
 from memstore.core.attempts.gathering import Gathering, limit_s
+from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.cluster.job import Attempt, Call, Job, Seat, seat_of
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import who_is_missing
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
@@ -179,8 +180,8 @@ class Attempts:
     def dismiss(self, name: str, error: str, message: str) -> None:
         """Send everybody away who gathers for the job, or rewinds it."""
         gathering = self.gatherings.pop(name, None)
-        for call in gathering.joins.values() if gathering is not None else ():
-            self.out.refuse(call, error, message)
+        if gathering is not None:
+            gathering.joins.refuse_all(self.out, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
         """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
@@ -360,9 +361,9 @@ class Attempts:
 
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for it any more."""
-        self.dismiss(name, "FencedError", f"job {name!r} was removed")
+        self.dismiss(name, *job_removed(name))
         for call in self.opening.pop(name, ()):
-            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, *job_removed(name))
         self.fence_waits.pop(name, None)
         self.closes.pop(name, None)
 
@@ -398,14 +399,12 @@ class Attempts:
             late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
             if late is not None:  # one deadline for all, so that each of them is told the same ranks
                 named_s = float(late.body["config"]["connect_timeout_s"])
-                missing = [r for r in range(gathering.world_size) if r not in gathering.joins]
-                what = "connected" if gathering.rewind is None else "called rewind()"
-                self.dismiss(
-                    name, "GatherTimeout",
-                    f"connect to job {name!r}: after {named_s:g} s "
-                    f"{who_is_missing(missing, gathering.world_size, what)}. Every rank must call "
-                    "it; raise connect_timeout_s if they are merely slow",
+                refusal = gather_timeout(
+                    f"connect to job {name!r}", named_s, missing_ranks(gathering.world_size, gathering.joins),
+                    gathering.world_size, "connected" if gathering.rewind is None else "called rewind()",
+                    "Every rank must call it; raise connect_timeout_s if they are merely slow",
                 )  # fmt: skip
+                self.dismiss(name, *refusal)
 
 
 def _unreadable(name: str, why: str) -> str:

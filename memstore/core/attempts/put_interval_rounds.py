@@ -5,12 +5,15 @@ all ranks asked --distance decided--> fact --spread--> answered; whoever asks la
 
 from __future__ import annotations
 
+from memstore.core.cluster.collective import attempt_of, job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import CadenceSet
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
+from memstore.core.journal.waiters import Waiters
 from memstore.core.schedule.put_interval import Measured, decide_steps, parse_put_every
 from memstore.core.wire.measured import seconds
 
@@ -18,32 +21,40 @@ from memstore.core.wire.measured import seconds
 class CadenceRounds:
     """The rounds of all jobs."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:
-        self.state, self.out, self.journal = state, out, journal
-        self.asked: dict[tuple[str, int, int], dict[int, Call]] = {}  # (job, attempt, step) -> rank -> call
-        self.decided: set[tuple[str, int, int]] = set()  # the fact is spreading
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters) -> None:
+        self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
+        self.asked: dict[tuple[str, int, int], RankCalls] = {}  # by job, attempt and step
+        self.decided: dict[tuple[str, int, int], CadenceSet] = {}  # recorded, not in enough journals yet
 
     def ask(self, call: Call) -> None:
         """A rank has come to the step of a round."""
-        job = self.state.jobs[str(call.body["job"])]
-        attempt, step = job.newest, int(call.body["step"])
-        if attempt is None or attempt.ordinal != call.body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+        found = attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        (job, attempt), step = found, int(call.body["step"])
         if step in attempt.cadence:
             self.out.answer(call, {"steps": attempt.cadence[step]})
             return
         key = (job.name, attempt.ordinal, step)
-        for old in [k for k in self.asked if k[0] == job.name and k[1:] < key[1:] and k not in self.decided]:
-            for given_up in self.asked.pop(old).values():  # its attempt is over, or its ranks have gone on
-                why = f"job {job.name!r}: the round of step {old[2]} was given up for that of step {step}"
-                self.out.refuse(given_up, "FencedError" if old[1] < attempt.ordinal else "GatherTimeout", why)
-        calls = self.asked.setdefault(key, {})
+        if key in self.decided:
+            self._wait(self.decided[key], call)
+            return
+        for old in [k for k in self.asked if k[0] == job.name and k[1:] < key[1:]]:
+            # Its attempt is over, or its ranks have gone on.
+            why = f"job {job.name!r}: the round of step {old[2]} was given up for that of step {step}"
+            error = "FencedError" if old[1] < attempt.ordinal else "GatherTimeout"
+            self.asked.pop(old).refuse_all(self.out, error, why)
+        calls = self.asked.setdefault(key, RankCalls())
         calls[int(call.body["rank"])] = call
-        if len(calls) == attempt.world_size and key not in self.decided:
-            self.decided.add(key)
+        if len(calls) == attempt.world_size:
             steps = self._decide(job, attempt, list(calls.values()))
-            self.journal.record(CadenceSet(job.name, attempt.ordinal, step, steps))
+            fact = self.decided[key] = CadenceSet(job.name, attempt.ordinal, step, steps)
+            self.journal.record(fact)
+            for each in self.asked.pop(key).values():
+                self._wait(fact, each)
+
+    def _wait(self, fact: CadenceSet, call: Call) -> None:
+        self.waiters.add(fact, call, {"steps": fact.steps})
 
     def _decide(self, job: Job, attempt: Attempt, calls: list[Call]) -> int:
         ranks = [
@@ -64,14 +75,11 @@ class CadenceRounds:
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         key = (fact.job, fact.attempt, fact.step)
-        self.decided.discard(key)
+        self.decided.pop(key, None)
         if attempt is not None:
             attempt.cadence[fact.step] = fact.steps
-        for call in self.asked.pop(key, {}).values():
-            self.out.answer(call, {"steps": fact.steps})
 
     def forget(self, name: str) -> None:
         """The job was removed."""
         for key in [k for k in self.asked if k[0] == name]:
-            for call in self.asked.pop(key).values():
-                self.out.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.asked.pop(key).refuse_all(self.out, *job_removed(name))

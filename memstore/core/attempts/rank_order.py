@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memstore.core.attempts.join import Attempts
+from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, missing_ranks, newer_attempt
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import who_is_missing
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from recovery.mesh_order import MeshOrder, mesh_order
@@ -25,7 +26,7 @@ class Asked:
     together: int
     since_s: float
     complete_s: float | None = None
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: RankCalls = field(default_factory=RankCalls)
 
 
 class MeshOrders:
@@ -39,12 +40,10 @@ class MeshOrders:
 
     def ask(self, now: float, call: Call) -> None:
         """A rank wants the order. Once the attempt has one, or has got, put or prepared, it keeps what it has."""
-        body = call.body
-        job = self.state.jobs[str(body["job"])]
-        attempt = job.newest
-        if attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+        body, found = call.body, attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
         if self.attempts.is_repeated(job.name, call):
             return
         if attempt.order or attempt.has_restored or attempt.has_put or attempt.needs:
@@ -104,7 +103,7 @@ class MeshOrders:
 
     def forget(self, name: str) -> None:
         """The job was removed."""
-        self._dismiss(name, "FencedError", f"job {name!r} was removed")
+        self._dismiss(name, *job_removed(name))
 
     def tick(self, now: float) -> None:
         """Deadlines: ranks that never asked, attempts that are over, hosts that were awaited."""
@@ -112,19 +111,18 @@ class MeshOrders:
             job = self.state.jobs[name]
             attempt = job.newest
             if attempt is None or attempt.ordinal != asked.attempt:
-                self._dismiss(name, "FencedError", f"job {name!r}: a newer attempt was opened")
+                self._dismiss(name, *newer_attempt(name))
             elif asked.complete_s is not None:
                 self._decide(now, job, attempt, asked)
             elif now - asked.since_s > float(attempt.config["connect_timeout_s"]):
-                missing = [rank for rank in range(attempt.world_size) if rank not in asked.calls]
-                self._dismiss(
-                    name, "GatherTimeout",
-                    f"mesh_order() of job {name!r}: after {now - asked.since_s:.0f} s "
-                    f"{who_is_missing(missing, attempt.world_size, 'called it')}. Every rank must call it, before "
-                    "get() and put()",
+                refusal = gather_timeout(
+                    f"mesh_order() of job {name!r}", round(now - asked.since_s),
+                    missing_ranks(attempt.world_size, asked.calls), attempt.world_size, "called it",
+                    "Every rank must call it, before get() and put()",
                 )  # fmt: skip
+                self._dismiss(name, *refusal)
 
     def _dismiss(self, name: str, error: str, message: str) -> None:
         asked = self.asked.pop(name, None)
-        for call in asked.calls.values() if asked is not None else ():
-            self.out.refuse(call, error, message)
+        if asked is not None:
+            asked.calls.refuse_all(self.out, error, message)

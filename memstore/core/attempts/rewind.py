@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from memstore.core.attempts.gathering import Gathering
 from memstore.core.attempts.join import Attempts
+from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
@@ -30,12 +31,10 @@ class Rewinds:
 
     def ask(self, call: Call) -> None:
         """A rank asks to go back; what can never be is refused at once."""
-        body, attempts = call.body, self.attempts
-        job = self.state.jobs[str(body["job"])]
-        attempt = job.newest
-        if attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+        body, attempts, found = call.body, self.attempts, attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
         wanted = (int(body["step"]), None if body.get("of_attempt") is None else int(body["of_attempt"]))
         to, refusal = self._find(job, attempt, *wanted)
         if refusal is not None and attempt.config.get("durable") is None:
@@ -61,10 +60,10 @@ class Rewinds:
         if gathering.rewind_to is not None:
             attempts.open(job.name, gathering)
             return
-        found = gathering
+        waiting = gathering
         attempts.list_markers(
-            self.state.now, job.name, found, place_of(attempt.config),
-            lambda why: self._markers_listed(job.name, found, why),
+            self.state.now, job.name, waiting, place_of(attempt.config),
+            lambda why: self._markers_listed(job.name, waiting, why),
         )  # fmt: skip
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:

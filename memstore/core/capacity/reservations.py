@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import RoomClaimed
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.kept_steps import kept_steps, versions_count
+from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.sent_orders import Told
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed_pins, who_is_missing
+from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, GuestLookup
 from memstore.core.wire.messages import Body
@@ -29,8 +31,8 @@ class Reservation:
     """Calls that wait until every host named has claimed the room."""
 
     attempt: int
-    calls: dict[int, Call] = field(default_factory=dict)
-    late: dict[int, Call] = field(default_factory=dict)  # want more than was ordered: a reservation of their own, next
+    calls: RankCalls = field(default_factory=RankCalls)
+    late: RankCalls = field(default_factory=RankCalls)  # want more than was ordered: a reservation of their own, next
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
     ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
     waits: set[str] = field(default_factory=set)
@@ -74,11 +76,10 @@ class Room:
     def reserve(self, call: Call) -> None:
         """A rank's preparation or first put, or a put that has outgrown its share."""
         body = call.body
-        job = self.state.jobs[str(body["job"])]
-        attempt = job.newest
-        if attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+        found = attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
         # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
@@ -92,7 +93,7 @@ class Room:
             return
         active = self.active.get(job.name)
         if active is None or active.attempt != attempt.ordinal:
-            self._dismiss(active, "FencedError", f"job {job.name!r}: a newer attempt was opened")
+            self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.ordinal)
         rank, slots = int(body["rank"]), int(body["slots"])
         known = attempt.needs.get(rank)
@@ -131,8 +132,8 @@ class Room:
 
     def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
         """Nobody waits for this room any more."""
-        for call in {**active.calls, **active.late}.values() if active is not None else ():
-            self.out.refuse(call, error, why)
+        if active is not None:
+            RankCalls({**active.calls, **active.late}).refuse_all(self.out, error, why)
 
     def _take_back(self, attempt: Attempt, active: Reservation) -> None:
         """The room was refused: who asked needs what it needed before."""
@@ -320,8 +321,7 @@ class Room:
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
             del self.active[fact.job]
-            for call in active.calls.values():
-                self.out.answer(call, {})
+            active.calls.answer_all(self.out, {})
             if active.late:
                 again = self.active[fact.job] = Reservation(fact.attempt, active.late)
                 again.before = {rank: fact.needs[rank] for rank in active.late}
@@ -330,7 +330,7 @@ class Room:
     def forget(self, name: str) -> None:
         """The job was removed: nobody waits for room any more."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
-        self._dismiss(self.active.pop(name, None), "FencedError", f"job {name!r} was removed")
+        self._dismiss(self.active.pop(name, None), *job_removed(name))
 
     def tick(self, now: float) -> None:
         """Ranks that never made their first put; hosts that died while claiming."""
@@ -344,12 +344,12 @@ class Room:
             self._finish(job, active)
             limit_s = float(attempt.config["connect_timeout_s"])
             if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
-                missing = who_is_missing(self.silent_ranks(job, attempt), attempt.world_size, "put or prepared")
-                why = (
-                    f"first put of job {name!r}: after {limit_s:g} s {missing}. "
-                    "Every rank must put every step; raise connect_timeout_s if they are merely slow"
-                )
-                self._dismiss(active, "GatherTimeout", why)
+                refusal = gather_timeout(
+                    f"first put of job {name!r}", limit_s, self.silent_ranks(job, attempt), attempt.world_size,
+                    "put or prepared",
+                    "Every rank must put every step; raise connect_timeout_s if they are merely slow",
+                )  # fmt: skip
+                self._dismiss(active, *refusal)
                 self._take_back(attempt, active)
                 active.calls.clear()
             if not active.calls and not active.is_claimed:

@@ -33,6 +33,7 @@ class Seat:
     is_gone: bool = False
     last_active_s: float = 0.0
     step: int = -1  # newest step it was heard of
+    sealed_step: int = -1  # newest step that its own host sealed, which does so in the order of its puts
 
     @property
     def is_alive(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memstore.core.cluster.job import Call
+from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.wire.messages import Body
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
@@ -22,7 +23,7 @@ class Round:
     number: int
     only_step: int | None
     since_s: float
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: RankCalls = field(default_factory=RankCalls)
     phase: Phase = "gathering"
     phase_since_s: float = 0.0
     plan: RecoveryPlan | None = None

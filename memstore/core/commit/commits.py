@@ -8,6 +8,7 @@ from itertools import chain
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Room
 from memstore.core.capacity.retention import Retention
+from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import CommitApplied
 from memstore.core.cluster.facts import StepAbandoned, StepCommitted
@@ -92,8 +93,11 @@ class Steps:
                 seat.last_active_s, seat.step = now, max(seat.step, shard.step)
                 if copy.host == seat.host_id:
                     attempt.pace.reached(shard.step, now)
+                    seat.sealed_step = max(seat.sealed_step, shard.step)
                     self._give_up_passed(job, attempt, shard)
-            attempt.steps.begin(shard.step)
+            if shard.step not in attempt.steps:
+                attempt.steps.begin(shard.step)
+                self._give_up_if_passed(job, attempt, shard.step)
         step = StepId(shard.attempt, shard.step)
         if job.short.get(step, shard.rank) == shard.rank:  # else the rank that kept it from being committed still does
             self.evaluate(job, step)
@@ -107,6 +111,18 @@ class Steps:
             step = StepId(attempt.ordinal, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
                 self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
+
+    def _give_up_if_passed(self, job: Job, attempt: Attempt, number: int) -> None:
+        """Give an open step up if some rank's own host sealed a newer one without it: that rank came here first (R12).
+
+        Otherwise ranks that each hold an open step which another rank passed over would wait for one another's puts.
+        """
+        step = StepId(attempt.ordinal, number)
+        held = job.copies.get(step, {})
+        passed = next((s for s in attempt.seats.values() if s.sealed_step > number and s.rank not in held), None)
+        if passed is not None and not job.is_abandoned(step):
+            why = f"rank {passed.rank} put step {passed.sealed_step} without having put it"
+            self._give_up(job, attempt, number, why)
 
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
         """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
@@ -148,8 +164,11 @@ class Steps:
             attempt.has_put = True
             attempt.steps.begin(step.step)
             for rank in ranks:
-                if rank in attempt.seats:
-                    attempt.seats[rank].step = max(attempt.seats[rank].step, step.step)
+                seat = attempt.seats.get(rank)
+                if seat is not None:
+                    seat.step = max(seat.step, step.step)
+                    if seat.host_id in job.copies[step][rank]:
+                        seat.sealed_step = max(seat.sealed_step, step.step)
 
     def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
         """A host says which step its ranks of a job train, put or not."""
@@ -314,18 +333,18 @@ class Steps:
 
     def skip(self, call: Call) -> None:
         """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
-        body = call.body
-        job = self.state.jobs.get(str(body["job"]))
-        attempt = job.newest if job is not None else None
-        if job is None or attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {body['job']!r}: a newer attempt was opened")
+        body, found = call.body, attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
         step = StepId(attempt.ordinal, int(body["step"]))
         if attempt.steps.newest_decided > step.step:
             if step.step not in attempt.steps:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
         elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
             attempt.pace.reached(step.step, call.since_s)
+            for number in sorted(n for n in attempt.steps.open if n < step.step):
+                self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
             gap = 1 if body.get("is_failed") is True else min(attempt.resume_gap, _gap_limit(attempt))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import PersistAsked
 from memstore.core.cluster.job import Attempt, Call, Job
@@ -222,7 +223,7 @@ class Persists:
         """The job was removed."""
         for wish in self.wishes.pop(name, {}).values():
             for call in wish.calls:
-                self.out.refuse(call, "FencedError", f"job {name!r} was removed")
+                self.out.refuse(call, *job_removed(name))
 
 
 def _named(hosts: Collection[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked, StepCommitted, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Seat
@@ -158,7 +159,7 @@ class ForkMaking:
         """The fork was removed."""
         self.ordered_s.pop(name, None)
         for call in self.waiting.pop(name, []):
-            self.out.refuse(call, "FencedError", f"job {name!r} was removed")
+            self.out.refuse(call, *job_removed(name))
 
 
 def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from memstore.config import check_name
 from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked
 from memstore.core.cluster.job import Call, Job, Seat
@@ -283,4 +284,4 @@ class Forks:
         self.making.forget(name)
         for pending in list(self.state.pending_forks.values()):
             if name in (pending.origin, pending.job.name) and not pending.is_recorded:
-                self._refuse(pending, "FencedError", f"job {name!r} was removed")
+                self._refuse(pending, *job_removed(name))

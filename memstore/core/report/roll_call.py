@@ -8,9 +8,10 @@ from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import come_text, launch
 from memstore.core.attempts.rank_order import MeshOrders
 from memstore.core.capacity.reservations import Room
+from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.restore.awaited import awaited_by_get, missing_ranks, named_hosts, named_ranks
+from memstore.core.restore.awaited import awaited_by_get, named_hosts, named_ranks
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body
 
@@ -47,7 +48,7 @@ class RollCalls:
         late = named_hosts(self.view.silent_hosts(job))
         if asked is None:
             return None
-        return missing_ranks(attempt, asked.calls), f"{late}, which may have a newer step"
+        return missing_ranks(attempt.world_size, asked.calls), f"{late}, which may have a newer step"
 
     def _reserve(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
         active = self.room.active.get(job.name)

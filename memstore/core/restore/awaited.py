@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural, who_is_missing
@@ -17,13 +18,13 @@ def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[lis
     if active is None or active.attempt != attempt.ordinal:
         return None
     bringing = {host for rank, host in active.homes.items() if rank not in active.staged}
-    return missing_ranks(attempt, active.calls), {
+    return missing_ranks(attempt.world_size, active.calls), {
         "gathering": "its hosts to refuse ranks of older attempts",
         "listing": "durable storage to be listed",
         "waiting": f"{named_hosts(active.plan.wait_for if active.plan else ())}, which may have a newer step",
         "deciding": "hosts to write down what is restored",
         "staging": f"{named_hosts(bringing)} to have the bytes",
-        "checking": f"{named_ranks(attempt, missing_ranks(attempt, active.checked))} to compare into=",
+        "checking": f"{named_ranks(attempt, missing_ranks(attempt.world_size, active.checked))} to compare into=",
         "releasing": "hosts to write down that it is over",
     }[active.phase]
 
@@ -42,11 +43,6 @@ def ran_out_text(missing: list[int], world_size: int, awaited: str) -> str:
     if missing:
         return f"{who_is_missing(missing, world_size, 'called get()')}. Every rank must call get()"
     return f"all ranks have called get(), waiting for {awaited}. Raise timeout_s of get()"
-
-
-def missing_ranks(attempt: Attempt, called: Collection[int]) -> list[int]:
-    """Return the ranks that have not called."""
-    return [rank for rank in range(attempt.world_size) if rank not in called]
 
 
 def named_ranks(attempt: Attempt, ranks: list[int]) -> str:

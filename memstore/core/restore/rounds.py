@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memstore.core.cluster.collective import attempt_of, job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundFailed
 from memstore.core.cluster.facts import RestoreDecided, RestoreReleased, StepRetired
@@ -68,12 +69,11 @@ class Rounds:
 
     def get(self, now: float, call: Call) -> None:
         """A rank called get(); the round closes for all ranks at once."""
-        body, name = call.body, str(call.body["job"])
-        job = self.state.jobs[name]
-        attempt = job.newest
-        if attempt is None or attempt.ordinal != body["attempt"]:
-            self.out.refuse(call, "FencedError", f"job {name!r}: a newer attempt was opened")
+        body, found = call.body, attempt_of(self.state, self.out, call)
+        if found is None:
             return
+        job, attempt = found
+        name = job.name
         only_step = body.get("step")
         rank = int(body["rank"])
         if only_step is None and self._is_over(attempt, rank) and name not in self.state.rounds:
@@ -316,8 +316,7 @@ class Rounds:
             return
         if fact.step is None:
             del self.state.rounds[fact.job]
-            for call in active.calls.values():
-                self.out.answer(call, {"step": None})
+            active.calls.answer_all(self.out, {"step": None})
         else:
             self._act(now, active, self.staging.start(now, active))
 
@@ -365,12 +364,11 @@ class Rounds:
         self.state.rounds.pop(active.job, None)
         if is_end:
             self.out.emit(RoundFailed(active, name, message))
-        for call in active.calls.values():
-            self.out.refuse(call, name, message)
+        active.calls.refuse_all(self.out, name, message)
 
     def forget(self, name: str) -> None:
         """The job was removed."""
-        self.abort(name, "FencedError", f"job {name!r} was removed")
+        self.abort(name, *job_removed(name))
 
     def rank_gone(self, job: Job, rank: int) -> None:
         """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""

@@ -183,6 +183,25 @@ class Vault:
             self.give_back(sorted(left))
             raise
 
+    @property
+    def arena_identity(self) -> str:
+        """Return what tells this arena from another one in its place."""
+        return self.arena.identity
+
+    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[Shelved | None, bool]:
+        """Take slots, if any, from the process that leases them; say whether it had them. One step with a look.
+
+        Returns the shard too, if it is stored already.
+        """
+        with self.lock:
+            return self.shelf.find(shard), slots is not None and self.table.hand_over(owner, slots)
+
+    def abort_older(self, job: str, attempt: int) -> None:
+        """Give up what is being received of a job's older attempts."""
+        with self.lock:
+            self.shelf.abort_older(job, attempt)
+            self.flush()
+
     def give_back(self, slots: Sequence[int]) -> None:
         """Free handed-over slots of a put that will not be stored."""
         with self.lock:

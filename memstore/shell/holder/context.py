@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
 from memstore.core.arena.replica_index import Shelved
+from memstore.core.holder.fences import JobFences
+from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import copy_to_wire
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.holder.fences import Fences
 from memstore.shell.holder.peer_table import PeerTable
 from recovery.inventory import Copy
 
@@ -25,16 +26,28 @@ log = logging.getLogger("memstore")
 class HolderContext:
     """One holder's identity, memory and ways out: to its controller, to its peers, and to its end."""
 
-    host_id: str
+    state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
     vault: Vault
     idle: IdleTime
-    fences: Fences
     peers: PeerTable
-    report: Callable[[str, dict[str, Any]], None]  # queues a report to the controller; without a session it is dropped
     on_fatal: Callable[[str], None]
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event
+
+    @property
+    def host_id(self) -> str:
+        """Return the name of the host."""
+        return self.state.host_id
+
+    @property
+    def fences(self) -> JobFences:
+        """Return the fences of the jobs here."""
+        return self.state.fences
+
+    def report(self, kind: str, body: dict[str, Any]) -> None:
+        """Queue a report to the controller; without a session it is dropped."""
+        self.state.report(kind, body)
 
     def logged(self, work: Callable[..., None], *args: Any) -> None:
         """Do some work; a failure is logged and ends nothing."""

@@ -20,6 +20,8 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.facts import AttemptOpened, JobRemoved
+from memstore.core.holder.fences import JobFences
+from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import HostInfo, copy_to_wire
@@ -34,8 +36,7 @@ from memstore.shell.arena.replica_store import Vault
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.controller_session import ControllerSessions, term_of
-from memstore.shell.holder.fences import Fences
-from memstore.shell.holder.fetch import Fetcher
+from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
 from memstore.shell.holder.orders import Orders
 from memstore.shell.holder.partial_read import Excerpts
@@ -46,6 +47,7 @@ from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.room_orders import RoomOrders
+from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import Traffic
@@ -61,6 +63,7 @@ from memstore.shell.net.pacing import Lane
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
+from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from recovery.inventory import Copy
 
@@ -98,17 +101,23 @@ class Holder:
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
         self.journal = Journal.open(self.folder / "journal")
-        self.fences = Fences()
+        self.fences = JobFences()
         self.sessions = ControllerSessions(identity.host_id, self.journal, self._read_journal())
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
         self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
         self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers = PeerTable(identity.host_id, self._connection_pool)
-        self.context = HolderContext(
-            identity.host_id, config, self.folder, self.vault, self.idle, self.fences, self.peers,
-            report=self.sessions.report, on_fatal=on_fatal,
+        self.stopping = threading.Event()
+        self.state = HolderState(
+            identity.host_id, self.vault, OutgoingShards(self.vault).outgoing,
+            Limits(config.suspect_after_s, config.repair_after_s), now=time.monotonic, report=self.sessions.report,
+            sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
+            fences=self.fences,
         )  # fmt: skip
-        self.stopping, self.vault.on_hurt = self.context.stopping, self.context.sealed
+        self.context = HolderContext(
+            self.state, config, self.folder, self.vault, self.idle, self.peers, on_fatal, self.stopping
+        )
+        self.vault.on_hurt = self.context.sealed
         self._compose()
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
@@ -134,12 +143,13 @@ class Holder:
         self.connections = RankConnections(context)
         self.traffic = Traffic(self.folder, self.config.interleave_s)
         self.twins = Twins(self.vault, context.stopping, self.connections.tell_twin)
-        self.pusher = Pusher(context, self.traffic, self.twins, on_replicated=self.connections.replicated)
-        self.sealer = Sealer(context, self.connections, self.calls, self.pusher, self.twins)
-        self.fetcher = Fetcher(context)
-        self.excerpts = Excerpts(context, self.fetcher)
-        self.stager = Stager(context, self.connections, self.fetcher, self.excerpts)
-        self.persister, self.scrubber = Persister(context), Scrubber(context)
+        self.effect_calls = EffectCalls(context, self.connections, self.traffic)
+        self.runner = Runner(self.effect_calls)
+        self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
+        self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
+        self.excerpts = Excerpts(context, self.runner)
+        self.stager = Stager(context, self.connections, self.runner)
+        self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
             context, self.connections,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
@@ -179,7 +189,7 @@ class Holder:
         self.listener.close()
         self.rank_listener.close()
         self.sessions.close()
-        for part in (self.stager, self.fetcher, self.pusher, self.persister, self.rooms):
+        for part in (self.stager, self.effect_calls, self.runner, self.pusher, self.persister, self.rooms):
             part.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
         self.peers.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.wire.messages import copy_to_wire, shard_from_wire
+from memstore.core.wire.messages import shard_from_wire
 from memstore.errors import MemstoreError
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
@@ -28,7 +28,6 @@ from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.peer.server import PeerServer
 
 log = logging.getLogger("memstore")
-FENCE_DRAIN_S = 5.0
 
 
 class Orders:
@@ -55,8 +54,8 @@ class Orders:
             self.rooms.keep_jobs(body["jobs"])
         elif kind == "fence":
             job, attempt = str(body["job"]), int(body["attempt"])
-            self.context.fences.open(job, attempt)
-            self._later(self._fence, job, attempt, body.get("members", []))
+            self.sealer.open_fence(job, attempt)
+            self._later(self.sealer.fence, job, attempt, body.get("members", []))
         elif kind == "targets":
             self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
         elif kind == "reserve":
@@ -98,19 +97,6 @@ class Orders:
     def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
         """Take the addresses of hosts (peer_table.py), and end what peers that are not among them have sent."""
         self.peer_server.keep_senders(self.context.peers.set_view(rows, gone))
-
-    def _fence(self, job: str, attempt: int, members: list[str]) -> None:
-        """Refuse older processes, wait until what they handed over is digested, and answer with what is here (R21)."""
-        with self.vault.lock:
-            self.vault.shelf.abort_older(job, attempt)
-            self.vault.flush()
-        if not self.sealer.drain(job, attempt, FENCE_DRAIN_S):
-            log.warning("job %s: puts of older attempts are still digested %g s after a fence", job, FENCE_DRAIN_S)
-        self.connections.fence(job, attempt, members)
-        with self.vault.lock:
-            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.context.host_id, job)]
-            # Queued under the lock: a seal that comes after the inventory is reported after it.
-            self.context.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
 
     def _abandon(self, body: dict[str, Any]) -> None:
         """Forget an uncommitted step and tell its tickets (R12)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +36,3 @@ class PutMeter:
         while self._puts:
             taken.append(self._puts.popleft())
         return taken
-
-
-def measured(body: dict[str, Any]) -> dict[str, float]:
-    """Return what a seal tells the controller of its hand-over: seconds that put blocked, and since it began.
-
-    The rank's monotonic clock is this host's, so its age needs no agreement between machines.
-    """
-    stall_s, began_s, now = seconds(body.get("stall_s")), seconds(body.get("began_s")), time.monotonic()
-    return {"stall_s": stall_s, "age_s": now - began_s if 0.0 < began_s <= now else stall_s}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.core.arena.replica_index import Draft, Shelved
 from memstore.core.arena.slot_table import Owner
+from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import Herald
@@ -18,7 +19,6 @@ from memstore.shell.net.channel import Channel
 from recovery.inventory import ShardId
 
 SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link, never its leases
-Handover = tuple[dict[str, Any], int]  # the rank's message and the fence of its job when it came
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RankLink:
     attempt: int = 0
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
-    handovers: queue.Queue[Handover | None] = field(default_factory=queue.Queue)
+    handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
     grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
@@ -168,7 +168,7 @@ class RankConnections:
                     {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
                 )
 
-    def herald(self, stream: list[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
+    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
         """Return what tells a reader of this host of its chunks; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None

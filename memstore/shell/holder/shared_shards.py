@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
-from memstore.errors import MemstoreError
 from memstore.shell.arena.replica_store import Vault
 from recovery.inventory import ShardId
 
@@ -191,16 +190,6 @@ class Twins:
             "chunks": unequal[:TOLD_CHUNKS_MAX],
         }  # fmt: skip
         self.tell(shard, event)
-
-
-def shared_count(body: dict[str, Any], chunks_count: int) -> int | None:
-    """Return how many of a hand-over's first chunks its rank shares; None if it names no shard. MemstoreError."""
-    value = body.get("shared_chunks")
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= chunks_count:
-        raise MemstoreError(f"a put of {chunks_count} chunks shares {str(value)[:40]} of them")
-    return value
 
 
 def _step(shard: ShardId) -> tuple[str, int, int]:

@@ -1,7 +1,7 @@
 """Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
 
-A `Peer` keeps a pool of authenticated connections to one holder. `push` offers a shard and sends what
-the peer lacks; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
+A `Peer` keeps a pool of authenticated connections to one holder. `send_chunks` sends what the peer lacks of a
+shard that it was offered; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
 """
 
 from __future__ import annotations
@@ -16,26 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import Draft
-from memstore.core.format.manifest import shard_digest
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import (
-    Abort,
-    ChunkBatch,
-    ChunksMissing,
-    FetchChunks,
-    FetchManifest,
-    HasCopy,
-    Offer,
-    OfferedChunk,
-    Refused,
-    Seal,
-    Verify,
-    decode_wanted,
-)
-from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable, ProtocolError, TransportError
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
+from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
@@ -44,13 +30,11 @@ from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import Shipment
-from recovery.inventory import ShardId
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 
 class Peer:
@@ -181,54 +165,25 @@ class Peer:
 
     # -- push ---------------------------------------------------------------------------------
 
-    def push(
-        self, shipment: Shipment, *, sender: str, attempt: int, throttle: Callable[[int], None],
+    def send_chunks(
+        self, shipment: Shipment, chunks: Sequence[int], *, sender: str, throttle: Callable[[int], None],
         gate: SendGate | None = None,
-    ) -> int:  # fmt: skip
-        """Copy a shard to the peer; return the bytes sent. PeerRefused, TransportError.
+    ) -> None:  # fmt: skip
+        """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
 
         Args:
+            shipment: The shard; the peer has taken an offer of it.
+            chunks: Indices of the chunks.
+            sender: This host.
             throttle: Waits before each run of so many bytes.
             gate: Lets a run's bytes out in parts.
         """
-        shard = WireShard.of(shipment.shard)
-        offer = Offer(
-            shard=shard, digest=shipment.digest or None, attempt=attempt, sender=sender,
-            chunks_count=len(shipment.sizes),
-        )  # fmt: skip
-        reply = self.call(offer)
-        if isinstance(reply, Refused):
-            raise PeerRefused(reply.why, is_final=reply.is_final)
-        if isinstance(reply, HasCopy):
-            return 0
-        try:
-            return self._send_and_seal(shipment, sender, throttle, gate)
-        except MemstoreError:
-            with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
-                self.call(Abort(shard=shard, sender=sender))
-            raise
-
-    def _send_and_seal(
-        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None
-    ) -> int:
-        shard, before = WireShard.of(shipment.shard), self.sent_bytes
-        wanted: Sequence[int] = range(len(shipment.sizes))
-        for _ in range(SEAL_ROUNDS_MAX):
-            send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
-            if gate is None:
-                self.over_streams(batches(wanted, self._streams), send, before=shipment.digests)
-            else:  # one stream sends at a time, and what it waits for is no reason for others to wait
-                for batch in batches(wanted, 1):
-                    send(batch)
-            reply = self.call(Seal(shard=shard, sender=sender, manifest=shipment.manifest()))
-            if isinstance(reply, Refused):
-                raise PeerRefused(reply.why, is_final=reply.is_final)
-            if not isinstance(reply, ChunksMissing):
-                return self.sent_bytes - before
-            wanted = self._offered(reply.chunks, range(len(shipment.sizes)))
-        raise PeerRefused(
-            f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True
-        )
+        send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
+        if gate is None:
+            self.over_streams(batches(chunks, self._streams), send, before=shipment.digests)
+        else:  # one stream sends at a time, and what it waits for is no reason for others to wait
+            for batch in batches(chunks, 1):
+                send(batch)
 
     def _send_batch(
         self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]
@@ -247,7 +202,9 @@ class Peer:
             if answer.kind is not Kind.EVENT:
                 reply = decode_reply(request, answer.data)
                 raise PeerRefused(f"host {self.host_id} wants no chunk: {type(reply).__name__}", is_final=False)
-            lack = self._offered(decode_wanted(answer.data).chunks, batch)
+            lack = decode_wanted(answer.data).chunks
+            if not set(batch).issuperset(lack):
+                raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
             for part in runs([shipment.sizes[i] for i in lack]):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
@@ -264,30 +221,10 @@ class Peer:
 
         self._converse(send)
 
-    def _offered(self, chunks: tuple[int, ...], offered: Sequence[int]) -> Sequence[int]:
-        """Return the chunks that the peer asks for, if all were offered to it; else ProtocolError."""
-        if not set(offered).issuperset(chunks):
-            raise ProtocolError(f"host {self.host_id} asks for chunks {chunks[:64]}, which were not offered to it")
-        return chunks
-
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_manifest(self, shard: ShardId, digest: str) -> bytes:
-        """Return the manifest, checked against the shard's digest (R14)."""
-        data = self.call(FetchManifest(shard=WireShard.of(shard), digest=digest)).manifest
-        if shard_digest(data) != digest:
-            raise DigestMismatch(
-                f"the manifest of {shard} from host {self.host_id} has digest {shard_digest(data)}, "
-                f"expected {digest}",
-                shard=str(shard), holder=self.host_id,
-            )  # fmt: skip
-        return data
-
     def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
-        """Pull chunks into the draft over several streams; return the indices that the peer itself says it lacks.
-
-        A chunk that arrives damaged makes the peer digest its own bytes again and report them: they count as bad only
-        on its word (R25). What it holds undamaged stays open in the draft, to be asked for again.
+        """Pull chunks into the draft over several streams; return the indices that came damaged or not at all.
 
         Raises:
             IntegrityError: the peer does not hold the shard.
@@ -297,10 +234,7 @@ class Peer:
         bad: list[int] = []
         fetch = functools.partial(self._fetch_batch, vault, draft, digest)
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
-        if not bad:
-            return []
-        answer = self.call(Verify(shard=WireShard.of(draft.shard), digest=digest))
-        return sorted(set(answer.missing).intersection(bad))
+        return bad
 
     def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""

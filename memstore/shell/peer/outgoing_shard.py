@@ -21,10 +21,10 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 
 
 class Stored:
-    """A replica on the shelf, pinned by the caller."""
+    """A replica on the shelf, pinned until it is released."""
 
-    def __init__(self, vault: Vault, shelved: Shelved) -> None:
-        self.vault, self.shelved = vault, shelved
+    def __init__(self, vault: Vault, shelved: Shelved, pin: int) -> None:
+        self.vault, self.shelved, self._pin = vault, shelved, pin
         self.shard, self.digest = shelved.shard, shelved.spec.digest
         self.sizes = [shelved.spec.chunk_nbytes(i) for i in range(shelved.spec.chunks_count)]
 
@@ -39,6 +39,23 @@ class Stored:
     def manifest(self) -> bytes:
         """Return the manifest."""
         return self.vault.manifest(self.shelved)
+
+    @property
+    def stored(self) -> Shelved:
+        """Return the stored replica."""
+        return self.shelved
+
+    def has_digests(self, batch: Sequence[int]) -> bool:
+        """Return whether `digests` answers at once: always."""
+        return True
+
+    def is_settled(self) -> bool:
+        """Return whether `manifest` answers at once: always."""
+        return True
+
+    def release(self) -> None:
+        """The push is over."""
+        self.vault.unpin(self.shelved, self._pin)
 
 
 class Fresh:
@@ -81,10 +98,22 @@ class Fresh:
         with self._changed:
             self._readers += 1
 
+    @property
+    def stored(self) -> Shelved | None:
+        """Return the stored replica, if there is one yet."""
+        return self._shelved
+
+    def has_digests(self, batch: Sequence[int]) -> bool:
+        """Return whether `digests` answers at once, if only by its error."""
+        return bool(self._why) or len(self._known) > max(batch, default=-1)
+
+    def is_settled(self) -> bool:
+        """Return whether the shard is stored, or never will be."""
+        return bool(self._why) or self._shelved is not None
+
     def digests(self, batch: Sequence[int]) -> list[bytes]:
         """Return the digests of these chunks as soon as they are known; PeerRefused if the put failed here."""
-        last = max(batch, default=-1)
-        self._wait(lambda: len(self._known) > last)
+        self._wait(lambda: self.has_digests(batch))
         return [self._known[i] for i in batch]
 
     def view(self, index: int) -> memoryview | None:
@@ -105,7 +134,7 @@ class Fresh:
 
     def sealed(self) -> Shelved:
         """Return the stored replica as soon as there is one; PeerRefused if the put failed here."""
-        self._wait(lambda: self._shelved is not None)
+        self._wait(self.is_settled)
         if self._shelved is None:
             raise PeerRefused(f"{self.shard} was not sealed here", is_final=True)
         return self._shelved
@@ -120,10 +149,22 @@ class Fresh:
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._why) or is_there(), DIGEST_S):
+            if not self._changed.wait_for(is_there, DIGEST_S):
                 raise PeerRefused(f"{self.shard} was not digested within {DIGEST_S:g} s", is_final=False)
             if self._why:
                 raise PeerRefused(f"the put failed on its own host: {self._why}", is_final=True)
 
 
 Shipment = Stored | Fresh
+
+
+class OutgoingShards:
+    """The replicas of one host that pushes may send."""
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+
+    def outgoing(self, shard: ShardId, digest: str) -> Stored | None:
+        """Pin a replica for a push; None if it is not here, or dropped."""
+        pinned = self._vault.pin(shard, digest)
+        return Stored(self._vault, *pinned) if pinned is not None else None

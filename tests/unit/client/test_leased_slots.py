@@ -28,8 +28,8 @@ def replace_arena(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin()
-    wait_for(lambda: "n" in site.holder.ranks.links, "the rank's link")
-    site.holder.ranks.grant_job("job")
+    wait_for(lambda: "n" in site.holder.connections.links, "the rank's link")
+    site.holder.connections.grant_job("job")
     wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
 
 

@@ -20,6 +20,7 @@ from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
+from memstore.core.holder.push import Push
 from memstore.errors import PeerTimeout
 from memstore.shell.controller.controller import Controller
 from memstore.shell.controller.membership import DirectoryMembership
@@ -116,13 +117,13 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
     with two_holders(CHUNK_BYTES, streams=1, dscp=10, replicate_bytes_per_s=3 << 20) as (near, far):
         for holder in (near, far):
             holder.vault.ensure_free(4)
-        slots, ended = near.vault.take_slots(1), list[bool]()
+        slots = near.vault.take_slots(1)
         fresh = Fresh(near.vault, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
-        near.pusher.submit(SHARD, "", "b", is_repair=False, done=lambda _, is_ok: ended.append(is_ok), fresh=fresh)
+        near.pusher.submit(Push(SHARD, "", "b", fresh=fresh))
         near.vault.seal_local(
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
-        wait_for(lambda: ended == [True], "the push")
+        wait_for(lambda: far.vault.shelf.find(SHARD), "the push")
         with near.peers.peer("b").channel() as channel:
             assert kernel_settings(channel) == (10 << 2, 3 << 20)
 
@@ -140,7 +141,7 @@ def test_no_pace_is_so_slow_that_a_chunk_misses_its_deadline() -> None:
 def test_repair_is_bound_by_the_rate_of_the_config() -> None:
     """The pushes of repairs wait for it."""
     with two_holders(CHUNK_BYTES, repair_bytes_per_s=9 << 20) as (near, _):
-        assert near.pusher.repair_limit.bytes_per_s == 9 << 20
+        assert near.effect_calls.repair_limit.bytes_per_s == 9 << 20
 
 
 class Pauses:

@@ -80,7 +80,7 @@ class Site:
         """Start a holder that reaps only when told, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
-        holder.context.report = self._note
+        holder.state.report = self._note
         self.holder = holder
         return holder
 
@@ -162,7 +162,7 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
         if kind == "rank_here":
             known.append(body["nonce"] in site.holder.connections.owners)
 
-    monkeypatch.setattr(site.holder.context, "report", report)
+    monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
     wait_for(lambda: known, "the report")
     assert known == [True]

@@ -10,16 +10,18 @@ import pytest
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
+from memstore.core.holder import fetch, persist, push, stage
+from memstore.core.holder.effects import Steps
+from memstore.core.holder.push import Push
+from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, Vault
-from memstore.shell.holder import fetch, fork
-from memstore.shell.holder.fetch import Fetcher
+from memstore.shell.holder import fork
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.rank_connections import RankLink
 from memstore.shell.peer.client import Peer
-from memstore.shell.peer.outgoing_shard import Stored
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -63,7 +65,7 @@ def age(vault: Vault) -> None:
 def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     """Collect what a holder tells the controller."""
     found: Reports = []
-    monkeypatch.setattr(holder.context, "report", lambda kind, body: found.append((kind, body)))
+    monkeypatch.setattr(holder.state, "report", lambda kind, body: found.append((kind, body)))
     return found
 
 
@@ -73,6 +75,18 @@ def order(shelved: Shelved, number: int = 1) -> dict[str, Any]:
         "job": "train", "round": number, "rank": 0, "shard": shard_to_wire(shelved.shard), "attempt": 2,
         "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 4]], "durable": None, "holders": ["a"],
     }  # fmt: skip
+
+
+def only_at_once(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[bool]:
+    """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
+    yield from ()
+    return until_s == float("inf")
+
+
+def never(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[bool]:
+    """In the place of `may_wait`: no other try."""
+    yield from ()
+    return False
 
 
 def staged(holder: Holder, body: dict[str, Any], reports: Reports) -> dict[str, Any]:
@@ -115,7 +129,7 @@ def test_bad_luck_is_reported_without_evidence(
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
     shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
-    monkeypatch.setattr(Fetcher, "may_wait", lambda self, body, deadline_s: deadline_s == float("inf"))
+    monkeypatch.setattr(fetch, "may_wait", only_at_once)
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
     assert (report["ok"], report["bad"]) == (False, {})
@@ -140,7 +154,7 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], mo
     checked: list[Shelved] = []
     monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
     for number in (1, -1):
-        assert a.stager._stage(order(shelved, number), SHARD) == {}
+        assert a.runner.run(stage.stage(a.state, order(shelved, number), SHARD)) == {}
     a.stager.check({"job": "train", "round": 1, "rank": 0})
     assert checked == [shelved]
 
@@ -150,7 +164,7 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
     a, _ = pair
     shelved = seal(a.vault, SHARD)
-    assert a.stager._stage(order(shelved, 1), SHARD) == {}
+    assert a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD)) == {}
     free = len(a.vault.table.free)
     bodies = {
         "abandon": {"attempt": 1, "step": 2, "level": "skipped", "reason": "given up", "resume": 3},
@@ -171,7 +185,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
     a, _ = pair
     seal(a.vault, SHARD)
     reports, seen = reports_of(a, monkeypatch), []
-    drop, report = a.vault.drop, a.context.report
+    drop, report = a.vault.drop, a.state.report
 
     def dropped(shard: ShardId) -> None:
         if not can_free:
@@ -183,7 +197,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
         report(kind, body)
 
     monkeypatch.setattr(a.vault, "drop", dropped)
-    monkeypatch.setattr(a.context, "report", noted)
+    monkeypatch.setattr(a.state, "report", noted)
     a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
     a.orders.workers.shutdown(wait=True)
     assert reports == [("freed", {"shards": [shard_to_wire(SHARD)], "number": [3, 7]})]
@@ -219,7 +233,7 @@ def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Hold
 
     a.vault.verify = dropped_meanwhile  # type: ignore[method-assign]
     with pytest.raises(IntegrityError, match="was dropped while it was staged"):
-        a.stager._stage(order(shelved, 1), SHARD)
+        a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD))
     assert not a.vault.shelf.shards
     assert len(a.vault.table.free) == len(a.vault.table.slots)
 
@@ -231,9 +245,9 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     a, _ = pair
     shelved = seal(a.vault, SHARD)
     damage_manifest(a, shelved)
-    monkeypatch.setattr(a.fetcher, "may_wait", lambda body, deadline_s: False)
+    monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
-        a.stager._stage({**order(shelved), "holders": ["a", "gone"]}, SHARD)
+        a.runner.run(stage.stage(a.state, {**order(shelved), "holders": ["a", "gone"]}, SHARD))
     assert not shelved.pins
 
 
@@ -251,7 +265,7 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     """The get fails by name, and brings the manifest from another copy when it is called again."""
     a, _ = pair
     shelved = seal(a.vault, SHARD)
-    assert a.stager._stage(order(shelved), SHARD) == {}
+    assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
     damage_manifest(a, shelved)
     link = RankLink(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     monkeypatch.setattr(a.connections, "of_job", lambda job: [link])
@@ -318,8 +332,8 @@ def test_a_have_is_verified_and_reported(
     if is_rotten:
         rot(b.vault, theirs, 1)
     reports = reports_of(b, monkeypatch)
-    sent_bytes = a.peers.peer("b").push(Stored(a.vault, mine), sender="a", attempt=1, throttle=lambda nbytes: None)
-    assert sent_bytes == (CHUNK_BYTES if is_rotten else 0)
+    a.runner.run(push.run(a.state, Push(SHARD, mine.spec.digest, "b")))
+    assert a.peers.peer("b").sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     assert reports[-1][0] == "sealed"
     assert not reports[-1][1]["copies"][0][-1]
     assert not b.vault.verify(theirs)
@@ -330,7 +344,7 @@ def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) 
     a, b = pair
     wanted, beside = seal(a.vault, SHARD), seal(b.vault, ShardId("train", 1, 1, 0))
     rot(b.vault, beside, 1)
-    assert b.stager._stage(order(wanted), SHARD) == {}
+    assert b.runner.run(stage.stage(b.state, order(wanted), SHARD)) == {}
     found = b.vault.shelf.find(SHARD)
     assert found is not None
     assert not b.vault.verify(found)
@@ -366,6 +380,6 @@ def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatc
     shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
     rot(a.vault, shelved, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        list(a.persister._chunks(shelved, 0))
+        a.persister.runner.run(persist._copied(a.state, SHARD, shelved.spec.digest, 0))
     assert shelved.missing == {1}
     assert reports[-1][0] == "sealed"

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import Shelved
+from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import Vault
-from memstore.shell.holder import fetch, partial_read
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import RankLink
@@ -65,6 +65,11 @@ def order(shelved: Shelved, chunks: list[list[int]], number: int = -1, **changes
     }  # fmt: skip
 
 
+def stage(holder: Holder, body: dict[str, Any]) -> dict[str, list[int]]:
+    """Bring the chunks to a holder, as its controller would order it."""
+    return holder.runner.run(partial_read.stage(holder.state, body))
+
+
 def used_slots(holder: Holder) -> int:
     """Slots of the arena that hold something; it may grow meanwhile."""
     with holder.vault.lock:
@@ -110,7 +115,7 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
     """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
     a, b = pair
     shelved, before = seal(a.vault), used_slots(b)
-    assert b.excerpts.stage(order(shelved, [[1, 2], [6, 1]])) == {}
+    assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
     excerpt = b.excerpts.take(-1)
     assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
@@ -126,7 +131,7 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
     a, b = pair
     shelved = seal(a.vault)
     mine = seal(b.vault, FILLS[:3], ShardId("train", 1, 1, 0))
-    assert b.excerpts.stage(order(shelved, [[0, 4]])) == {}
+    assert stage(b, order(shelved, [[0, 4]])) == {}
     assert fetched == [3]
     b.excerpts.release(-1)
     assert b.vault.verify(mine) == []
@@ -138,7 +143,7 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
     shelved, mine = seal(a.vault), seal(b.vault)
     rot(b.vault, mine, 2)
     body = order(shelved, [[1, 3]], runs=[["local", None, 0, 8]], holders=["a", "b"])
-    assert b.excerpts.stage(body) == {}
+    assert stage(b, body) == {}
     assert fetched == [2]
     excerpt = b.excerpts.take(-1)
     assert bytes(b.vault.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
@@ -154,7 +159,7 @@ def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], whe
     holder = "a" if where == "remote" else "b"
     rot((a if where == "remote" else b).vault, shelved, 5)
     runs = [["peer", "a", 0, 8]] if where == "remote" else [["local", None, 0, 8]]
-    found = b.excerpts.stage(order(shelved, [[4, 2]], runs=runs, holders=[holder]))
+    found = stage(b, order(shelved, [[4, 2]], runs=runs, holders=[holder]))
     assert found == {holder: [5]}
     assert b.vault.shelf.drafts == {}
     assert used_slots(b) == (7 if where == "local" else 0)
@@ -166,25 +171,25 @@ def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Hol
     shelved = seal(a.vault)
     for runs in ([[0, 9]], [[8, 1]], [[-1, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
-            b.excerpts.stage(order(shelved, runs))
+            stage(b, order(shelved, runs))
 
 
 def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
     """Without a holder or durable storage the read fails."""
     a, b = pair
     shelved = seal(a.vault)
-    assert b.excerpts.stage(order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
+    assert stage(b, order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
 
 
 def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
     shelved, before = seal(a.vault), used_slots(b)
-    b.excerpts.stage(order(shelved, [[0, 2]], -1))
+    stage(b, order(shelved, [[0, 2]], -1))
     monkeypatch.setattr(partial_read, "PIN_S", -1.0)
-    b.excerpts.stage(order(shelved, [[4, 2]], -2))
+    stage(b, order(shelved, [[4, 2]], -2))
     b.excerpts.expire()
-    assert list(b.excerpts.known) == [-1]
+    assert list(b.state.excerpts.known) == [-1]
     b.excerpts.release(-1)
     assert used_slots(b) == before
 
@@ -199,13 +204,13 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     b.vault.ensure_free(16)
     b.vault.room.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
     whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
-    assert b.excerpts.stage(order(shelved, [[0, 8]], -1)) == {}
+    assert stage(b, order(shelved, [[0, 8]], -1)) == {}
     with pytest.raises(CapacityError):
-        b.excerpts.stage(order(others, [[0, 8]], -2))
+        stage(b, order(others, [[0, 8]], -2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
     first = threading.Timer(0.2, b.excerpts.release, [-1])
     first.start()
-    assert b.excerpts.stage(order(others, [[0, 8]], -3)) == {}
+    assert stage(b, order(others, [[0, 8]], -3)) == {}
     first.join()
     b.excerpts.release(-3)
     assert used_slots(b) == len(whole)
@@ -220,13 +225,13 @@ class Reader:
     def __init__(self, holder: Holder, shelved: Shelved, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
-        monkeypatch.setattr(holder.context, "report", lambda kind, body: None)
+        monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
         self.link = RankLink(holder.folder, nonce="reader", job="train", is_tool=True)
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
     def relay(self, shelved: Shelved, call_id: int, verb: str, body: dict[str, Any]) -> None:
         self.count += 1
-        bad = self.holder.excerpts.stage(order(shelved, body["chunks"], -self.count))
+        bad = stage(self.holder, order(shelved, body["chunks"], -self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)
@@ -287,7 +292,7 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     reader.link.closed.set()  # no goodbye
     reader.link.channel.close()
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.excerpts.known
+    assert not reader.holder.state.excerpts.known
 
 
 def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
@@ -309,7 +314,7 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
         reader.ranges.open(asked)
     wait_for(lambda: late, "the call")
     reader.relay(shelved, *late[0])
-    wait_for(lambda: not reader.holder.excerpts.known, "the late excerpt to go")
+    wait_for(lambda: not reader.holder.state.excerpts.known, "the late excerpt to go")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -329,7 +334,7 @@ def test_a_read_that_nobody_opens_is_given_back(
     for call in late:
         reader.relay(shelved, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.excerpts.known
+    assert not reader.holder.state.excerpts.known
 
 
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,4 +357,4 @@ def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None
         asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
         with pytest.raises(IntegrityError, match="read again"):
             reader.ranges.open(asked)
-    wait_for(lambda: not reader.holder.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from memstore.core.format.manifest import chunk_sizes
+from memstore.core.holder.push import Push
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.outgoing_shard import Fresh
@@ -45,7 +46,6 @@ class Gate:
         self.holder, self.slots = holder, slots
         self.fresh = Fresh(holder.vault, SHARD, slots, chunk_sizes(len(slots) * CHUNK_BYTES, CHUNK_BYTES))
         self.digested = threading.Semaphore(0)
-        self.ended = threading.Event()
         real = self.fresh.add
 
         def add(digest: bytes) -> None:
@@ -55,7 +55,7 @@ class Gate:
 
         self.fresh.add = add  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._seal, daemon=True)
-        holder.pusher.submit(SHARD, "", "b", is_repair=False, done=lambda *_: self.ended.set(), fresh=self.fresh)
+        holder.pusher.submit(Push(SHARD, "", "b", fresh=self.fresh))
         self.thread.start()
 
     def _seal(self) -> None:
@@ -71,7 +71,7 @@ class Gate:
         """Wait until both the seal and the push are over."""
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
-        assert self.ended.wait(WAIT_S)
+        wait_for(lambda: not self.holder.state.pushes.under_way)
 
 
 def test_chunks_travel_before_the_last_is_digested(pair: tuple[Holder, Holder]) -> None:

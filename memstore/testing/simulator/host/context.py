@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import Shelved
+from memstore.core.holder.fences import JobFences
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
 from memstore.testing.simulator.world.processes import Rank
@@ -28,7 +29,7 @@ class HostContext(TwinHolder, Protocol):
     """A holder, as its own parts and its peers see it."""
 
     checker: Checker
-    fences: dict[str, int]  # job -> newest attempt whose fence it has answered
+    fences: JobFences
     view: set[str]  # hosts that the controller has named
     twins: SimTwins
 

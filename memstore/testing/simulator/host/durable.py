@@ -1,112 +1,142 @@
-"""A simulated holder's writes to durable storage: parts from verified bytes, the marker last."""
+"""Begins the durable orders of one simulated holder (core/holder/persist.py), on the storage that all hosts see."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from memstore.core.durable.slice_format import slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.wire.messages import shard_from_wire, spec_from_wire, spec_to_wire
-from memstore.errors import DigestMismatch
+from memstore.core.holder import effects
+from memstore.core.holder import persist as procedure
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.messages import spec_to_wire
+from memstore.errors import TransportError
 from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.host.driver import Driver, Waits
+from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, StepId
 
 Body = dict[str, Any]
 
 
-class Persister:
-    """One holder's writes."""
+@dataclass(frozen=True)
+class OpenStorage:
+    """The storage under the key that the host had when it was opened."""
 
-    def __init__(self, holder: HostContext) -> None:
-        self.holder = holder
+    storage: DurableStorage
+    key: str
+
+
+class Persister:
+    """One holder's durable work."""
+
+    def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
+        self.holder, self.state, self.storage = holder, state, holder.world.durable
+        self.driver = driver.extended(
+            {
+                effects.OpenDurable: self._open,
+                effects.SliceTurn: self._turn,
+                effects.CopySlice: self._copy,
+                effects.WriteSlice: self._write,
+                effects.WriteMarker: self._write_marker,
+                effects.RemoveDurable: self._remove,
+                effects.SweepDurable: self._sweep,
+                effects.ListMarkers: self._list,
+            }
+        )
 
     def order(self, body: Body) -> None:
-        """Write parts or a marker, or remove a step."""
-        self.holder.spawn(self._run(body))
-
-    def _run(self, body: Body) -> Thread:
-        holder, durable = self.holder, self.holder.world.durable
-        job, (attempt, step), what = str(body["job"]), body["step"], str(body["what"])
-        key = durable.key_of(body, holder.host_id)
-        reply = {"job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "key": key}
-        if what == "key":
-            holder.report("persisted", {**reply, "ok": True, "why": ""})
+        """Do as the controller says."""
+        what = body["what"]
+        if what == "stop":
+            procedure.stop(self.state, body)
         elif what == "parts":
-            for item, digest, numbers in body["parts"]:
-                for number in numbers:
-                    yield durable.delay_s
-                    shard = shard_from_wire(item)
-                    key = durable.key_of(body, holder.host_id)  # it may have been replaced meanwhile
-                    why = f"this host has key {key}, ordered was {body['key']}" if key != body["key"] else ""
-                    why = why or durable.problem or self._write_slice(shard, str(digest), int(number), key)
-                    of_slice = {"rank": shard.rank, "slice": number, "key": key, "ok": not why, "why": why}
-                    holder.report("persisted", {**reply, **of_slice})
-        elif what == "marker":
-            yield durable.delay_s
-            if not durable.problem:
-                specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-                durable.markers[job, int(attempt), int(step)] = (specs, str(body["key"]), dict(body["lineage"]))
-                for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
-                    shard = ShardId(job, int(attempt), int(step), rank)
-                    if durable.part(shard, spec.digest, str(body["key"])) is None:
-                        raise Violation(
-                            "R31", f"the marker of {body['step']} was written before rank {rank}'s part under its key"
-                        )
-            problem = durable.problem
-            holder.report("persisted", {**reply, "key": body["key"], "ok": not problem, "why": problem})
-        elif what == "remove" and not durable.problem:
-            is_marked = (job, int(attempt), int(step)) in durable.markers
-            if not (is_marked and body["only_unmarked"]):
-                durable.remove_step(job, int(attempt), int(step))
-
-    def _write_slice(self, shard: ShardId, digest: str, number: int, key: str) -> str:
-        """Write one slice of a shard; return why not, or ""."""
-        holder, durable = self.holder, self.holder.world.durable
-        pinned = holder.vault.pin(shard, digest)
-        if pinned is None:
-            return f"{shard} is not here any more"
-        shelved, pin = pinned
-        try:
-            chunks = []
-            for index in slice_range(shelved.spec, number):
-                view = holder.vault.chunk_view(shelved, index)
-                if view is None or chunk_digest(view) != shelved.digests[index]:
-                    holder.vault.verify(shelved)
-                    holder.sealed(shelved)
-                    return f"chunk {index} went bad before it was written"
-                chunks.append(bytes(view))
-            if durable.tears and chunks:
-                durable.tears -= 1
-                chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
-            count = slices_count(shelved.spec)
-            durable.slices[shard, digest, key, number] = (count, holder.vault.manifest(shelved), chunks)
-        except DigestMismatch as exc:
-            return str(exc)
-        finally:
-            holder.vault.unpin(shelved, pin)
-        return ""
+            for steps in procedure.slices(self.state, body):
+                self.driver.start(steps)
+        else:
+            begin = {"marker": procedure.marker, "key": procedure.say_key, "remove": procedure.remove}[what]
+            self.driver.start(begin(self.state, body))
 
     def markers(self, body: Body) -> None:
         """List the markers of a job."""
-        durable = self.holder.world.durable
+        self.driver.start(procedure.markers(self.state, body))
+
+    # -- effects ------------------------------------------------------------------------------
+
+    def _travel(self) -> Waits[None]:
+        yield self.storage.delay_s
+        if self.storage.problem:
+            raise TransportError(self.storage.problem)
+
+    def _open(self, effect: effects.OpenDurable) -> Waits[OpenStorage]:
+        yield from ()
+        return OpenStorage(self.storage, self.storage.key_of({"durable": effect.place}, self.holder.host_id))
+
+    def _turn(self, effect: effects.SliceTurn) -> Waits[float]:
+        yield from ()
+        return 0.0
+
+    def _copy(self, effect: effects.CopySlice) -> Waits[tuple[list[bytes], int | None]]:
+        yield from ()
+        chunks: list[bytes] = []
+        for index in slice_range(effect.shelved.spec, effect.number):
+            self.holder.checker.stored_bytes.read(self.holder, effect.shelved, index)
+            view = self.holder.vault.chunk_view(effect.shelved, index)
+            if view is None or chunk_digest(view) != effect.shelved.digests[index]:
+                return [], index
+            chunks.append(bytes(view))
+        return chunks, None
+
+    def _write(self, effect: effects.WriteSlice) -> Waits[bool]:
+        yield from self._travel()
+        if effect.stop.is_set:
+            return False
+        chunks = list(effect.chunks)
+        if self.storage.tears and chunks:
+            self.storage.tears -= 1
+            chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
+        key = cast(OpenStorage, effect.storage).key
+        of_slice = (effect.shard, effect.spec.digest, key, effect.number)
+        self.storage.slices[of_slice] = (slices_count(effect.spec), effect.manifest, chunks)
+        return True
+
+    def _write_marker(self, effect: effects.WriteMarker) -> Waits[None]:
+        yield from self._travel()
+        step, specs = effect.marker.step, dict(effect.marker.specs)
+        self.storage.markers[effect.job, step.attempt, step.step] = (specs, effect.marker.key, dict(effect.lineage))
+        for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
+            shard = ShardId(effect.job, step.attempt, step.step, rank)
+            if self.storage.part(shard, spec.digest, effect.marker.key) is None:
+                raise Violation("R31", f"the marker of {step} was written before rank {rank}'s part under its key")
+
+    def _remove(self, effect: effects.RemoveDurable) -> Waits[None]:
+        yield from self._travel()
+        step = effect.step
+        if not (effect.only_unmarked and (effect.job, step.attempt, step.step) in self.storage.markers):
+            self.storage.remove_step(effect.job, step.attempt, step.step)
+
+    def _sweep(self, effect: effects.SweepDurable) -> Waits[None]:
+        yield from ()  # the storage of the simulation keeps what abandoned writes leave
+
+    def _list(self, effect: effects.ListMarkers) -> Waits[Body]:
+        yield from self._travel()
         rows = [
             [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())], key, lineage]
-            for (job, attempt, step), (specs, key, lineage) in sorted(durable.markers.items())
-            if job == body["job"]
+            for (job, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
+            if job == effect.job
         ]
-        why = durable.problem
-        reply = {"job": body["job"], "call": body["call"], "ok": not why, "why": why, "markers": [] if why else rows}
-        step = body.get("check")
-        reply["lacks"] = "" if step is None else self._lacks(str(body["job"]), *step)
-        reply["key"] = durable.key_of(body, self.holder.host_id)
-        self.holder.report("markers", reply)
+        lacks = "" if effect.check is None else self._lacks(effect.job, effect.check)
+        return {
+            "key": self.storage.key_of({"durable": effect.place}, self.holder.host_id),
+            "markers": rows,
+            "lacks": lacks,
+        }
 
-    def _lacks(self, job: str, attempt: int, step: int) -> str:
+    def _lacks(self, job: str, step: StepId) -> str:
         """Say which part of a step is not there, "" if all are."""
-        durable = self.holder.world.durable
-        specs, key, _ = durable.markers.get((job, attempt, step), ({}, "", {}))
-        shards = {rank: ShardId(job, attempt, step, rank) for rank in specs}
-        gone = [rank for rank, spec in specs.items() if durable.part(shards[rank], spec.digest, key) is None]
+        specs, key, _ = self.storage.markers.get((job, step.attempt, step.step), ({}, "", {}))
+        shards = {rank: ShardId(job, step.attempt, step.step, rank) for rank in specs}
+        gone = [rank for rank, spec in specs.items() if self.storage.part(shards[rank], spec.digest, key) is None]
         return f"parts of ranks {gone} are missing" if gone or not specs else ""

@@ -1,19 +1,19 @@
-"""A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
+"""A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
 
-It mirrors shell/holder/holder.py, seal.py and rank_server.py where those wait for something; every decision about
-bytes, slots, shares and fences is the real code's.
+It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around them: sessions, orders, ranks' links.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any
 
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
-from memstore.core.format.manifest import chunk_digest
+from memstore.core.holder.fences import JobFences
+from memstore.core.holder.push import Push
+from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record, whole_order
 from memstore.core.wire.messages import (
     Event,
@@ -26,19 +26,22 @@ from memstore.core.wire.messages import (
     copy_to_wire,
     shard_from_wire,
 )
-from memstore.errors import CapacityError, MemstoreError
+from memstore.errors import CapacityError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
+from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.fork import fork
+from memstore.testing.simulator.host.push import Pusher
+from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
-from memstore.testing.simulator.host.transfer import Fresh, Pusher
 from memstore.testing.simulator.host.twins import SimTwins
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
 from memstore.testing.simulator.world.processes import Rank, Session
@@ -46,8 +49,7 @@ from memstore.testing.simulator.world.virtual_time import Thread
 from recovery.inventory import Copy, ShardId
 
 Body = dict[str, Any]
-REAP_S, DIGEST_S = 0.5, 0.004
-DRAIN_S = 10.0
+REAP_S = 0.5
 SLOTS_MAX = 400
 LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
 
@@ -61,13 +63,11 @@ class SimHolder:
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.session: Session | None = None
         self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
-        self.fences: dict[str, int] = {}
+        self.fences = JobFences()
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.calls: dict[int, tuple[Rank, int, str, Body]] = {}
+        self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
-        self.sealing: set[ShardId] = set()  # being digested
-        self.unfinished: Counter[ShardId] = Counter()  # handed over and not finished: a fence waits for them (R21)
         memory.is_cut, memory.crash_in = False, None
         self.vault = Vault(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
@@ -76,13 +76,19 @@ class SimHolder:
         self.vault.on_hurt = self.sealed
         self._read_journal()
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=lambda job, attempt: attempt < self.fences.get(job, 0),
-            on_sealed=self._copy_sealed,
+            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
-        self.pusher, self.persister = Pusher(self), Persister(self)
-        self.stager = Stager(self, self.pusher)
+        self.state = HolderState(
+            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
+        )  # fmt: skip
+        self.driver = Driver(self)
+        self.pusher = Pusher(self, self.state, self.driver)
+        self.sealer = Sealer(self, self.state, self.driver, self.pusher)
+        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self, self.state, self.driver)
         checker.stored_bytes.adopted(self)
 
     @property
@@ -99,7 +105,7 @@ class SimHolder:
             entry = entry_from_record(record)
             self.term = max(self.term, entry.term)
             if isinstance(entry.fact, AttemptOpened):
-                self.fences[entry.fact.job] = max(self.fences.get(entry.fact.job, 0), entry.fact.attempt)
+                self.fences.open(entry.fact.job, entry.fact.attempt)
 
     # -- the controller's session ---------------------------------------------------------------
 
@@ -137,12 +143,13 @@ class SimHolder:
         """Report something done."""
         self.tell(Report(self.host_id, kind, body))
 
-    def sealed(self, copy: Copy | Shelved) -> None:
+    def sealed(self, copy: Copy | Shelved, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            self.report("sealed", {"copies": [copy_to_wire(held)]})
+            body: Body = {"copies": [copy_to_wire(held)]}
+            self.report("sealed", body if put is None else {**body, "put": put})
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
@@ -155,7 +162,7 @@ class SimHolder:
         stale = mapped_arena.confirm(self, rank)
         self.vault.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
-        rank.is_fenced |= 0 < rank.attempt < self.fences.get(rank.job, 0)
+        rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
 
     def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
@@ -170,77 +177,26 @@ class SimHolder:
         rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
         if rank is None or rank.is_dead:
             return
-        if "shard" in body and error is None:
+        if "excerpt" in body and error is None:
+            body, error = self.stager.read_part(rank, body)
+        elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        fence, shard = self.fences.get(rank.job, 0), ShardId(rank.job, int(body["attempt"]), step, rank.rank)
-        self.unfinished[shard] += 1
-        self.twins.began(shard)
-        self.spawn(self._seal(rank, shard, slots, body, fence))
+        self.sealer.take_over(rank, step, slots, body)
 
-    def _seal(self, rank: Rank, shard: ShardId, slots: list[int], body: Body, fence: int) -> Thread:
-        while shard in self.sealing:
-            yield 0.01
-        self.sealing.add(shard)
-        try:
-            known = self.vault.shelf.find(shard)
-            is_mine = not body.get("lost") and self.vault.table.hand_over(rank.owner, slots)
-            is_void = shard.attempt < fence or not (is_mine and mapped_arena.are_seen(self, slots, body))
-            if is_mine and (known is not None or is_void):
-                self.vault.give_back(slots)
-            if known is None and is_void:
-                self._put_failed(rank, shard, is_failed=True)
-                return
-            has_targets = True
-            if known is None:
-                fresh = Fresh(self, shard, slots)
-                has_targets = self.pusher.replicate(shard, fresh=fresh)
-                for slot in slots:
-                    yield DIGEST_S
-                    fresh.digests.append(chunk_digest(self.vault.arena.view(slot, self.memory.chunk_bytes)))
-                try:
-                    known = self.vault.seal_local(
-                        shard, world_size=int(body["world_size"]), layout=body["layout"],
-                        nbytes=len(slots) * self.memory.chunk_bytes, slots=slots, attempt=shard.attempt,
-                        follower=fresh,
-                    )  # fmt: skip
-                    self.checker.puts.sealed_here(self, shard, known.digests)
-                except MemstoreError as exc:
-                    fresh.why = str(exc)
-                    self._put_failed(rank, shard, is_failed=not isinstance(exc, CapacityError))
-                    return
-            else:
-                has_targets = self.pusher.replicate(shard, digest=known.spec.digest)
-        finally:
-            self.sealing.discard(shard)
-            self.unfinished -= Counter([shard])
-            self.twins.ended(shard)
-        self.twins.put(known, body)
-        rank.rise(shard.step, "sealed")
-        self.sealed(known)
-        self.twins.sealed(shard)
-        if not has_targets:
-            rank.rise(shard.step, "replicated")
-        self.grant(rank)
-
-    def _put_failed(self, rank: Rank, shard: ShardId, *, is_failed: bool) -> None:
-        """The step is given up on all ranks alike (R12)."""
-        if rank.attempt == shard.attempt:
-            rank.rise(shard.step, "failed")
+    def put_failed(self, shard: ShardId, body: Body) -> None:
+        """Ask the controller to have the step given up on all ranks alike (R12)."""
         number = next(self.call_ids)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": "it failed"}
-        body["is_failed"] = is_failed
-        self.calls[number] = (rank, 0, "skip", body)
+        self.calls[number] = (None, 0, "skip", body)
         self.tell(RankCall(self.host_id, number, "skip", body))
-        self.grant(rank)
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
-        if is_here and rank.attempt >= self.fences.get(rank.job, 0):
+        if is_here and rank.attempt >= self.fences.first(rank.job):
             slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
             if slots:
                 rank.granted(slots)
@@ -264,6 +220,7 @@ class SimHolder:
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
+        self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
 
@@ -295,20 +252,7 @@ class SimHolder:
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
-        self.fences[job] = max(self.fences.get(job, 0), attempt)
-        self.spawn(self._fence(job, attempt, set(body["members"])))
-
-    def _fence(self, job: str, attempt: int, members: set[str]) -> Thread:
-        self.vault.shelf.abort_older(job, attempt)
-        self.vault.flush()
-        until_s = self.world.now + DRAIN_S
-        yield lambda: not any(s.job == job and s.attempt < attempt for s in self.unfinished) or self.world.now > until_s
-        for rank in self.ranks.values():
-            if rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in members:
-                rank.is_fenced = True
-        copies = [copy_to_wire(c) for c in self.copies(job)]
-        self.checker.fences.answered(self, job, attempt)
-        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+        self.sealer.fence(job, attempt, body["members"])
 
     def _on_targets(self, body: Body) -> None:
         self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
@@ -332,11 +276,11 @@ class SimHolder:
     def _on_push(self, body: Body) -> None:
         is_repair = bool(body["is_repair"])
         self.pusher.submit(
-            shard_from_wire(body["shard"]), str(body["target"]), digest=str(body["digest"]), is_repair=is_repair
+            Push(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=is_repair)
         )
 
     def _on_stage(self, body: Body) -> None:
-        self.spawn(self.stager.run(body))
+        self.stager.order(body)
 
     def _on_check(self, body: Body) -> None:
         if not self.stager.has_staged(body):

@@ -7,12 +7,11 @@ that time, once for a rank that does not come; and equal chunks do not travel wh
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Generator
 from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import Shelved
-from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins, shared_count
+from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder
 from memstore.testing.simulator.world.violation import Violation
@@ -28,7 +27,6 @@ class TwinHolder(Holder, Protocol):
     """A holder, as `SimTwins` sees it."""
 
     thawed_s: float  # when it was last thawed
-    unfinished: Counter[ShardId]  # handed over and not finished
 
 
 class SimTwins(Twins):
@@ -83,7 +81,7 @@ class SimTwins(Twins):
             return
         own = ShardId(shard.job, shard.attempt, shard.step, row)
         is_late = self.in_vain.get((shard.job, row), (0, 0.0))[0] == shard.attempt
-        if own in self.began_s and self.sim.unfinished[own] and not is_late:
+        if own in self.began_s and not is_late:
             raise Violation("R34", f"chunk {index} of {shard} travels to {self.sim.host_id}, which is digesting {own}")
 
     def _row_of(self, shard: ShardId) -> int | None:
@@ -101,14 +99,15 @@ class SimTwins(Twins):
         """It is sealed, or will never be."""
         self.began_s.pop(shard, None)
 
-    def put(self, shelved: Shelved, body: dict[str, Any]) -> None:
-        """A local rank's put is sealed."""
+    def put(self, shelved: Shelved, shared_count: int | None) -> int | None:
+        """A local rank's put is sealed; return the step before if this one repeats its chunks: never here."""
         if not self.world.scenario.has_twins:
-            return
-        before = self.put_sealed(shelved, shared_count(body, len(shelved.digests)))
+            return None
+        before = self.put_sealed(shelved, shared_count)
         self.in_vain.pop((shelved.shard.job, shelved.shard.rank), None)
         if before is not None:
             raise Violation("R34", f"{shelved.shard} is said to repeat step {before}, and does not")
+        return None
 
     def sealed(self, shard: ShardId) -> None:
         """A local put or a peer's copy is sealed: compare those of its step."""

@@ -1,13 +1,16 @@
-"""Planted bugs in the simulated holder's own steps: leases, fences, terms, levels."""
+"""Planted bugs in a holder's steps: leases, terms, levels of the simulated one, fences of core/holder."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from memstore.core.holder import seal
+from memstore.core.holder.effects import TellFenced
+from memstore.core.holder.state import HandOver, HolderState
 from memstore.testing.simulator.controller.controller import SimController
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted
@@ -51,30 +54,28 @@ def lease_freed_by_a_broken_link() -> Any:
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
 def fence_not_kept() -> Any:
     """A holder answers a fence and goes on as before."""
+    return patch.multiple(seal, open_fence=lambda state, job, attempt: None, TellFenced=_told_to_none)
 
-    def answer(self: SimHolder, body: dict[str, Any]) -> None:
-        self.spawn(self._fence(str(body["job"]), int(body["attempt"]), {r.nonce for r in self.ranks.values()}))
 
-    return patch.object(SimHolder, "_on_fence", answer)
+def _told_to_none(job: str, attempt: int, members: tuple[str, ...]) -> TellFenced:
+    return TellFenced(job, 0, members)
 
 
 @planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
 def seal_ignores_fence() -> Any:
     """A holder seals what a rank of a fenced attempt hands over."""
-    seal, fence = SimHolder._seal, SimHolder._fence
+    add = seal.add
 
-    def unfenced(self: SimHolder, rank: Any, shard: Any, slots: Any, body: Any, stamp: int) -> Any:
-        return seal(self, rank, shard, slots, body, 0)
+    def unfenced(state: HolderState, link: Any, body: Any) -> HandOver | None:
+        put = add(state, link, body)
+        return replace(put, fence=0) if put is not None else None
 
-    def unsaid(self: SimHolder, job: str, attempt: int, members: set[str]) -> Any:
-        return fence(self, job, attempt, {rank.nonce for rank in self.ranks.values()})
-
-    return patch.multiple(SimHolder, _seal=unfenced, _fence=unsaid)
+    return patch.multiple(seal, add=unfenced, TellFenced=_told_to_none)
 
 
 @planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
 def lower_term_obeyed() -> Any:
-    """A holder obeys the controller that dialed it last, whatever its term."""
+    """A holder obeys the controller that dialed it last, of any term."""
 
     def accept(self: SimHolder, session: Any) -> bool:
         self.term = 0
@@ -92,8 +93,8 @@ def level_before_the_fact() -> Any:
     """A ticket is set to committed as soon as its own copies are there."""
     sealed = SimHolder.sealed
 
-    def told(self: SimHolder, shelved: Any) -> None:
-        sealed(self, shelved)
+    def told(self: SimHolder, shelved: Any, put: Any = None) -> None:
+        sealed(self, shelved, put)
         for rank in list(self.ranks.values()):
             if rank.rank == shelved.shard.rank and rank.attempt == shelved.shard.attempt:
                 self.checker.commits.told_committed(rank, shelved.shard.step, is_degraded=False)
@@ -104,16 +105,7 @@ def level_before_the_fact() -> Any:
 @planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
 def fence_answered_early() -> Any:
     """A fence is answered before the shards that were handed over in time are sealed."""
-    fence = SimHolder._fence
-
-    def early(self: SimHolder, job: str, attempt: int, members: set[str]) -> Generator[Any, None, None]:
-        kept, self.unfinished = self.unfinished, Counter()
-        for _ in fence(self, job, attempt, members):
-            self.unfinished = kept
-            yield 0.0
-        self.unfinished = kept
-
-    return patch.object(SimHolder, "_fence", early)
+    return patch.object(seal, "FENCE_DRAIN_S", 0.0)
 
 
 @planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from memstore.core.attempts.join import Attempts
+from memstore.core.holder import seal
+from memstore.core.holder.effects import DigestAndStore, WaitFor
+from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_twins
 from memstore.core.targets.shared_shards import Twins
 from memstore.shell.holder.shared_shards import Twins as HolderTwins
 from memstore.testing.simulator.host import twins
-from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
@@ -97,20 +100,31 @@ def another_shard_restored() -> Any:
 
 
 @planted("copiers-wait-for-one-another", "R34", "R34", **DDP)
-def copiers_wait_for_one_another() -> Any:
+@contextmanager
+def copiers_wait_for_one_another() -> Iterator[None]:
     """A host digests its rank's put after the other copier's copy has come, whose offer waits for that digest."""
-    seal = SimHolder._seal
+    fresh, row_of, rows = seal._fresh, HolderTwins._row, dict[ShardId, Any]()
 
-    def late(self: SimHolder, rank: Any, shard: ShardId, *rest: Any) -> Generator[Any, None, None]:
-        steps, row = seal(self, rank, shard, *rest), self.twins._row(shard)
-        yield next(steps, 0.0)  # its own offers are made
-        until_s = self.world.now + 8.0
-        for twin in row.twins if row is not None else ():
-            theirs = ShardId(shard.job, shard.attempt, shard.step, twin)
-            yield lambda: bool(self.vault.shelf.find(theirs)) or self.world.now > until_s  # noqa: B023
-        yield from steps
+    def noted(self: HolderTwins, shard: ShardId) -> Any:
+        rows[shard] = row_of(self, shard)
+        return rows[shard]
 
-    return patch.object(SimHolder, "_seal", late)
+    def late(state: HolderState, shard: ShardId, *rest: Any) -> Generator[Any, Any, Any]:
+        steps, value = fresh(state, shard, *rest), None
+        while True:
+            try:
+                effect = steps.send(value)
+            except StopIteration as end:
+                return end.value
+            if isinstance(effect, DigestAndStore):  # its own offers are made
+                store: Any = state.store
+                for twin in rows[shard].twins if rows[shard] is not None else ():
+                    theirs = ShardId(shard.job, shard.attempt, shard.step, twin)
+                    yield WaitFor(lambda: store.shelf.find(theirs) is not None, 8.0)  # noqa: B023
+            value = yield effect
+
+    with patch.object(seal, "_fresh", late), patch.object(HolderTwins, "_row", noted):
+        yield
 
 
 @planted("copier-not-waited-for", "R34", "R34", tries=4, **DDP)
@@ -135,7 +149,7 @@ def wait_without_end() -> Any:
 @planted("own-state-compared", "R34", "R34", **DDP)
 def own_state_compared() -> Any:
     """Copiers are reported to differ in the chunks that are each one's own."""
-    return patch.object(twins, "shared_count", lambda body, chunks_count: chunks_count)
+    return patch.object(seal, "shared_count", lambda body, chunks_count: chunks_count)
 
 
 @planted("differing-copiers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)

@@ -37,7 +37,7 @@ class Memory:
         self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
-        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written anew
+        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written again
         self.hollow: set[int] = set()  # slots without pages: a process that touches one is killed
         self.is_removed = False  # the names of its files are gone, but its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact
@@ -137,6 +137,11 @@ class MemoryArena(Arena):
         self.chunk_bytes, self.limit_slots = memory.chunk_bytes, limit_slots
         self.headers = MemoryHeaders(memory)  # type: ignore[assignment]
         self.hollow = sorted(memory.hollow)
+
+    @property
+    def identity(self) -> str:
+        """Return the name of the arena; that a rank has another one mapped shows in what it sees there."""
+        return "arena"
 
     @property
     def slots_count(self) -> int:

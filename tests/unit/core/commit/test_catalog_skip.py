@@ -64,6 +64,37 @@ def test_status_tells_why_a_step_was_skipped() -> None:
     assert "the controller that was told why is gone" in skip_row(world, ranks[0])[0]
 
 
+@pytest.mark.parametrize("is_first_ahead", [True, False], ids=["behind", "ahead"])
+def test_a_step_that_a_rank_passed_over_is_given_up_whichever_put_comes_first(is_first_ahead: bool) -> None:
+    """Rank 0 puts step 2 and not 1, rank 1 step 1: if that stayed open, rank 1 would have no room to put step 2."""
+    world, ranks = trained()
+    for rank, step in ((0, 2), (1, 1)) if is_first_ahead else ((1, 1), (0, 2)):
+        world.put(ranks[rank], step)
+        world.run(1.0)
+    assert ranks[1].tickets[1] == "skipped"
+    assert "rank 0 put step 2 without having put it" in str(world.holders["h1"].orders)
+    assert world.holders_of(StepId(1, 1), 1) == []
+    world.put(ranks[1], 3)
+    world.run(1.0)
+    assert ranks[0].tickets[2] == "skipped"
+    assert world.put_all(ranks, 4)
+
+
+def test_a_controller_that_is_new_gives_up_what_a_rank_passed_over_before() -> None:
+    """Its predecessor died before it could: the next rank without room makes the new one look."""
+    world, ranks = trained()
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    world.crash_controller()
+    world.put(ranks[1], 1)
+    world.run(10.0)
+    world.skip(ranks[1], 3)
+    world.run(1.0)
+    assert ranks[1].tickets[1] == "skipped"
+    assert "rank 0 put step 2 without having put it" in str(world.holders["h1"].orders)
+    assert world.holders_of(StepId(1, 1), 1) == []
+
+
 def test_puts_that_fail_do_not_widen_the_pause() -> None:
     """Skips for want of room space the puts out ever more; failures of other causes cost their own step only (R12)."""
     world, ranks = trained()

@@ -14,7 +14,9 @@ from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.share import Share
 from memstore.core.cluster.facts import StepAbandoned
 from memstore.core.journal.records import Entry
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.peer_messages import Admitted, Offer
 from memstore.errors import CapacityError
 from memstore.shell.arena.replica_store import Vault
 from memstore.shell.peer.server import DRAFT_IDLE_S, PeerServer
@@ -213,6 +215,9 @@ def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> Non
 CHUNK_BYTES = 64 << 10
 
 
+OFFER = Offer(shard=WireShard(JOB, 1, 2, 0), digest=None, attempt=1, sender="a", chunks_count=3)
+
+
 class LateClock:
     """The time module, later by `late_s`."""
 
@@ -241,8 +246,7 @@ def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
     vault.clock = clock = LateClock()
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
-    offer = {"shard": [JOB, 1, 2, 0], "digest": "", "attempt": 1, "sender": "a", "count": 3}
-    assert server._offer(object(), offer)["ok"]  # type: ignore[arg-type]
+    assert isinstance(server._offer(object(), OFFER), Admitted)  # type: ignore[arg-type]
     clock.late_s = DRAFT_IDLE_S - 5.0
     server.give_up_idle()
     assert vault.shelf.drafts
@@ -300,8 +304,8 @@ def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: Vault) -> No
     """The first try broke and its abort was lost: its room is the second try's (R13)."""
     vault.claim(JOB, Share(1, {}, 4))
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
-    offer = {"shard": [JOB, 1, 2, 0], "digest": "", "attempt": 1, "sender": "a", "count": 3}
-    assert [server._offer(object(), offer)["ok"] for _ in range(2)] == [True, True]  # type: ignore[arg-type]
+    replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
+    assert [type(reply) for reply in replies] == [Admitted, Admitted]
 
 
 def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Fences:
+class JobFences:
     """The fences of one holder. They only rise; a job without one has none of its attempts refused."""
 
     def __init__(self) -> None:

@@ -1,0 +1,32 @@
+"""The calls of one collective call, by rank. Plain data; read `collective.py` for the rules."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memstore.core.cluster.job import Call
+from memstore.core.wire.messages import Body
+
+
+class Replies(Protocol):
+    """Takes the replies to calls."""
+
+    def answer(self, call: Call, body: Body) -> None:
+        """Answer a call."""
+
+    def refuse(self, call: Call, error: str, message: str) -> None:
+        """Answer a call with an error."""
+
+
+class RankCalls(dict[int, Call]):
+    """Rank -> its call."""
+
+    def answer_all(self, out: Replies, body: Body) -> None:
+        """Answer every rank alike."""
+        for call in self.values():
+            out.answer(call, body)
+
+    def refuse_all(self, out: Replies, error: str, message: str) -> None:
+        """Refuse every rank alike."""
+        for call in self.values():
+            out.refuse(call, error, message)

@@ -1,0 +1,464 @@
+"""What a holder's procedures ask for. A procedure yields effects; the shell or the simulator carries each one out.
+
+A procedure is a generator: `reply = yield Ask(peer, request)`. It touches the holder's state only between two yields,
+and only one procedure runs at a time, so it needs no lock. An effect is carried out while others run: it may block for
+as long as it takes. Its value is what the yield gives; a MemstoreError that it ends with is raised at the yield.
+
+What cannot wait is no effect: a report is queued and a pin is let go by a plain call, also when a procedure is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
+from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.codec import Request
+from memstore.core.wire.messages import Body
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 30.0
+
+
+class Effect:
+    """The base of everything that a procedure may yield."""
+
+
+Steps = Generator[Effect, Any, T]  # a procedure that returns a T
+Herald = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
+Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
+
+
+class Source(Protocol):
+    """What a push sends: a stored replica that is pinned for it, or a shard that this host is still digesting."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Return the shard."""
+
+    @property
+    def digest(self) -> str:
+        """Return its digest, "" while it is being digested."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the bytes of each of its chunks."""
+
+    def release(self) -> None:
+        """Let the pin go: this push is over."""
+
+
+class FreshSource(Source, Protocol):
+    """A shard that this host is digesting; once it is stored it is pinned for every push that has begun."""
+
+    def begin(self) -> None:
+        """Note that one push more reads it, which ends with `release`."""
+
+    def fail(self, why: str) -> None:
+        """Note that it will not be stored: its pushes end."""
+
+
+class Storage(Protocol):
+    """Durable storage, opened under one key."""
+
+    @property
+    def key(self) -> str:
+        """Return the name of the key, "" for none."""
+
+
+@dataclass(eq=False)
+class Stop:
+    """A step's durable writes go on until this is set."""
+
+    is_set: bool = False
+
+
+class Link(Protocol):
+    """The connection of a rank's process, by which it hands its puts over."""
+
+    owner: Owner
+    job: str
+    rank: int
+    is_retired: bool  # the same process came back on another link and sends again what was not sealed
+
+
+# -- time ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sleep(Effect):
+    """Let so many seconds pass, fewer if the holder stops."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WaitFor(Effect):
+    """Wait until a condition on the holder's state is true; give False if it was not within the limit."""
+
+    is_there: Callable[[], bool]
+    limit_s: float | None = None  # None: for as long as it takes
+
+
+@dataclass(frozen=True)
+class Together(Effect):
+    """Run procedures side by side and give what they return; the first error is raised once all have ended.
+
+    Meanwhile the herald, if there is one, tells its reader what has come.
+    """
+
+    procedures: Sequence[Steps[Any]]
+    herald: Herald | None = None
+
+
+# -- other holders ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reach(Effect):
+    """Give the Peer of a host; PeerUnreachable if the controller's view does not have it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Ask(Effect):
+    """Send a peer one request and give its reply; TransportError if there is none, or the peer's own error."""
+
+    peer: Peer
+    request: Request[Any]
+    limit_s: float = CALL_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class SendChunks(Effect):
+    """Send a peer the chunks that it lacks of these, each once its digest is known; the bytes stay in their slots.
+
+    PeerRefused if the peer has no draft for them, if a chunk went bad here, or if the put failed here meanwhile.
+    """
+
+    peer: Peer
+    source: Source
+    chunks: Sequence[int]
+    is_repair: bool  # paced by the store's limit for repairs, and held back for no collective
+
+
+@dataclass(frozen=True)
+class ReceiveChunks(Effect):
+    """Pull chunks of a stored shard from a peer into a draft; give those that came damaged, or not at all.
+
+    IntegrityError if the peer does not hold the shard, CapacityError if there is no room here.
+    """
+
+    peer: Peer
+    draft: Draft
+    digest: str
+    chunks: Sequence[int]
+
+
+# -- durable storage ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadDurableManifest(Effect):
+    """Give the manifest of a shard in durable storage; IntegrityError if it is not there as it was put."""
+
+    place: Body
+    shard: ShardId
+    spec: ShardSpec
+
+
+@dataclass(frozen=True)
+class ReceiveDurable(Effect):
+    """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
+
+    place: Body
+    draft: Draft
+    spec: ShardSpec
+    chunks: Sequence[int]
+    sizes: Sequence[int]  # of all chunks of the shard
+
+
+@dataclass(frozen=True)
+class OpenDurable(Effect):
+    """Give the Storage of a job, under the key that is in this host's key file now."""
+
+    place: Body
+
+
+@dataclass(frozen=True)
+class SliceTurn(Effect):
+    """Give the seconds until a slice may be written under the job's cap for this host; it takes its turn by that."""
+
+    job: str
+    shelved: Shelved
+    number: int
+    bytes_per_s: int | None
+
+
+@dataclass(frozen=True)
+class CopySlice(Effect):
+    """Give copies of a slice's chunks and None; or none and the first chunk that is not what it should be."""
+
+    shelved: Shelved
+    number: int
+
+
+@dataclass(frozen=True)
+class WriteSlice(Effect):
+    """Write a slice whole or not at all; give False if its step was stopped meanwhile."""
+
+    storage: Storage
+    shard: ShardId
+    spec: ShardSpec
+    number: int
+    manifest: bytes
+    chunks: Sequence[bytes]
+    stop: Stop
+
+
+@dataclass(frozen=True)
+class WriteMarker(Effect):
+    """Write the marker of a step; IntegrityError unless all of its parts are there."""
+
+    place: Body
+    job: str
+    marker: DurableMarker
+    lineage: Body
+
+
+@dataclass(frozen=True)
+class RemoveDurable(Effect):
+    """Remove a step from durable storage: its marker first."""
+
+    place: Body
+    job: str
+    step: StepId
+    only_unmarked: bool
+
+
+@dataclass(frozen=True)
+class SweepDurable(Effect):
+    """Remove what abandoned writes of a job left behind before a step."""
+
+    place: Body
+    job: str
+    step: StepId
+
+
+@dataclass(frozen=True)
+class ListMarkers(Effect):
+    """Give the fields of the report on a job's markers; `check` names a step whose parts are looked at."""
+
+    place: Body
+    job: str
+    check: StepId | None
+
+
+# -- this host's memory -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verify(Effect):
+    """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
+
+    shelved: Shelved
+
+
+@dataclass(frozen=True)
+class VerifySlots(Effect):
+    """Digest slots again and condemn those that are bad."""
+
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LoadManifest(Effect):
+    """Give the manifest of a stored replica; DigestMismatch if its file was damaged."""
+
+    shelved: Shelved
+
+
+@dataclass(frozen=True)
+class OpenDraft(Effect):
+    """Give a draft that holds what is here and good now; of some chunks of the shard, or of all (None)."""
+
+    name: str
+    shard: ShardId
+    digests: Sequence[bytes]
+    sizes: Sequence[int]
+    attempt: int
+    chunks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class EnsureFree(Effect):
+    """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class KeepStaged(Effect):
+    """Keep a pinned replica for the reader of a round; IntegrityError if it was dropped meanwhile."""
+
+    key: StagedKey
+    shelved: Shelved
+    pin: int
+
+
+# -- what is sent -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadManifest(Effect):
+    """Give the manifest of what a push sends, once that is sealed; PeerRefused if the put failed here."""
+
+    source: Source
+
+
+@dataclass(frozen=True)
+class AwaitDigest(Effect):
+    """Give the digest of a shard that is being digested, once it is sealed; PeerRefused if the put failed here."""
+
+    source: FreshSource
+
+
+# -- puts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompareSample(Effect):
+    """Give the chunks of which a rank has seen other bytes in these slots; IntegrityError if it sent no sample."""
+
+    slots: Sequence[int]
+    nbytes: int
+    seen: Body
+
+
+@dataclass(frozen=True)
+class OpenFresh(Effect):
+    """Give the source of a shard that is about to be digested."""
+
+    shard: ShardId
+    slots: Sequence[int]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Replicate(Effect):
+    """Begin the pushes of a put to this host's targets; give False if there are none."""
+
+    shard: ShardId
+    digest: str  # "" while it is being digested
+    fresh: FreshSource | None = None
+
+
+@dataclass(frozen=True)
+class DigestAndStore(Effect):
+    """Digest what was handed over, chunk by chunk for those who push it meanwhile, and give the stored replica."""
+
+    shard: ShardId
+    body: Body  # of the hand-over
+    slots: Sequence[int]
+    fresh: FreshSource
+
+
+@dataclass(frozen=True)
+class NotePut(Effect):
+    """Note what a rank's newest put holds; give the step before if this one repeats its chunks for the first time."""
+
+    shelved: Shelved
+    shared_count: int | None
+
+
+@dataclass(frozen=True)
+class CompareShared(Effect):
+    """Compare a sealed shard with those of the same step that should be equal to it, and tell the ranks that differ."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True)
+class GiveUpPut(Effect):
+    """Ask the controller to have all ranks give a step up; `is_failed`: not only for want of room."""
+
+    link: Link
+    shard: ShardId
+    why: str
+    is_failed: bool
+
+
+# -- fences -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellFenced(Effect):
+    """Tell the processes of older attempts that they are refused, but for the members of the new one."""
+
+    job: str
+    attempt: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AnswerFence(Effect):
+    """Report that a fence holds, with the job's copies here: no seal may come between the look and the report."""
+
+    job: str
+    attempt: int
+
+
+# -- ranks, and people --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellLevel(Effect):
+    """Tell the rank that handed a put over how far its ticket is."""
+
+    link: Link
+    attempt: int
+    step: int
+    level: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Grant(Effect):
+    """Lease a rank what its share allows now that a put of it is over."""
+
+    link: Link
+
+
+@dataclass(frozen=True)
+class TellReplicated(Effect):
+    """Tell the rank that put a shard that every one of its targets has sealed it."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True)
+class OpenHerald(Effect):
+    """Give what tells a reader on this host which chunks of a draft have come; None if it asked for no such thing."""
+
+    stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
+    manifest: bytes
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class Warn(Effect):
+    """Note a failure that the rules foresee and that people may want to know of."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Unexpected(Effect):
+    """Note an error that no rule foresees, with its traceback. The simulator takes it for a failed run."""
+
+    what: str
+    error: Exception

@@ -1,0 +1,183 @@
+"""Brings chunks of a shard, and its manifest, to this host from peers and from durable storage (R23, R25).
+
+    chunk: asked of its planned source, three times --> then of the shard's other holders in turn --> here
+             '--the source says that it lacks it--> lost: evidence for the next plan
+
+All sources are asked at once. A broken connection or a deadline is no evidence about the bytes: another try follows,
+until the deadline is over, the holder stops, or the same rank's restore has gone on to a newer round.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from memstore.core.arena.replica_index import Draft
+from memstore.core.format.manifest import shard_digest
+from memstore.core.holder.effects import (
+    Ask,
+    Herald,
+    LoadManifest,
+    Reach,
+    ReadDurableManifest,
+    ReceiveChunks,
+    ReceiveDurable,
+    Sleep,
+    Steps,
+    Together,
+    Warn,
+)
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import Body, shard_to_wire, spec_from_wire
+from memstore.core.wire.peer_messages import FetchManifest, ManifestFound, Verified, Verify
+from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, TransportError
+from recovery.inventory import ShardId
+
+RETRY_S = 0.2
+RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
+SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
+DURABLE = "durable"  # names durable storage among sources, in reports
+
+
+def deadline_s(state: HolderState) -> float:
+    """Return when a fetch that begins now fails."""
+    return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.repair_after_s)
+
+
+def may_wait(state: HolderState, body: Body, until_s: float) -> Steps[bool]:
+    """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
+    number = int(body["round"])
+    is_newest = number < 0 or state.stages.newest.get((str(body["job"]), int(body["rank"]))) == number
+    if not is_newest or state.now() >= until_s or state.is_stopping():
+        return False
+    yield Sleep(RETRY_S)
+    return not state.is_stopping()
+
+
+def manifest(
+    state: HolderState, body: Body, shard: ShardId, digest: str, until_s: float
+) -> Steps[tuple[bytes | None, set[str]]]:
+    """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
+
+    Raises:
+        TransportError: some source cannot be reached, and none of the others has it.
+    """
+    pinned = state.store.pin(shard, digest)
+    if pinned is not None:
+        try:
+            return (yield LoadManifest(pinned[0])), set()
+        except DigestMismatch:
+            pass  # another copy's
+        finally:
+            state.store.unpin(*pinned)
+    return (yield from brought_manifest(state, body, shard, digest, until_s))
+
+
+def brought_manifest(
+    state: HolderState, body: Body, shard: ShardId, digest: str, until_s: float
+) -> Steps[tuple[bytes | None, set[str]]]:
+    """Do what `manifest` does, from elsewhere."""
+    sources = [str(h) for h in body["holders"] if h != state.host_id]
+    sources += [DURABLE] if body.get("durable") else []
+    lacking: set[str] = set()
+    while True:
+        problems = []
+        for source in sources:
+            try:
+                return (yield from _manifest_of(body, source, shard, digest)), lacking
+            except IntegrityError:
+                lacking.add(source)
+            except TransportError as exc:
+                problems.append(f"{source}: {exc}")
+        if not problems:
+            return None, lacking
+        sources = [s for s in sources if s not in lacking]
+        if not (yield from may_wait(state, body, until_s)):
+            raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
+
+
+def _manifest_of(body: Body, source: str, shard: ShardId, digest: str) -> Steps[bytes]:
+    """Return the manifest that a source has, checked against the shard's digest (R14)."""
+    if source == DURABLE:
+        return (yield ReadDurableManifest(body["durable"], shard, spec_from_wire(body["spec"])))  # type: ignore[no-any-return]
+    peer = yield Reach(source)
+    found: ManifestFound = yield Ask(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
+    data = found.manifest
+    if shard_digest(data) != digest:
+        raise DigestMismatch(
+            f"the manifest of {shard_to_wire(shard)} from host {source} has digest {shard_digest(data)}, "
+            f"expected {digest}",
+            shard=str(shard), holder=source,
+        )  # fmt: skip
+    return data
+
+
+def chunks(
+    state: HolderState, body: Body, draft: Draft, sizes: list[int], until_s: float, herald: Herald | None = None
+) -> Steps[tuple[dict[str, list[int]], list[str]]]:
+    """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
+
+    A herald's reader needs plain objects before it can use the rest, and they lie at the end: that comes first.
+    """
+    wanted: dict[str, list[int]] = {}
+    missing = set(draft.missing)
+    for tier, source, first, count in body["runs"]:
+        if tier != "local":
+            lacking = [i for i in range(first, first + count) if i in missing]
+            wanted.setdefault(source or DURABLE, []).extend(lacking)
+    sources = [source for source, indices in wanted.items() if indices]
+    fetches = [
+        _from_planned(state, body, source, draft, wanted[source][:: -1 if herald else 1], sizes, until_s)
+        for source in sources
+    ]
+    found = yield Together(fetches, herald)
+    lost = {source: indices for source, (indices, _) in zip(sources, found, strict=True) if indices}
+    return lost, [problem for _, problem in found if problem]
+
+
+def _from_planned(
+    state: HolderState, body: Body, source: str, draft: Draft, indices: list[int], sizes: list[int], until_s: float
+) -> Steps[tuple[list[int], str]]:
+    """Fetch chunks from their planned source, then from the other holders of the shard as well (R25).
+
+    Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
+    """
+    others = [str(h) for h in body["holders"] if h not in (source, state.host_id)]
+    turns = [source] * SOURCE_TRIES + (others if source != DURABLE else [])
+    lost: set[int] = set()
+    problem = ""
+    for turn in itertools.count():
+        host = turns[turn % len(turns)]
+        todo = [i for i in indices if draft.slots[i] is None and i not in lost]
+        try:
+            lacking = yield from _from(body, host, draft, todo, sizes)
+            problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
+        except IntegrityError:
+            lacking = todo
+        except TransportError as exc:
+            lacking, problem = [], f"{host}: {exc}"
+            yield Warn(f"staging from {host}: {exc}")
+        if host == source:  # another holder is asked on the chance: what it lacks is no news
+            lost.update(lacking)
+        if all(draft.slots[i] is not None or i in lost for i in indices):
+            return sorted(lost), ""
+        if not (yield from may_wait(state, body, until_s if turn + 1 >= len(turns) else float("inf"))):
+            break
+    return sorted(lost), problem
+
+
+def _from(body: Body, host: str, draft: Draft, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
+    """Pull chunks into the draft; return those that the source itself says it lacks.
+
+    A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
+    the peer's word (R25). What the peer holds undamaged stays open in the draft, to be asked for again.
+    """
+    spec = spec_from_wire(body["spec"])
+    if host == DURABLE:
+        return (yield ReceiveDurable(body["durable"], draft, spec, indices, sizes))  # type: ignore[no-any-return]
+    peer = yield Reach(host)
+    bad = yield ReceiveChunks(peer, draft, spec.digest, indices)
+    if not bad:
+        return []
+    answer: Verified = yield Ask(peer, Verify(shard=WireShard.of(draft.shard), digest=spec.digest))
+    return sorted(set(answer.missing).intersection(bad))

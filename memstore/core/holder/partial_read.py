@@ -1,0 +1,126 @@
+"""Some chunks of a shard, brought to this host for one reader that asked for ranges of it (R7, R27).
+
+    ordered --every chunk here and digested--> ready --its reader took it--> lent --unpinned, or its link ended--> gone
+      '--a source failed--> gone                 '--not taken in time, or kept too long--> gone
+
+An excerpt is a draft that is never finished: it counts and serves as no copy of the shard. Content that this host
+holds anyway, of whatever shard, is referenced, not fetched (R13). The reader digests again what it has copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from memstore.core.arena.replica_index import Draft
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.holder import fetch
+from memstore.core.holder.effects import EnsureFree, OpenDraft, Steps, VerifySlots, WaitFor
+from memstore.core.holder.state import Excerpt, HolderState
+from memstore.core.wire.messages import Body, shard_from_wire, spec_from_wire
+from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
+from recovery.inventory import ShardId
+
+PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
+
+
+def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
+    """Bring the chunks here; return {} or, per source, those that it says it lacks.
+
+    Where other readers have the room, waits for it with nothing in hand, one read after the other.
+
+    Raises:
+        TransportError, CapacityError: No evidence about the bytes (R25).
+        IntegrityError: the shard has no such chunks.
+    """
+    with contextlib.suppress(CapacityError):
+        return (yield from _stage(state, body))
+    excerpts = state.excerpts
+    yield WaitFor(lambda: not excerpts.is_tight)
+    excerpts.is_tight = True
+    try:
+        until_s = fetch.deadline_s(state)
+        while True:
+            try:
+                return (yield from _stage(state, body))
+            except CapacityError:
+                if not (yield from fetch.may_wait(state, body, until_s)):
+                    raise
+    finally:
+        excerpts.is_tight = False
+
+
+def _stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
+    shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
+    wanted = _wanted(shard, body["chunks"], spec.chunks_count)
+    until_s = fetch.deadline_s(state)
+    data, lack_all = yield from fetch.manifest(state, body, shard, spec.digest, until_s)
+    if data is None:
+        return {source: list(wanted) for source in lack_all or {state.host_id}}
+    chunks = decode_manifest(data).chunks
+    name = f"read-{-int(body['round'])}"
+    digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
+    draft = yield OpenDraft(name, shard, digests, sizes, int(body["attempt"]), wanted)
+    is_kept = False
+    try:
+        yield VerifySlots(_held(draft))  # what this host holds already is good, or it is fetched like the rest
+        yield EnsureFree(len(draft.missing))
+        bad, problems = yield from fetch.chunks(state, _elsewhere(state, body), draft, sizes, until_s)
+        if draft.missing and problems and not bad:
+            raise PeerUnreachable("; ".join(problems))
+        if draft.missing:
+            return bad or {state.host_id: draft.missing}
+        state.excerpts.known[int(body["round"])] = Excerpt(name, draft, data, state.now() + PIN_S)
+        is_kept = True
+        return {}
+    finally:
+        if not is_kept:
+            state.store.abort_draft(name, shard, only=draft)
+
+
+def _held(draft: Draft) -> list[int]:
+    """Return the slots whose content this host held before."""
+    return sorted({slot for slot in (draft.slots[i] for i in draft.wanted) if slot is not None})
+
+
+def _elsewhere(state: HolderState, body: Body) -> Body:
+    """Chunks planned from this host that turned out bad come from another holder, if there is one."""
+    others = [str(h) for h in body["holders"] if h != state.host_id]
+    if not others:
+        return body
+    runs = [["peer", others[0], first, count] if tier == "local" else [tier, source, first, count]
+            for tier, source, first, count in body["runs"]]  # fmt: skip
+    return {**body, "runs": runs}
+
+
+def take(state: HolderState, number: int) -> Excerpt:
+    """Return what was staged for a read. IntegrityError if it is gone."""
+    excerpt = state.excerpts.known.get(number)
+    if excerpt is None:
+        raise IntegrityError("the chunks that were staged for this read are gone: read again")
+    return excerpt
+
+
+def release(state: HolderState, number: int) -> None:
+    """Let go of an excerpt: its reader has copied it, or is gone."""
+    excerpt = state.excerpts.known.pop(number, None)
+    if excerpt is not None:
+        state.store.abort_draft(excerpt.name, excerpt.draft.shard, only=excerpt.draft)
+
+
+def expire(state: HolderState) -> None:
+    """Let go of what no reader took, what was kept past the deadline, and what is of a dropped step (R7)."""
+    now = state.now()
+    for number, excerpt in list(state.excerpts.known.items()):
+        if min(excerpt.deadline_s, excerpt.draft.deadline_s) < now:
+            release(state, number)
+
+
+def _wanted(shard: ShardId, runs: list[list[int]], chunks_count: int) -> tuple[int, ...]:
+    """Return the chunks of runs; IntegrityError if the shard has no such chunk."""
+    for first, count in runs:
+        if first < 0 or count < 0 or first + count > chunks_count:
+            raise IntegrityError(
+                f"{shard} has {chunks_count} chunks, the reader asks for {count} from chunk {first}: the metadata that "
+                "names them is not of this shard"
+            )
+    return tuple(sorted({i for first, count in runs for i in range(first, first + count)}))

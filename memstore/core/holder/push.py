@@ -1,0 +1,199 @@
+"""Copies a shard to one other host: after a put, while it is still digested, or when a repair is ordered (R13, R29).
+
+begun --> offered --> sent --> sealed at the target
+            ^  '--refused, not for good, or broken off: wait, and try again with what is stored here--.
+            '-----------------------------------------------------------------------------------------'
+given up, and said so: refused for good, for 10 s without room, or out of reach for `repair_after_s`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memstore.core.holder.effects import (
+    Ask,
+    AwaitDigest,
+    FreshSource,
+    Peer,
+    Reach,
+    ReadManifest,
+    SendChunks,
+    Sleep,
+    Source,
+    Steps,
+    TellReplicated,
+    Unexpected,
+)
+from memstore.core.holder.state import HolderState, Replication
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.peer_messages import (
+    Abort,
+    Admitted,
+    ChunksMissing,
+    CopySealed,
+    HasCopy,
+    Offer,
+    Ping,
+    Refused,
+    Seal,
+)
+from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
+from recovery.inventory import ShardId
+
+RETRY_S = 0.05
+ROOM_WAIT_S = 10.0  # a target frees room when it hears of the last commit; longer means it is really full
+SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
+
+
+@dataclass(frozen=True)
+class Push:
+    """One copy to make. `fresh` is the shard while it is digested here; then its digest is not known yet."""
+
+    shard: ShardId
+    digest: str
+    target: str
+    is_repair: bool = False
+    fresh: FreshSource | None = None
+
+
+def replicate(
+    state: HolderState, shard: ShardId, digest: str, targets: list[str], fresh: FreshSource | None
+) -> list[Push]:
+    """Return the pushes to begin for a put; a target that has one under way already is waited for with it (R15)."""
+    replication = Replication(shard, set(targets))
+    pushes = [Push(shard, digest, target, fresh=fresh) for target in targets]
+    return [push for push in pushes if begin(state, push, replication)]
+
+
+def begin(state: HolderState, push: Push, replication: Replication | None = None) -> bool:
+    """Note that a push begins; False if the same one is under way, whose end counts for this one too."""
+    is_new = (push.shard, push.target) not in state.pushes.under_way
+    waiting = state.pushes.under_way.setdefault((push.shard, push.target), [])
+    waiting += [replication] if replication is not None else []
+    if is_new and push.fresh is not None:
+        push.fresh.begin()
+    return is_new
+
+
+def run(state: HolderState, push: Push) -> Steps[None]:
+    """Make the copy. Reports a failure; tells the rank when this was the last copy of its put."""
+    why, is_final = "", True
+    try:
+        why, is_final = yield from _copied(state, push)
+    except MemstoreError as exc:
+        why = str(exc)
+    except Exception as exc:
+        yield Unexpected(f"push of {push.shard} to {push.target}", exc)
+        why = repr(exc)
+    finally:
+        waiting = state.pushes.under_way.pop((push.shard, push.target), [])
+    if why:
+        shard = shard_to_wire(push.shard)
+        state.report("push_failed", {"shard": shard, "target": push.target, "why": why, "is_final": is_final})
+        return
+    for replication in waiting:
+        replication.left.discard(push.target)
+        if not replication.left:
+            yield TellReplicated(replication.shard)
+
+
+def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
+    """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
+    digest = push.digest
+    if push.fresh is not None:
+        try:
+            yield from send(state, push, push.fresh, push.shard.attempt)
+            return "", True
+        except (PeerRefused, TransportError):  # what goes wrong meanwhile is tried again once it is sealed
+            digest = yield AwaitDigest(push.fresh)
+        finally:
+            push.fresh.release()
+    deadline_s = state.now() + ROOM_WAIT_S
+    while not state.is_stopping():
+        source = state.outgoing(push.shard, digest)
+        if source is None:
+            return "", True  # dropped here meanwhile: nothing is missing
+        try:
+            fence = state.fences.first(push.shard.job) if push.is_repair else 0
+            yield from send(state, push, source, max(push.shard.attempt, fence))
+            return "", True
+        except PeerRefused as exc:
+            why, is_final = str(exc), bool(getattr(exc, "is_final", False))
+        except TransportError as exc:
+            why, is_final = f"cannot reach {push.target}: {exc}", _is_given_up(state, push.target)
+        finally:
+            source.release()
+        if is_final or state.now() > deadline_s:
+            return why, True
+        yield Sleep(RETRY_S)
+    return "the holder is stopping", False
+
+
+def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[None]:
+    """Try once, and remember whether the target could be reached; one that could not answers a ping first.
+
+    The controller may still hear of a host that we cannot reach: then no put waits for it again and again (R18).
+    """
+    silent_since_s = state.pushes.silent_since_s
+    try:
+        peer = yield Reach(push.target)
+    except TransportError:
+        silent_since_s.pop(push.target, None)  # dead: the controller knows, and orders what is to be done
+        raise
+    try:
+        if push.target in silent_since_s:
+            yield Ask(peer, Ping(), limit_s=state.limits.suspect_after_s)
+        yield from _offer(state, push, peer, source, attempt)
+    except PeerRefused:
+        silent_since_s.pop(push.target, None)
+        raise
+    except TransportError:
+        silent_since_s.setdefault(push.target, state.now())
+        raise
+    silent_since_s.pop(push.target, None)
+
+
+def _is_given_up(state: HolderState, target: str) -> bool:
+    """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
+    since_s = state.pushes.silent_since_s.get(target)
+    return since_s is not None and state.now() - since_s > state.limits.repair_after_s
+
+
+def _offer(state: HolderState, push: Push, peer: Peer, source: Source, attempt: int) -> Steps[None]:
+    """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
+    shard, sender = WireShard.of(push.shard), state.host_id
+    offer = Offer(
+        shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(source.sizes)
+    )
+    reply: Admitted | HasCopy | Refused = yield Ask(peer, offer)
+    if isinstance(reply, Refused):
+        raise PeerRefused(reply.why, is_final=reply.is_final)
+    if isinstance(reply, HasCopy):
+        return
+    try:
+        yield from _send_and_seal(state, push, peer, source)
+    except MemstoreError:
+        with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
+            yield Ask(peer, Abort(shard=shard, sender=sender))
+        raise
+
+
+def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -> Steps[None]:
+    """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged."""
+    wanted: Sequence[int] = range(len(source.sizes))
+    for _ in range(SEAL_ROUNDS_MAX):
+        yield SendChunks(peer, source, wanted, push.is_repair)
+        manifest = yield ReadManifest(source)
+        seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
+        reply: CopySealed | ChunksMissing | Refused = yield Ask(peer, seal)
+        if isinstance(reply, Refused):
+            raise PeerRefused(reply.why, is_final=reply.is_final)
+        if isinstance(reply, CopySealed):
+            return
+        wanted = reply.chunks
+        if not set(wanted).issubset(range(len(source.sizes))):
+            raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
+    raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)

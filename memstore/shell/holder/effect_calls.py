@@ -1,0 +1,186 @@
+"""Carries out the effects that procedures of core/holder ask for, each by a call that blocks its thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, cast
+
+from memstore.core.arena.replica_index import Draft
+from memstore.core.durable.storage_ports import DurableTier
+from memstore.core.format.manifest import chunk_digest
+from memstore.core.holder import effects
+from memstore.core.holder.effects import Effect
+from memstore.core.wire.messages import copy_to_wire
+from memstore.errors import IntegrityError
+from memstore.shell.arena.slot_sample import differing
+from memstore.shell.durable.tier import open_tier
+from memstore.shell.holder.chunk_notifier import Herald
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.rank_connections import RankConnections, RankLink
+from memstore.shell.holder.send_gate import Traffic
+from memstore.shell.peer.client import Peer, RateLimit
+from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+
+log = logging.getLogger("memstore")
+RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
+DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
+
+
+class EffectCalls:
+    """The calls of one holder."""
+
+    def __init__(self, context: HolderContext, connections: RankConnections, traffic: Traffic) -> None:
+        self.context, self.vault, self.connections, self.traffic = context, context.vault, connections, traffic
+        self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
+        self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
+        self.repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
+
+    def close(self) -> None:
+        """Stop taking work."""
+        for pool in (self.ranges, self.digesters):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def __call__(self, effect: Effect) -> Any:
+        """Carry one effect out and return its value."""
+        return self._call(effect)
+
+    @functools.singledispatchmethod
+    def _call(self, effect: Effect) -> Any:
+        raise TypeError(f"no call carries out {effect!r}")
+
+    @_call.register
+    def _(self, effect: effects.Sleep) -> None:
+        self.context.stopping.wait(effect.seconds)
+
+    @_call.register
+    def _(self, effect: effects.Reach) -> Any:
+        return self.context.peers.peer(effect.host)
+
+    @_call.register
+    def _(self, effect: effects.Ask) -> Any:
+        return effect.peer.call(effect.request, timeout_s=effect.limit_s)
+
+    @_call.register
+    def _(self, effect: effects.SendChunks) -> None:
+        shipment = cast(Shipment, effect.source)
+        held = contextlib.nullcontext() if effect.is_repair else self.traffic.sending(shipment)
+        throttle = self.repair_limit if effect.is_repair else _unthrottled
+        with held as gate:
+            effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
+
+    @_call.register
+    def _(self, effect: effects.ReceiveChunks) -> list[int]:
+        return cast(Peer, effect.peer).fetch_into(self.vault, effect.draft, effect.digest, effect.chunks)
+
+    @_call.register
+    def _(self, effect: effects.ReadDurableManifest) -> bytes:
+        return open_tier(effect.place).read_manifest(effect.shard, effect.spec)
+
+    @_call.register
+    def _(self, effect: effects.ReceiveDurable) -> list[int]:
+        read = functools.partial(self._read_durable, open_tier(effect.place), effect)
+        futures = [self.ranges.submit(read, index) for index in effect.chunks]
+        wait(futures)  # none may still write to the draft when it is given up
+        return [index for future in futures for index in future.result()]
+
+    def _read_durable(self, tier: DurableTier, effect: effects.ReceiveDurable, index: int) -> list[int]:
+        """Read one chunk; return [index] if it is not there as it was put, else []."""
+        nbytes = effect.sizes[index]
+        number = self.vault.take_slots_growing(1)[0]
+        view = self.vault.arena.view(number, nbytes)
+        try:
+            tier.read_chunk_into(effect.draft.shard, effect.spec, index, view)
+        except IntegrityError:
+            self.vault.give_back([number])
+            return [index]
+        except BaseException:
+            self.vault.give_back([number])
+            raise
+        return self.vault.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
+
+    @_call.register
+    def _(self, effect: effects.Verify) -> list[int]:
+        return self.vault.verify(effect.shelved, self.digesters.map)
+
+    @_call.register
+    def _(self, effect: effects.VerifySlots) -> None:
+        for number in effect.slots:
+            for hurt in self.vault.verify_slot(number):
+                self.vault.on_hurt(hurt)
+
+    @_call.register
+    def _(self, effect: effects.LoadManifest) -> bytes:
+        return self.vault.manifest(effect.shelved)
+
+    @_call.register
+    def _(self, effect: effects.OpenDraft) -> Draft:
+        return self.vault.open_draft(
+            effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
+        )
+
+    @_call.register
+    def _(self, effect: effects.EnsureFree) -> None:
+        self.vault.ensure_free(effect.count)
+
+    @_call.register
+    def _(self, effect: effects.KeepStaged) -> None:
+        self.vault.keep_staged(effect.key, effect.shelved, effect.pin)
+
+    @_call.register
+    def _(self, effect: effects.OpenHerald) -> Herald | None:
+        return self.connections.herald(effect.stream, effect.manifest, effect.draft)
+
+    @_call.register
+    def _(self, effect: effects.Warn) -> None:
+        log.warning("%s", effect.text)
+
+    @_call.register
+    def _(self, effect: effects.ReadManifest) -> bytes:
+        return cast(Shipment, effect.source).manifest()
+
+    @_call.register
+    def _(self, effect: effects.AwaitDigest) -> str:
+        return cast(Fresh, effect.source).sealed().spec.digest
+
+    @_call.register
+    def _(self, effect: effects.CompareSample) -> list[int]:
+        return differing(self.vault.arena.mapping, effect.slots, effect.nbytes, effect.seen)
+
+    @_call.register
+    def _(self, effect: effects.OpenFresh) -> Fresh:
+        return Fresh(self.vault, effect.shard, effect.slots, effect.sizes)
+
+    @_call.register
+    def _(self, effect: effects.TellFenced) -> None:
+        self.connections.fence(effect.job, effect.attempt, effect.members)
+
+    @_call.register
+    def _(self, effect: effects.AnswerFence) -> None:
+        with self.vault.lock:  # a seal that comes after the inventory is reported after it
+            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.context.host_id, effect.job)]
+            self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+
+    @_call.register
+    def _(self, effect: effects.TellLevel) -> None:
+        link = cast(RankLink, effect.link)
+        self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
+
+    @_call.register
+    def _(self, effect: effects.Grant) -> None:
+        self.connections.grant_current(cast(RankLink, effect.link))
+
+    @_call.register
+    def _(self, effect: effects.TellReplicated) -> None:
+        self.connections.replicated(effect.shard)
+
+    @_call.register
+    def _(self, effect: effects.Unexpected) -> None:
+        log.error("%s", effect.what, exc_info=effect.error)
+
+
+def _unthrottled(nbytes: int) -> None:
+    """A put goes at wire speed."""

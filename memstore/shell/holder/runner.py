@@ -1,0 +1,85 @@
+"""Runs the procedures of core/holder on threads: one touches the holder's state at a time, effects run side by side.
+
+A procedure runs on the thread of its caller. The lock is held from one yield to the next and released while an effect
+is carried out; every step wakes the procedures that wait for a change of the state.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from memstore.core.holder.effects import Effect, Steps, Together, WaitFor
+from memstore.shell.holder.chunk_notifier import TELL_S
+
+T = TypeVar("T")
+SIDE_THREADS = 8
+
+
+class Runner:
+    """The lock of one holder's state, and what carries out the effects of its procedures."""
+
+    def __init__(self, perform: Callable[[Effect], Any]) -> None:
+        """`perform`: carries out one effect by a call that blocks; all but WaitFor and Together."""
+        self._perform = perform
+        self._calls: dict[type[Effect], Callable[[Any], Any]] = {}
+        self._beside = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="memstore-source")
+        self._changed = threading.Condition(threading.RLock())
+
+    def extended(self, calls: Mapping[type[Effect], Callable[[Any], Any]]) -> Runner:
+        """Return a runner of the same state that carries out more kinds of effects."""
+        other = copy.copy(self)
+        other._calls = {**self._calls, **calls}
+        return other
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Have the state to oneself for a moment, to read or change it between the steps of procedures."""
+        with self._changed:
+            try:
+                yield
+            finally:
+                self._changed.notify_all()
+
+    def run(self, steps: Steps[T]) -> T:
+        """Run a procedure to its end and return its result; what it raises is raised here."""
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                with self.state():
+                    effect = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return cast(T, end.value)
+            value, error = None, None
+            try:
+                value = self._do(effect)
+            except BaseException as exc:  # raised where the procedure waits for it, which lets go of what it holds
+                error = exc
+
+    def close(self) -> None:
+        """Begin no procedure beside another one any more."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, effect: Effect) -> Any:
+        if isinstance(effect, WaitFor):
+            with self._changed:
+                return self._changed.wait_for(effect.is_there, effect.limit_s)
+        if isinstance(effect, Together):
+            return self._together(effect)
+        return self._calls.get(type(effect), self._perform)(effect)
+
+    def _together(self, effect: Together) -> list[Any]:
+        """Run procedures on other threads; none may go on, and write to what they share, once this ends."""
+        futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
+        tell = effect.herald.tell if effect.herald is not None else lambda: None
+        tell()
+        pending = set(futures)
+        while pending:
+            pending = wait(pending, TELL_S if effect.herald is not None else None).not_done
+            tell()
+        return [future.result() for future in futures]

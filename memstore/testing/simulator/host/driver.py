@@ -1,0 +1,235 @@
+"""Runs the procedures of core/holder in virtual time: what the shell does by a call that blocks is a wait here.
+
+A procedure is a thread of its holder: it ends with it, and anything may happen between two of its steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeVar, cast
+
+from memstore.core.arena.replica_index import Draft, StagedKey
+from memstore.core.format.manifest import chunk_digest
+from memstore.core.holder import effects
+from memstore.core.holder.effects import Effect, Steps
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import Body
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
+from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
+from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.host.peer_requests import PeerLink, connect
+from memstore.testing.simulator.world.virtual_time import Wait
+from recovery.inventory import ShardId, ShardSpec
+
+T = TypeVar("T")
+Waits = Generator[Wait, None, T]
+BATCH_CHUNKS = 2
+VERIFY_S = (0.005, 0.05)  # to digest a replica again
+FILE_S = 0.001  # to read a small file, or to look at a few slots
+
+
+class Driver:
+    """The procedures of one simulated holder."""
+
+    def __init__(self, holder: HostContext) -> None:
+        self.holder, self.vault = holder, holder.vault
+        self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
+        self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
+        self._opened_s: dict[ShardId, float] = {}  # when the draft of what is brought was opened
+
+    def extended(self, calls: Mapping[type[Effect], Callable[[Any], Waits[Any]]]) -> Driver:
+        """Return a driver of the same holder that carries out more kinds of effects."""
+        other = copy.copy(self)
+        other._calls = {**self._calls, **calls}
+        return other
+
+    def start(self, steps: Steps[Any]) -> None:
+        """Run a procedure as a thread of the holder."""
+        self.holder.spawn(self.run(steps))
+
+    def run(self, steps: Steps[T]) -> Waits[T]:
+        """Run a procedure to its end and return its result."""
+        value: Any = None
+        error: MemstoreError | None = None
+        try:
+            while True:
+                try:
+                    effect = steps.send(value) if error is None else steps.throw(error)
+                except StopIteration as end:
+                    return cast(T, end.value)
+                value, error = None, None
+                try:
+                    value = yield from self._calls.get(type(effect), self._perform)(effect)
+                except MemstoreError as exc:  # any other error is a fault of the code, and ends the run
+                    error = exc
+        finally:
+            steps.close()
+
+    @functools.singledispatchmethod
+    def _perform(self, effect: Effect) -> Waits[Any]:
+        raise TypeError(f"the simulator does not carry out {effect!r}")
+
+    @_perform.register
+    def _(self, effect: effects.Sleep) -> Waits[None]:
+        yield effect.seconds
+
+    @_perform.register
+    def _(self, effect: effects.WaitFor) -> Waits[bool]:
+        until_s = math.inf if effect.limit_s is None else self.holder.world.now + effect.limit_s
+        yield lambda: effect.is_there() or self.holder.world.now >= until_s
+        return effect.is_there()
+
+    @_perform.register
+    def _(self, effect: effects.Together) -> Waits[list[Any]]:
+        ends: dict[int, tuple[Any, MemstoreError | None]] = {}
+
+        def child(number: int, steps: Steps[Any]) -> Waits[None]:
+            try:
+                ends[number] = (yield from self.run(steps)), None
+            except MemstoreError as exc:
+                ends[number] = None, exc
+
+        for number, steps in enumerate(effect.procedures):
+            self.holder.spawn(child(number, steps))
+        yield lambda: len(ends) == len(effect.procedures)
+        for _, error in (ends[number] for number in sorted(ends)):
+            if error is not None:
+                raise error
+        return [ends[number][0] for number in sorted(ends)]
+
+    @_perform.register
+    def _(self, effect: effects.Reach) -> Waits[PeerLink]:
+        yield from ()
+        return connect(self.holder, effect.host)
+
+    @_perform.register
+    def _(self, effect: effects.Ask) -> Waits[Any]:
+        return (yield from effect.peer.ask(effect.request))
+
+    @_perform.register
+    def _(self, effect: effects.SendChunks) -> Waits[None]:
+        shipment, chunks = cast(Shipment, effect.source), list(effect.chunks)
+        for batch in [chunks[i : i + BATCH_CHUNKS] for i in range(0, len(chunks), BATCH_CHUNKS)]:
+            yield lambda: shipment.has_digests(batch)  # noqa: B023
+            offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
+            request = ChunkBatch(
+                shard=WireShard.of(shipment.shard), sender=self.holder.host_id,
+                chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
+            )  # fmt: skip
+            reply = yield from effect.peer.ask(request, shipment)
+            if isinstance(reply, NoDraft):
+                raise PeerRefused("no such draft", is_final=False)
+
+    @_perform.register
+    def _(self, effect: effects.ReceiveChunks) -> Waits[list[int]]:
+        found = yield from effect.peer.fetch(
+            FetchChunks(shard=WireShard.of(effect.draft.shard), digest=effect.digest, chunks=tuple(effect.chunks))
+        )
+        return [
+            index for index, data in zip(effect.chunks, found, strict=True) if self._is_bad(effect.draft, index, data)
+        ]
+
+    @_perform.register
+    def _(self, effect: effects.ReadDurableManifest) -> Waits[bytes]:
+        return (yield from self._part(effect.place, effect.shard, effect.spec))[0]
+
+    @_perform.register
+    def _(self, effect: effects.ReceiveDurable) -> Waits[list[int]]:
+        _, chunks = yield from self._part(effect.place, effect.draft.shard, effect.spec)
+        found = {index: chunks[index] if index < len(chunks) else b"" for index in effect.chunks}
+        sized = {index: data if len(data) == effect.sizes[index] else b"" for index, data in found.items()}
+        return [index for index, data in sized.items() if self._is_bad(effect.draft, index, data)]
+
+    def _part(self, place: Body, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
+        """Read a shard from durable storage."""
+        storage = self.holder.world.durable
+        yield storage.delay_s
+        if storage.problem:
+            raise PeerUnreachable(storage.problem)
+        part = storage.part(shard, spec.digest, str(place["key"]))
+        if part is None:
+            raise IntegrityError(f"durable storage has not all slices of {shard}")
+        return part
+
+    def _is_bad(self, draft: Draft, index: int, data: bytes) -> bool:
+        """Keep a chunk that came; True if it is not what the draft expects, or nothing came."""
+        if not data:
+            return True
+        number = self.vault.take_slots_growing(1)[0]
+        self.vault.arena.view(number, len(data))[:] = data
+        self.holder.memory.version += 1
+        return bool(self.vault.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))]))
+
+    @_perform.register
+    def _(self, effect: effects.Verify) -> Waits[list[int]]:
+        yield self.holder.world.network.rng.uniform(*VERIFY_S)
+        self._opened_s.pop(effect.shelved.shard, None)
+        return self.vault.verify(effect.shelved)
+
+    @_perform.register
+    def _(self, effect: effects.VerifySlots) -> Waits[None]:
+        yield from ()
+        for number in effect.slots:
+            for hurt in self.vault.verify_slot(number):
+                self.vault.on_hurt(hurt)
+
+    @_perform.register
+    def _(self, effect: effects.LoadManifest) -> Waits[bytes]:
+        yield FILE_S
+        return self.vault.manifest(effect.shelved)
+
+    @_perform.register
+    def _(self, effect: effects.OpenDraft) -> Waits[Draft]:
+        yield FILE_S
+        self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
+        return self.vault.open_draft(
+            effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
+        )
+
+    @_perform.register
+    def _(self, effect: effects.EnsureFree) -> Waits[None]:
+        yield from ()
+        self.vault.ensure_free(effect.count)
+
+    @_perform.register
+    def _(self, effect: effects.KeepStaged) -> Waits[None]:
+        yield from ()
+        self.vault.keep_staged(effect.key, effect.shelved, effect.pin)
+        self.verified_s[effect.key] = self._opened_s.pop(effect.shelved.shard, self.holder.world.now)
+
+    @_perform.register
+    def _(self, effect: effects.OpenHerald) -> Waits[None]:
+        yield from ()  # no reader of the simulation asks to hear of chunks while others still come
+
+    @_perform.register
+    def _(self, effect: effects.Warn) -> Waits[None]:
+        yield from ()
+
+    @_perform.register
+    def _(self, effect: effects.ReadManifest) -> Waits[bytes]:
+        shipment = cast(Shipment, effect.source)
+        yield shipment.is_settled
+        return shipment.manifest()
+
+    @_perform.register
+    def _(self, effect: effects.AwaitDigest) -> Waits[str]:
+        fresh = cast(Fresh, effect.source)
+        yield fresh.is_settled
+        return fresh.sealed().spec.digest
+
+    @_perform.register
+    def _(self, effect: effects.TellReplicated) -> Waits[None]:
+        yield from ()
+        shard = effect.shard
+        for rank in self.holder.ranks.values():
+            if (rank.job, rank.rank, rank.attempt) == (shard.job, shard.rank, shard.attempt):
+                rank.rise(shard.step, "replicated")
+
+    @_perform.register
+    def _(self, effect: effects.Unexpected) -> Waits[None]:
+        yield from ()
+        raise effect.error

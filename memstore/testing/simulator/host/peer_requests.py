@@ -1,0 +1,151 @@
+"""Requests between simulated holders: each goes to the real peer server of the other, after the link's delay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from memstore.core.wire import codec
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
+from memstore.errors import PeerRefused, PeerUnreachable
+from memstore.shell.net.channel import Frame
+from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.world.memory import Crashed
+from memstore.testing.simulator.world.virtual_time import Wait
+
+R = TypeVar("R")
+
+
+class Request:
+    """What the real peer server takes for a channel: one request, whose chunks it pulls from the sender's slots."""
+
+    authenticated = True
+
+    def __init__(self, sender: HostContext, target: HostContext, source: Shipment | None = None) -> None:
+        self.sender, self.target, self.source = sender, target, source
+        self.peer = f"simulated:{sender.host_id}"
+        self.sent: list[tuple[codec.Message, bytes]] = []
+        self.lack: list[int] = []
+        self.went_bad = ""  # why the sender has to give up in the middle
+        self.is_cut = source is not None and sender.world.network.take("resets")
+        self._bulk = b""
+
+    def ask(self, request: codec.Request[R]) -> R:
+        """Let the server answer; its errors are raised here, and its death is a lost connection."""
+        try:
+            decoded = decode_request(codec.encode(request))
+            self.target.peer_server._answer(self, 1, decoded)  # type: ignore[arg-type]
+        except Crashed as crash:
+            if crash.memory is not self.target.memory:
+                raise
+            self.sender.world.note(f"holder {self.target.host_id} died at a write")
+            self.sender.world.kill_holder(self.target.host_id)
+            raise PeerUnreachable(f"host {self.target.host_id} died", host=self.target.host_id) from crash
+        except PeerUnreachable:
+            if self.went_bad:
+                raise PeerRefused(self.went_bad, is_final=True) from None
+            raise
+        answer, _ = self.sent[-1]
+        if isinstance(answer, ErrorMessage):
+            raise answer.rebuilt()
+        return codec.decode_reply(request, codec.encode(answer))
+
+    def chunks(self) -> list[bytes]:
+        """The chunks the server sent, in the order asked for; b"" for one it lacks."""
+        found = []
+        for message, data in self.sent:
+            for size in message.sizes if isinstance(message, ChunkRun) else ():
+                found.append(data[:size])
+                data = data[size:]
+        return found
+
+    def send(
+        self,
+        kind: Kind,
+        request_id: int,
+        message: codec.Message,
+        bulk: Any = (),
+        *,
+        deadline_s: float,
+        gate: object = None,
+    ) -> None:
+        """What the server sends: an answer, or chunks of its own."""
+        data = b"".join(bytes(view) for view in bulk)
+        if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
+            data = bytes([data[0] ^ 0x40]) + data[1:]
+        self.sent.append((message, data))
+        if isinstance(message, ChunksWanted):
+            self.lack = list(message.chunks)
+
+    def recv(self, *, timeout_s: float | None) -> Frame:
+        """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
+        index = self.lack.pop(0)
+        assert self.source is not None
+        if isinstance(self.source, Fresh):
+            self.target.twins.travels(self.source.shard, index)
+        if self.is_cut and not self.lack:
+            raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
+        if self.source.stored is not None:
+            self.sender.checker.stored_bytes.read(self.sender, self.source.stored, index)
+        view = self.source.view(index)
+        if view is None:
+            self.went_bad = f"chunk {index} went bad here"
+            raise PeerUnreachable(self.went_bad, peer=self.peer)
+        self._bulk = bytes(view)
+        if self.sender.world.network.take("flips"):
+            self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
+        return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
+
+    def recv_bulk_into(
+        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Copy it to where the server wants it."""
+        view[:] = self._bulk
+        if seen is not None:
+            seen(view)
+        self.target.memory.version += 1
+
+    def skip_bulk(self, *, timeout_s: float) -> None:
+        """The server has no room for the rest."""
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """The connections of one holder to one life of another; they end with that life."""
+
+    holder: HostContext
+    peer: HostContext
+
+    def ask(self, request: codec.Request[R], source: Shipment | None = None) -> Generator[Wait, None, R]:
+        """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
+        yield from self._travel()
+        fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
+        if fresh is not None and (yield from self.peer.twins.await_own_of(fresh, self.holder)):
+            yield from self._travel()
+        return Request(self.holder, self.peer, source).ask(request)
+
+    def fetch(self, request: FetchChunks) -> Generator[Wait, None, list[bytes]]:
+        """Send a request for chunks and return them, b"" for one that the peer lacks."""
+        yield from self._travel()
+        asked = Request(self.holder, self.peer)
+        asked.ask(request)
+        return asked.chunks()
+
+    def _travel(self) -> Generator[Wait, None, None]:
+        world, host = self.holder.world, self.peer.host_id
+        yield world.network.delay(self.holder.host_id, host)
+        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
+        if not is_there or host not in self.holder.view or not world.network.talks(self.holder.host_id, host):
+            raise PeerUnreachable(f"host {host} does not answer", host=host)
+
+
+def connect(holder: HostContext, host: str) -> PeerLink:
+    """Return the connections to a host; PeerUnreachable if it is not in the controller's view."""
+    peer = holder.world.holders.get(host)
+    if peer is None or host not in holder.view:
+        raise PeerUnreachable(f"host {host} is not in the store's view: it is dead or unknown", host=host)
+    return PeerLink(holder, peer)

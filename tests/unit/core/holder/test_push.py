@@ -1,0 +1,254 @@
+"""What a push does, effect by effect, without a thread or a socket: tries again, gives up, says why (R13, R18, R28)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from memstore.core.holder import effects
+from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
+from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.codec import Message, Request
+from memstore.core.wire.messages import Body
+from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
+from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
+from recovery.inventory import ShardId
+
+SHARD = ShardId("job", 1, 2, 0)
+LIMITS = Limits(suspect_after_s=2.0, repair_after_s=6.0)
+
+
+@dataclass
+class Replica:
+    """A source of two chunks."""
+
+    shard: ShardId = SHARD
+    digest: str = "d"
+    sizes: tuple[int, ...] = (8, 8)
+    readers: int = 1
+
+    def begin(self) -> None:
+        self.readers += 1
+
+    def release(self) -> None:
+        self.readers -= 1
+
+
+class NoStore:
+    """A push asks nothing of the store but the replica that it sends."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+def take(request: Request[Any]) -> Message:
+    """Answer as a peer that takes everything."""
+    answers = {Offer: Admitted(), Seal: CopySealed()}
+    return answers.get(type(request), Done())
+
+
+@dataclass
+class Host:
+    """A holder whose peer answers as the test says; sleeping is all that takes time."""
+
+    answer: Callable[[Request[Any]], Message | MemstoreError] = take
+    is_here: bool = True
+    now: float = 0.0
+    asked: list[str] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    told: list[ShardId] = field(default_factory=list)
+    reports: list[tuple[str, Body]] = field(default_factory=list)
+    pinned: list[Replica] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = HolderState(
+            "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
+            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved, put: None,
+            is_stopping=lambda: False,
+        )  # fmt: skip
+
+    def outgoing(self, shard: ShardId, digest: str) -> Replica | None:
+        if not self.is_here:
+            return None
+        self.pinned.append(Replica(shard, digest))
+        return self.pinned[-1]
+
+    def play(self, steps: Steps[Any]) -> Any:
+        """Run a procedure, as the runner does."""
+        value: Any = None
+        error: MemstoreError | None = None
+        while True:
+            try:
+                effect = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                assert all(replica.readers == 0 for replica in self.pinned), "a pin was kept"
+                return end.value
+            value, error = None, None
+            try:
+                value = self._perform(effect)
+            except MemstoreError as exc:
+                error = exc
+
+    def _perform(self, effect: Effect) -> Any:
+        if isinstance(effect, effects.Sleep):
+            self.now += effect.seconds
+        elif isinstance(effect, effects.Ask):
+            self.asked.append(str(effect.request.__struct_config__.tag))
+            found = self.answer(effect.request)
+            if isinstance(found, MemstoreError):
+                raise found
+            return found
+        elif isinstance(effect, effects.SendChunks):
+            self.sent.append(list(effect.chunks))
+        elif isinstance(effect, effects.TellReplicated):
+            self.told.append(effect.shard)
+        elif isinstance(effect, effects.AwaitDigest):
+            return "d"
+        elif isinstance(effect, effects.Reach) and effect.host == "gone":
+            raise PeerUnreachable("host gone is not in the view")
+        return b"manifest"
+
+    def push(self, **fields: Any) -> None:
+        push = Push(SHARD, "d", **{"target": "b", **fields})
+        assert begin(self.state, push)
+        self.play(run(self.state, push))
+        assert not self.state.pushes.under_way
+
+    @property
+    def failure(self) -> tuple[str, bool]:
+        """Why the only push was given up, and whether that is final."""
+        [(kind, body)] = self.reports
+        assert (kind, body["target"]) == ("push_failed", body["target"])
+        return body["why"], body["is_final"]
+
+
+def test_a_copy_is_offered_sent_and_sealed() -> None:
+    """All chunks go in one round, and nothing is reported: the target reports its copy itself."""
+    host = Host()
+    host.push()
+    assert (host.asked, host.sent, host.reports) == (["offer", "seal"], [[0, 1]], [])
+
+
+def test_what_the_target_has_does_not_travel() -> None:
+    """The answer to the offer ends the push."""
+    host = Host(lambda request: HasCopy())
+    host.push()
+    assert (host.asked, host.sent) == (["offer"], [])
+
+
+def test_the_rank_is_told_when_the_last_of_its_copies_is_sealed() -> None:
+    """One of two targets is not enough; a push that is under way already counts for both who asked for it."""
+    host = Host()
+    first = replicate(host.state, SHARD, "d", ["b", "c"], None)
+    again = replicate(host.state, SHARD, "d", ["b"], None)
+    assert ([push.target for push in first], again) == (["b", "c"], [])
+    host.play(run(host.state, first[1]))
+    assert host.told == []
+    host.play(run(host.state, first[0]))
+    assert host.told == [SHARD, SHARD]
+
+
+def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
+    """Only those that are missing travel again; after three rounds the copy is given up and its draft aborted."""
+    host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request))
+    host.push()
+    assert host.sent == [[0, 1]] + [[1]] * (SEAL_ROUNDS_MAX - 1)
+    assert host.asked == ["offer", *["seal"] * SEAL_ROUNDS_MAX, "abort"]
+    assert host.failure == ("1 chunks arrived damaged or found no room 3 times", True)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_target_without_room_is_asked_again_until_that_is_final_or_takes_too_long(is_final: bool) -> None:
+    """A refusal for good ends the push at once; else room may come free within 10 s."""
+    host = Host(lambda request: Refused(why="no room", is_final=is_final))
+    host.push()
+    assert host.failure == ("no room", True)
+    assert (host.now > ROOM_WAIT_S) != is_final
+    assert (len(host.asked) == 1) == is_final
+
+
+def test_a_silent_target_is_pinged_first_and_given_up_once_it_would_count_as_dead() -> None:
+    """The controller may still hear of it: no put waits for it longer than for a dead host (R18, R28)."""
+    host = Host(lambda request: PeerUnreachable("no answer"))
+    host.push()
+    why, is_final = host.failure
+    assert (why, is_final) == ("cannot reach b: no answer", True)
+    assert host.asked[:2] == ["offer", "ping"]
+    assert LIMITS.repair_after_s < host.now < ROOM_WAIT_S
+    before = host.now
+    host.reports.clear()
+    host.push()
+    assert (host.now, host.asked[-1]) == (before, "ping"), "the next push does not wait again"
+    host.answer = take
+    host.push()
+    assert host.state.pushes.silent_since_s == {}
+
+
+def test_a_target_that_the_view_does_not_have_counts_as_no_silent_one() -> None:
+    """The controller knows that it is dead, and orders what is to be done."""
+    host = Host()
+    host.push(target="gone")
+    assert host.failure[0].startswith("cannot reach gone")
+    assert host.state.pushes.silent_since_s == {}
+
+
+def test_what_breaks_while_a_put_is_digested_is_tried_again_once_it_is_stored() -> None:
+    """The second try sends the stored replica; the fresh one is let go of before (R13)."""
+    failures = [PeerUnreachable("reset")]  # then it answers a ping, an offer and a seal
+    host, fresh = Host(lambda request: failures.pop() if failures else take(request)), Replica(digest="", readers=0)
+    [push] = replicate(host.state, SHARD, "", ["b"], fresh)
+    assert fresh.readers == 1
+    host.play(run(host.state, push))
+    assert (fresh.readers, len(host.pinned), host.told) == (0, 1, [SHARD])
+
+
+def test_a_replica_that_was_dropped_meanwhile_needs_no_copy() -> None:
+    """There is nothing to report: the controller ordered the drop."""
+    host = Host(is_here=False)
+    host.push()
+    assert (host.asked, host.reports) == ([], [])
+
+
+def test_a_repair_is_pushed_in_the_newest_attempt() -> None:
+    """The target has fenced the attempt in which the step was put (R21)."""
+    attempts: list[int] = []
+
+    def note(request: Request[Any]) -> Message:
+        attempts.extend([request.attempt] if isinstance(request, Offer) else [])
+        return take(request)
+
+    host = Host(note)
+    host.state.fences.open("job", 4)
+    host.push(is_repair=True)
+    host.push()
+    assert attempts == [4, 1]
+
+
+def test_an_error_that_nothing_foresees_is_noted_and_said() -> None:
+    """The push ends, and with it the wait of all who joined it."""
+
+    def broken(request: Request[Any]) -> Message:
+        raise ZeroDivisionError
+
+    host = Host(broken)
+    push = Push(SHARD, "d", "b")
+    begin(host.state, push)
+    steps = run(host.state, push)
+    effect = next(steps)
+    assert isinstance(effect, effects.Reach)
+    noted = steps.throw(ZeroDivisionError("odd"))
+    assert isinstance(noted, effects.Unexpected)
+    with pytest.raises(StopIteration):
+        steps.send(None)
+    assert host.failure == ("ZeroDivisionError('odd')", True)
+
+
+def test_a_refusal_while_sending_aborts_the_draft() -> None:
+    """Its room at the target is free again at once (R13)."""
+    host = Host(lambda request: PeerRefused("odd", is_final=True) if isinstance(request, Seal) else take(request))
+    host.push()
+    assert host.asked == ["offer", "seal", "abort"]

@@ -1,0 +1,258 @@
+"""What becomes of a hand-over, and what a fence waits for, effect by effect (R7, R8, R12, R21)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.slot_table import Owner
+from memstore.core.holder import effects, seal
+from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.state import HandOver, HolderState, Limits
+from memstore.errors import CapacityError, IntegrityError, MemstoreError
+from recovery.inventory import ShardId, ShardSpec
+
+SHARD = ShardId("job", 1, 2, 0)
+SHELVED = Shelved(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
+
+
+@dataclass(eq=False)
+class Link:
+    """A rank's process that leases slots 4 and 5."""
+
+    owner: Owner = field(default_factory=lambda: Owner(7, 1, 1))
+    job: str = "job"
+    rank: int = 0
+    is_retired: bool = False
+
+
+@dataclass
+class Fresh:
+    """The shard while it is digested."""
+
+    why: str = ""
+
+    def fail(self, why: str) -> None:
+        self.why = why
+
+
+@dataclass
+class Host:
+    """A holder whose store has what the test puts there."""
+
+    known: Shelved | None = None
+    errors: dict[type[Effect], Exception] = field(default_factory=dict)
+    differing: list[int] = field(default_factory=list)
+    meanwhile: Callable[[], None] = lambda: None  # happens during every wait
+    now: float = 0.0
+    leased: set[int] = field(default_factory=lambda: {4, 5})
+    freed: list[int] = field(default_factory=list)
+    aborted: list[tuple[str, int]] = field(default_factory=list)
+    done: list[Effect] = field(default_factory=list)
+    reported: list[Shelved] = field(default_factory=list)
+    chunk_bytes: int = 8
+    arena_identity: str = "here"
+
+    def __post_init__(self) -> None:
+        store: Any = self
+        self.fresh = Fresh()
+        self.state = HolderState(
+            "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            report=lambda kind, body: None, sealed=lambda shelved, put: self.reported.append(shelved),
+            is_stopping=lambda: False,
+        )  # fmt: skip
+
+    def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[Shelved | None, bool]:
+        is_mine = slots is not None and self.leased.issuperset(slots)
+        self.leased.difference_update(slots or () if is_mine else ())
+        return self.known, is_mine
+
+    def give_back(self, slots: list[int]) -> None:
+        self.freed += slots
+
+    def abort_older(self, job: str, attempt: int) -> None:
+        self.aborted.append((job, attempt))
+
+    def play(self, steps: Steps[Any]) -> Any:
+        """Run a procedure, as the runner does."""
+        value: Any = None
+        error: Exception | None = None
+        while True:
+            try:
+                effect = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            value, error = None, None
+            try:
+                value = self._perform(effect)
+            except MemstoreError as exc:
+                error = exc
+
+    def _perform(self, effect: Effect) -> Any:
+        self.done.append(effect)
+        if type(effect) in self.errors:
+            raise self.errors[type(effect)]
+        if isinstance(effect, effects.WaitFor):
+            if not effect.is_there():
+                self.meanwhile()
+                self.now += effect.limit_s or 0.0
+            return effect.is_there()
+        if isinstance(effect, effects.DigestAndStore):
+            return SHELVED
+        values = {effects.OpenFresh: self.fresh, effects.Replicate: True, effects.CompareSample: self.differing}
+        return values.get(type(effect))
+
+    def add(self, link: Link | None = None, **changes: Any) -> HandOver | None:
+        """Hand both slots over."""
+        body = {
+            "attempt": 1, "step": 2, "slots": [4, 5], "nbytes": 16, "world_size": 1, "layout": b"", "arena": "here",
+            "sample": {}, **changes,
+        }  # fmt: skip
+        return seal.add(self.state, link or Link(), body)
+
+    def seal(self, put: HandOver | None = None, **changes: Any) -> None:
+        """Seal a hand-over; nothing of it is pending afterwards."""
+        put = put or self.add(**changes)
+        assert put is not None
+        self.play(seal.run(self.state, put))
+        assert not self.state.puts.pending
+        assert not self.state.puts.sealing
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The effects of a kind that were asked for."""
+        return [effect for effect in self.done if isinstance(effect, kind)]
+
+    @property
+    def why_given_up(self) -> tuple[str, bool]:
+        """What the controller is told of the put that failed."""
+        [told] = self.of(effects.TellLevel)
+        [given_up] = self.of(effects.GiveUpPut)
+        assert (told.level, told.reason) == ("failed", given_up.why)
+        return given_up.why, given_up.is_failed
+
+
+def test_a_hand_over_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
+    """In that order; the copies of it tell the rank when they are sealed, not this."""
+    host = Host()
+    host.seal()
+    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.NotePut, effects.TellLevel]
+    assert [type(effect) for effect in host.done if type(effect) in order] == order
+    assert [told.level for told in host.of(effects.TellLevel)] == ["sealed"]
+    assert (host.reported, host.freed, host.of(effects.TellReplicated)) == ([SHELVED], [], [])
+
+
+def test_a_hand_over_that_came_before_a_fence_is_finished_under_it() -> None:
+    """Its stamp is the fence of the moment at which it came (R21)."""
+    host = Host()
+    put = host.add()
+    seal.open_fence(host.state, "job", 2)
+    host.seal(put)
+    assert host.reported == [SHELVED]
+
+
+def test_a_hand_over_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
+    """The rank of a fenced attempt is told why (R21)."""
+    host = Host()
+    seal.open_fence(host.state, "job", 2)
+    host.seal()
+    assert (host.freed, host.why_given_up) == ([4, 5], ("attempt 2 was opened", True))
+
+
+@pytest.mark.parametrize("changes", [{"slots": [4, 6]}, {"lost": True}, {"arena": "another"}])
+def test_slots_that_are_not_the_ranks_own_are_not_taken_and_not_freed(changes: dict[str, Any]) -> None:
+    """They may be another process's by now (R8)."""
+    host = Host()
+    host.seal(**changes)
+    assert (host.freed, host.why_given_up[0]) == ([], "its slots were no longer leased to it")
+
+
+def test_what_is_stored_already_is_said_again_and_its_slots_are_free() -> None:
+    """A link that came back hands over again what was sealed meanwhile."""
+    host = Host(known=SHELVED)
+    host.seal()
+    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [SHELVED], [])
+
+
+def test_bytes_that_the_rank_did_not_see_there_are_not_kept() -> None:
+    """It has another file mapped than its holder, or writes on after its put (R8)."""
+    host = Host(differing=[1])
+    host.seal()
+    assert host.freed == [4, 5]
+    assert "1 of 2 chunks differ, the first is chunk 1 in slot 5" in host.why_given_up[0]
+
+
+@pytest.mark.parametrize(("error", "is_failed"), [(CapacityError("no room"), False), (IntegrityError("odd"), True)])
+def test_a_put_that_cannot_be_stored_is_given_up_and_ends_its_pushes(error: MemstoreError, is_failed: bool) -> None:
+    """Want of room is no failure: the step is skipped on all ranks alike (R12)."""
+    host = Host(errors={effects.DigestAndStore: error})
+    host.seal()
+    assert host.why_given_up == (f"{type(error).__name__}: {error}", is_failed)
+    assert host.fresh.why == host.why_given_up[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"nbytes": 17}, {"world_size": 0}, {"layout": 5}, {"shared_chunks": 3}, {"shared_chunks": "2"}]
+)
+def test_a_hand_over_that_makes_no_sense_takes_no_slot(changes: dict[str, Any]) -> None:
+    """All of it is read before a slot changes hands."""
+    host = Host()
+    host.seal(**changes)
+    assert (host.leased, host.why_given_up[1]) == ({4, 5}, True)
+
+
+def test_the_same_shard_is_sealed_once_at_a_time() -> None:
+    """A second link waits until the first one's hand-over is over, and finds the shard stored."""
+    host = Host()
+    host.state.puts.sealing.add(SHARD)
+
+    def end() -> None:
+        host.state.puts.sealing.clear()
+        host.known = SHELVED
+
+    host.meanwhile = end
+    host.seal()
+    assert host.of(effects.DigestAndStore) == []
+
+
+def test_a_retired_link_leaves_its_hand_over_to_the_new_one() -> None:
+    """What it queued is handed over again there; nothing is said of it here, and its slots stay as they are."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    link.is_retired = True
+    assert host.add(link) is None
+    host.seal(put)
+    assert (host.leased, host.of(effects.TellLevel)) == ({4, 5}, [])
+
+
+def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> None:
+    """Those that came before it count; what a newer attempt hands over does not (R21)."""
+    host = Host()
+    older, newer = host.add(), host.add(attempt=2)
+    assert older is not None
+    assert newer is not None
+    host.meanwhile = lambda: seal.done(host.state, older)
+    host.play(seal.fence(host.state, "job", 2, ["n"]))
+    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.TellFenced, effects.AnswerFence]
+    assert host.aborted == [("job", 2)]
+
+
+def test_a_fence_waits_for_a_seal_that_hangs_no_longer_than_its_limit() -> None:
+    """It answers all the same, and says so: a restore must not wait for ever (R21)."""
+    host = Host()
+    host.add()
+    host.play(seal.fence(host.state, "job", 2, []))
+    assert host.now == seal.FENCE_DRAIN_S
+    assert (len(host.of(effects.Warn)), len(host.of(effects.AnswerFence))) == (1, 1)
+
+
+def test_a_goodbye_waits_for_what_its_process_handed_over() -> None:
+    """Of another process nothing is waited for."""
+    host = Host()
+    put = host.add()
+    assert put is not None
+    assert host.play(seal.await_owner(host.state, Owner(8, 1, 1), 1.0)) is True
+    assert host.play(seal.await_owner(host.state, put.link.owner, 1.0)) is False

@@ -1,0 +1,181 @@
+"""What brings a shard here, effect by effect: whom it asks, how often, and when it gives up (R25)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from memstore.core.arena.replica_index import Draft
+from memstore.core.holder import effects, fetch
+from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
+from memstore.core.holder.state import HolderState, Limits, Reading
+from memstore.core.wire.messages import Body, spec_to_wire
+from memstore.core.wire.peer_messages import Verified
+from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable
+from recovery.inventory import ShardId, ShardSpec
+
+SHARD = ShardId("job", 1, 2, 0)
+SPEC = ShardSpec("d", 16, 8, 2, 1)
+Answer = Callable[[str, list[int]], list[int] | MemstoreError]
+
+
+class NoStore:
+    """These procedures ask nothing of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@dataclass
+class Host:
+    """A holder that fetches; `answer` says which chunks of those asked for a source does not bring."""
+
+    answer: Answer = lambda host, chunks: []
+    now: float = 0.0
+    asked: list[tuple[str, list[int]]] = field(default_factory=list)
+    lacking: list[int] = field(default_factory=list)  # at a peer that digests its own bytes again
+    meanwhile: Callable[[], None] = lambda: None  # happens during every wait
+
+    def __post_init__(self) -> None:
+        self.draft = Draft(SHARD, [b"0", b"1"], [None, None], 1)
+        self.state = HolderState(
+            "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            report=lambda kind, body: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+        )  # fmt: skip
+
+    def play(self, steps: Steps[Any]) -> Any:
+        """Run a procedure, as the runner does; those side by side one after the other."""
+        value: Any = None
+        error: MemstoreError | None = None
+        while True:
+            try:
+                effect = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            value, error = None, None
+            try:
+                value = self._perform(effect)
+            except MemstoreError as exc:
+                error = exc
+
+    def _perform(self, effect: Effect) -> Any:
+        if isinstance(effect, effects.Together):
+            return [self.play(steps) for steps in effect.procedures]
+        if isinstance(effect, effects.Reach):
+            return effect.host
+        if isinstance(effect, effects.Ask):
+            return Verified(missing=tuple(self.lacking))
+        if isinstance(effect, effects.ReceiveChunks | effects.ReceiveDurable):
+            host = getattr(effect, "peer", fetch.DURABLE)
+            self.asked.append((host, list(effect.chunks)))
+            bad = self.answer(host, list(effect.chunks))
+            if isinstance(bad, MemstoreError):
+                raise bad
+            for index in set(effect.chunks) - set(bad):
+                self.draft.slots[index] = index
+            return bad
+        if isinstance(effect, effects.WaitFor):
+            self.meanwhile()
+            if not effect.is_there():
+                self.now += effect.limit_s or 0.0
+            return effect.is_there()
+        if isinstance(effect, effects.Sleep):
+            self.now += effect.seconds
+            self.meanwhile()
+        return None
+
+    def fetch(self, **changes: Any) -> tuple[dict[str, list[int]], list[str]]:
+        """Fetch both chunks, planned from peer a; b and c have the shard as well."""
+        body: Body = {
+            "job": "job", "round": 7, "rank": 0, "runs": [["peer", "a", 0, 2]], "holders": ["a", "me", "b", "c"],
+            "spec": spec_to_wire(SPEC), "durable": {"url": "/d"}, **changes,
+        }  # fmt: skip
+        begin(self.state, body)
+        lost, problems = self.play(fetch.chunks(self.state, body, self.draft, [8, 8], fetch.deadline_s(self.state)))
+        return lost, problems
+
+
+def test_all_that_is_planned_is_asked_of_its_source_at_once() -> None:
+    """One question for each source, of the chunks that are not here yet."""
+    host = Host()
+    host.draft.slots[0] = 5
+    assert host.fetch(runs=[["peer", "a", 0, 1], ["peer", "b", 1, 1], ["local", "me", 0, 1]]) == ({}, [])
+    assert host.asked == [("b", [1])]
+
+
+def test_the_planned_source_is_asked_three_times_before_the_others() -> None:
+    """Then the other holders in turn, never this host itself."""
+    host = Host(lambda source, chunks: [] if source == "c" else PeerUnreachable("reset"))
+    assert host.fetch() == ({}, [])
+    assert [source for source, _ in host.asked] == ["a", "a", "a", "b", "c"]
+
+
+def test_what_the_source_lacks_on_its_own_word_is_evidence_and_not_asked_again() -> None:
+    """What arrived damaged and lies there undamaged is asked for again (R25)."""
+    answers = iter([[0, 1], []])
+    host = Host(lambda source, chunks: next(answers), lacking=[0])
+    assert host.fetch() == ({"a": [0]}, [])
+    assert host.asked == [("a", [0, 1]), ("a", [1])]
+
+
+def test_what_another_holder_lacks_is_no_evidence() -> None:
+    """It was asked on the chance; the plan did not count on it."""
+    host = Host(lambda source, chunks: PeerUnreachable("reset") if source == "a" else IntegrityError("not here"))
+    lost, problems = host.fetch()
+    assert (lost, len(problems)) == ({}, 1)
+
+
+def test_durable_storage_is_asked_alone_and_its_failure_is_no_evidence() -> None:
+    """No peer stands in for it: the plan chose it because no peer has the chunks."""
+    host = Host(lambda source, chunks: PeerUnreachable("storage hangs"))
+    lost, problems = host.fetch(runs=[["durable", None, 0, 2]])
+    assert ({source for source, _ in host.asked}, lost) == ({fetch.DURABLE}, {})
+    assert problems == ["durable: storage hangs"]
+    assert host.now >= fetch.RETRY_LIMIT_S
+
+
+def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
+    """Twice `repair_after_s`, if that is longer than 10 s."""
+    host = Host(lambda source, chunks: PeerUnreachable("reset"))
+    host.state.limits = Limits(5.0, 15.0)
+    host.fetch()
+    assert host.now == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
+    """Nobody waits for its result any more, and its threads and slots are needed."""
+    host = Host(lambda source, chunks: PeerUnreachable("reset"))
+    host.meanwhile = lambda: begin(host.state, {"job": "job", "rank": 0, "round": 8})
+    _, problems = host.fetch()
+    assert (len(problems), len(host.asked)) == (1, 2)
+
+
+def arrivals(draft: Draft, every: int) -> Iterator[None]:
+    """Bring a chunk at every so manyth look."""
+    while True:
+        for _ in range(every - 1):
+            yield
+        if draft.missing:
+            draft.slots[draft.missing[0]] = 9
+        yield
+
+
+def test_a_read_beside_another_waits_as_long_as_chunks_come() -> None:
+    """It takes the place of one for which nothing came for 10 s."""
+    host, other = Host(), Reading()
+    other.draft = host.draft
+    looks = arrivals(host.draft, 15)  # 7.5 s
+    host.meanwhile = lambda: next(looks)
+    assert host.play(_await_other(host.state, other)) is False
+    assert host.now == pytest.approx(2 * 7.5 + BESIDE_S, abs=2 * LOOK_S)
+
+
+def test_a_read_beside_another_goes_on_once_that_is_over() -> None:
+    """It finds here what the other has brought."""
+    host, other = Host(), Reading(is_over=True)
+    assert host.play(_await_other(host.state, other)) is True
+    assert host.now == 0.0
