@@ -193,7 +193,7 @@ def wire_values() -> str:
             kind, meta = node.value.slice.elts  # type: ignore[attr-defined]
             said = {word.arg: word.value for word in meta.keywords}
             what = ast.literal_eval(said.pop("description"))
-            limits = ", ".join(f"{name} {ast.unparse(value)}" for name, value in said.items())
+            limits = ", ".join(f"{name} `{ast.unparse(value)}`" for name, value in said.items())
             rows.append(f"| `{ast.unparse(node.targets[0])}` | `{ast.unparse(kind)}` | {what}: {limits} |")
     return "\n".join(["| type | | |", "|---|---|---|", *rows])
 

@@ -33,8 +33,12 @@ os.environ.update(
 )
 # What a launcher or a shell may have left; a test that wants one of them sets it.
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
-for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS")]:
+for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "COLUMNS")]:
     del os.environ[_name]
+
+# With it each of a thousand processes would compile all sources anew, for as long as they take to run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # pytest writes PYTEST_CURRENT_TEST four times a test, and glibc before 2.41 may move the environment under a getenv()
 # of another thread, such as gRPC's, which outlive Ray in this process: that was a segmentation fault.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from repository import ROOT
+from variants import later
 
 from benchmarks.gpu import put, restore, training
 from benchmarks.gpu.training import Size
@@ -54,7 +55,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["gpu.put", "gpu.restore"])
+@pytest.mark.parametrize("name", ["gpu.put", *later("gpu.restore")])
 def test_without_a_device_they_say_that_nothing_was_measured(name: str, tmp_path: Path) -> None:
     """As a person runs them; they end well."""
     assert run(tmp_path, "-m", f"benchmarks.{name}").splitlines() == [training.NO_DEVICE]

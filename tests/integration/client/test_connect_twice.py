@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from link_site import WAIT_S, Site, state
+from link_site import WAIT_S, Site, state, together
 
 import memstore.client.connect
 from memstore.client.store import Store
@@ -14,12 +14,12 @@ from memstore.errors import CommitError, FencedError
 
 def test_the_store_of_before_says_so_and_the_new_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same launch key it is the same attempt; holders speak to the newer link alone."""
-    site = Site(tmp_path, ["a"], monkeypatch)
+    site = Site(tmp_path, ["a", "b"], monkeypatch)
     try:
-        (former,) = site.connect("launch")
-        former.put(1, state(1)).wait("committed", WAIT_S)
-        under_way = former.put(2, state(2))
-        (store,) = site.connect("launch")
+        former, beside = site.connect("launch")
+        together(*[lambda each=each: each.put(1, state(1)).wait("committed", WAIT_S) for each in (former, beside)])
+        under_way = former.put(2, state(2))  # the other rank does not put it, so it is never committed
+        store, second = site.connect("launch")
         assert store.attempt == former.attempt
         with pytest.raises(CommitError, match="connected to the job again"):
             under_way.wait("durable")
@@ -27,7 +27,7 @@ def test_the_store_of_before_says_so_and_the_new_one_goes_on(tmp_path: Path, mon
             with pytest.raises(FencedError, match="this process has connected to the job again"):
                 call()
         former.close()
-        assert store.put(3, state(3)).wait("committed", WAIT_S).level == "committed"
+        together(*[lambda each=each: each.put(3, state(3)).wait("committed", WAIT_S) for each in (store, second)])
         got = store.get(rank=0)
         assert got is not None
         assert got.step == 3

@@ -15,8 +15,8 @@ from repository import ROOT
 from memstore.testing.clusters.processes import ProcessCluster
 
 WORLD = 2
-DEADLINE_S = 100.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+DEADLINE_S = 240.0  # a rank imports all of FSDP, for which a loaded machine takes a minute; only a hang takes longer
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # A rank: `launched` is its launcher's number. "renumber" has the process group started again, "init" starts it with
 # the logical rank.

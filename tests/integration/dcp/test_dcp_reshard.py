@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from repository import SUPPORT
+from variants import later
 
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.dcp_ranks import DcpFleet, run
@@ -33,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, dcp_nursery: RankNursery) ->
         dcp_nursery.kill_all()
 
 
-@pytest.mark.parametrize("world_size", [3, 2, pytest.param(6, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("world_size", [3, 8, *later(2, 6)])
 def test_what_is_loaded_is_what_stock_dcp_loads(saved: tuple[DcpFleet, Path], world_size: int) -> None:
     """DTensors of every placement, FSDP2 and FSDP2 x TP models, AdamW state by name: equal bit for bit everywhere."""
     fleet, stock = saved
