@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test test-long demo lint types docs bench bench-peers drill sim fuzz nemesis
+.PHONY: venv test test-long demo lint types docs lines bench bench-peers drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt
@@ -11,10 +11,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
 	touch $@
+# Tests wait more than they compute: three workers keep two cores busy. `pytest` alone runs one after the other.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
+# Lines of the product and of its kit, beside their limits.
+lines:
+	$(PYTHON) tests/house/lines.py
 demo: $(STAMP)
 	$(BIN)/memstore demo
 lint: $(STAMP)
@@ -38,7 +44,7 @@ drill: $(STAMP)
 FUZZ_S ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
-	set -e; for target in frame body message manifest layout state durable; do \
+	set -e; for target in frame body message record manifest layout state durable; do \
 	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done
 # Seeds FIRST to FIRST + SEEDS - 1, as far as the record lacks them: stop it and call it again as you like.
 SEEDS ?= 1000

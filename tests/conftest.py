@@ -12,12 +12,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest import runner
 
+from memstore.testing.clusters.store_name import maker_pid
+from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
 
 # Before any test imports Ray, which reads them once. Ray turns token authentication on by itself in some ways of
@@ -47,6 +50,32 @@ with contextlib.suppress(ImportError):
     # The same examples in every run; a busy machine is no reason to fail one.
     settings.register_profile("memstore", derandomize=True, deadline=None)
     settings.load_profile("memstore")
+
+
+_RAY_GROUP = "ray"  # two Ray clusters at once would starve each other, and be taken for one another
+_SIMULATOR = "tests/simulator/"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest group first and the smallest pieces last, so that all workers end at about the same time."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group(_RAY_GROUP))
+    items.sort(key=lambda item: (not item.get_closest_marker("ray"), item.nodeid.startswith(_SIMULATOR)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give a worker a group or else a module at a time, whose tests share clusters; the simulator's share nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Modules(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.endswith(f"@{_RAY_GROUP}"):
+                return _RAY_GROUP
+            return nodeid if nodeid.startswith(_SIMULATOR) else nodeid.partition("::")[0]
+
+    return Modules(config, log)
 
 
 def live_children() -> set[str]:
@@ -95,18 +124,36 @@ def busy_threads() -> set[str]:
     }
 
 
-def is_used_by_others(path: str, family_pid: int) -> bool:
-    """Return whether a process that does not descend from `family_pid` has a file of `path` open: another run's."""
+def parents_of_all() -> dict[int, int]:
+    """Return the parent of every process that lives now."""
     parents = {}
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def is_stranger(pid: int, parents: Mapping[int, int], family_pid: int) -> bool:
+    """Return whether a live process does not descend from `family_pid`."""
+    ancestor = pid
+    while ancestor in parents and ancestor != family_pid:
+        ancestor = parents[ancestor]
+    return pid in parents and ancestor != family_pid
+
+
+def is_of_others(path: str, family_pid: int) -> bool:
+    """Return whether `path` belongs to another run, of which several may go on at once on this machine.
+
+    The names of the kit's stores tell the process that made them. Of another name it is asked whether a process that
+    does not descend from `family_pid` has a file of `path` open.
+    """
+    parents = parents_of_all()
+    maker = maker_pid(path)
+    if maker is not None:
+        return is_stranger(maker, parents, family_pid)
     for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != family_pid:
-            ancestor = parents[ancestor]
         with contextlib.suppress(OSError):
-            if ancestor != family_pid and any(
+            if is_stranger(pid, parents, family_pid) and any(
                 os.readlink(link).startswith(path + "/") for link in Path(f"/proc/{pid}/fd").iterdir()
             ):
                 return True
@@ -129,7 +176,7 @@ def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
     foreign: set[str] = set()  # another run's, though at some moments, as while its holder restarts, nobody has it open
     while True:
         left = set().union(*(check() for check in _CHECKS)) - before - foreign
-        others = {what for what in left if what.startswith(str(SHM_DIR)) and is_used_by_others(what, os.getpid())}
+        others = {what for what in left if what.startswith(str(SHM_DIR)) and is_of_others(what, os.getpid())}
         foreign |= others
         if left == others or time.monotonic() > deadline:
             return left - others
@@ -172,6 +219,13 @@ def nursery(_nursery: RankNursery) -> Iterator[RankNursery]:
     """Forks real rank processes; those of a test end with it."""
     yield _nursery
     _nursery.kill_all()
+
+
+@pytest.fixture(scope="session")
+def load_meter() -> Iterator[LoadMeter]:
+    """How late the machine is, so that no bound on a stall breaks by load alone."""
+    with LoadMeter() as meter:
+        yield meter
 
 
 @pytest.fixture(scope="session")

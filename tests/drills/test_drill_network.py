@@ -121,6 +121,7 @@ class TestOnNamespaces:
         assert report.outcome == PASS, report.words
         assert (report.verdict, report.is_verified, report.rpo_steps) == (GOES_ON, True, 0)
 
+    @pytest.mark.long
     def test_half_a_network_commits_nothing_and_the_other_half_does(self) -> None:
         """Split in halves no step is committed twice; with every copy of a shard away, get refuses (R17, R23)."""
         with namespaces_site(4, arena_bytes=128 * MIB) as site:

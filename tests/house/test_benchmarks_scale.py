@@ -50,7 +50,7 @@ def test_the_controllers_record_tells_what_everybody_was_sent(monkeypatch: pytes
 
 def test_the_planners_record_answers_both_of_its_lines() -> None:
     """Seconds where the lost hosts lie apart, and where whole pairs are gone; memory per host."""
-    record = bench_planner.measure((64, 128), 8, TINY)
+    record = bench_planner.measure((32, 64), 8, TINY)
     held = [ratio.target for ratio in record.ratios if ratio.target is not None]
     assert held == [targets.PLANNER, targets.PLANNER_MEMORY]
     assert len(record.seconds) == 4

@@ -69,6 +69,7 @@ def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.slow
 def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Ray the record has Ray's put and fetch and memstore's speed over it."""

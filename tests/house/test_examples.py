@@ -92,6 +92,7 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
 
 
+@pytest.mark.long
 def test_ray_train_goes_on_when_started_again(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """The script ends, is started again with more steps, and goes on after its last one."""
     env = environment(cluster, tmp_path)

@@ -7,7 +7,7 @@ it. test_architecture.py has the arrows between the top-level rooms.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -110,25 +110,35 @@ def modules(package: str) -> dict[str, Path]:
     return {module_of(path): path for path in sorted((ROOT / package.replace(".", "/")).rglob("*.py"))}
 
 
-def imported(text: str, known: Iterable[str]) -> Iterator[str]:
-    """Yield what a source imports of the known modules, wherever the import stands."""
-    known = set(known)
+def imports(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, name in it or "") of what a source imports, wherever the import stands."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                target = whole if whole in known else node.module
-                if target in known:
-                    yield target
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@cache
+def imports_of(path: Path) -> frozenset[tuple[str, str]]:
+    """Return the imports of a file, which lies in several packages."""
+    return frozenset(imports(path.read_text(encoding="utf-8")))
+
+
+def imported(found: Iterable[tuple[str, str]], known: Collection[str]) -> Iterator[str]:
+    """Yield which of the known modules imports name; a package's file is told from a name in it."""
+    for module, name in found:
+        whole = f"{module}.{name}"
+        target = whole if whole in known else module
+        if target in known:
+            yield target
 
 
 @cache
 def arrows(package: str) -> dict[str, frozenset[str]]:
     """Return module -> the modules of the package that it imports."""
     found = modules(package)
-    return {name: frozenset(imported(path.read_text(encoding="utf-8"), found)) - {name} for name, path in found.items()}
+    return {name: frozenset(imported(imports_of(path), found)) - {name} for name, path in found.items()}
 
 
 # Packages with a README.md of at most README_LINES_MAX lines in every room: what lives there, what it may import.
@@ -224,7 +234,7 @@ def test_a_circle_is_found() -> None:
 def test_imports_for_type_checking_count() -> None:
     """A name is imported wherever the import stands; a package's file is told from a name in it."""
     text = "if TYPE_CHECKING:\n    from a.b import c\ndef f():\n    from a import b\n    import a.d\nfrom x import y"
-    assert set(imported(text, ["a.b", "a.b.c", "a.d", "a"])) == {"a.b", "a.d", "a.b.c"}
+    assert set(imported(imports(text), ["a.b", "a.b.c", "a.d", "a"])) == {"a.b", "a.d", "a.b.c"}
 
 
 @pytest.mark.parametrize("top", ["placement", "recovery", "memstore", "tests", "benchmarks", "examples"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +17,14 @@ import memstore
 from memstore.cli import main
 from memstore.config import Config
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.store_name import scratch_store_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def test_up_and_down_and_what_is_left() -> None:
     """up starts a holder per host; down keeps the arenas, which --leftovers --discard then frees without Ray."""
-    name = f"c{secrets.token_hex(4)}"
+    name = scratch_store_name("c")
     config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
     root = Path(config.arena_dir) / f"memstore-{os.getuid()}" / name
 
@@ -71,7 +71,7 @@ def _reader_outside(store: str, address: str) -> str:
 
 def test_a_job_of_another_store_of_the_cluster_is_named(tmp_path: Path) -> None:
     """From a machine without arenas, through --address: the error names the store, and its command shows the job."""
-    other = Config(store=f"c{secrets.token_hex(4)}", arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)
+    other = Config(store=scratch_store_name("c"), arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)
     with EmbeddedCluster({"h1": {}}) as cluster:
         memstore.start(other)
         with memstore.connect("train", rank=0, world_size=1, config=other) as store:

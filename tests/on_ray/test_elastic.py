@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "ray_train_elastic.py"
 DEADLINE_S = 240.0
 FIRST = re.compile(r"(\d+) ranks: first step (\d+), state ([0-9a-f]+)")
 STEP = re.compile(r"(\d+) ranks: step (\d+) loss \S+ state ([0-9a-f]+)")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.drill, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.slow, pytest.mark.drill, pytest.mark.timeout(900)]
 
 
 class Run:

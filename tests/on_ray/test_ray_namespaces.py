@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from memstore.config import MIB, Config  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.namespaces import NamespaceRig, available  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
+from memstore.testing.clusters.store_name import scratch_store_name  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
 pytestmark = [
@@ -31,7 +31,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
     """A head on this machine's end of the rig, another host in a namespace."""
     with NamespaceRig(["h1"]) as rig:
         config = Config(
-            store=f"e{secrets.token_hex(4)}", arena_bytes=64 * MIB, chunk_bytes=64 << 10, interface=str(rig.network),
+            store=scratch_store_name("e"), arena_bytes=64 * MIB, chunk_bytes=64 << 10, interface=str(rig.network),
             suspect_after_s=1.0, repair_after_s=2.0,
         )  # fmt: skip
         with EmbeddedCluster(HOSTS, cpus_per_host=3, config=config, rig=rig) as cluster:

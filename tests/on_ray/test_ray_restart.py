@@ -9,7 +9,7 @@ ray = pytest.importorskip("ray")
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(180)]
 LATE_S = 20.0  # as the issue says: long after the others serve, within recovery_grace_s
 GRACE_S = 90.0  # a busy machine takes many seconds more to start a raylet and its holder
 

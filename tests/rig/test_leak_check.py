@@ -16,6 +16,9 @@ from pathlib import Path
 import conftest
 import pytest
 
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.scratch_folder import scratch_folder
+
 
 @contextmanager
 def child() -> Iterator[str]:
@@ -43,7 +46,7 @@ def unix_listener() -> Iterator[str]:
 @contextmanager
 def store_folder() -> Iterator[str]:
     """Make a store's folder under /dev/shm."""
-    top = conftest.SHM_DIR / f"memstore-leak-{os.getpid()}"
+    top = conftest.SHM_DIR / f"memstore-leak-p{os.getpid()}"
     (top / "store").mkdir(parents=True)
     try:
         yield str(top / "store")
@@ -83,9 +86,9 @@ def test_a_store_that_another_family_uses_is_not_ours(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         stranger = -1  # the head of a family to which the holder of the file does not belong
-        assert conftest.is_used_by_others(str(held), stranger)
-        assert not conftest.is_used_by_others(str(held), os.getpid())
-    assert not conftest.is_used_by_others(str(held), stranger)
+        assert conftest.is_of_others(str(held), stranger)
+        assert not conftest.is_of_others(str(held), os.getpid())
+    assert not conftest.is_of_others(str(held), stranger)
 
 
 def test_a_process_of_a_test_that_has_died_meanwhile_ends() -> None:
@@ -95,24 +98,59 @@ def test_a_process_of_a_test_that_has_died_meanwhile_ends() -> None:
     assert subprocess.run(command, input=spec, text=True, timeout=60, check=False).returncode == 1
 
 
+def runs_whole(folder: Path, program: str) -> subprocess.Popen[str]:
+    """Start a test run of its own in a folder: one module, under a copy of this suite's conftest."""
+    text = Path(conftest.__file__).read_text().replace("SETTLE_S = 5.0", "SETTLE_S = 0.1")
+    (folder / "conftest.py").write_text(text)
+    (folder / "test_leaks.py").write_text(program)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    return subprocess.Popen(
+        [*command, "--rootdir", str(folder), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
 @pytest.mark.slow
 def test_a_leaking_test_fails(tmp_path: Path) -> None:
     """A whole run in which one test leaves a child behind ends with that test's error, naming the child."""
-    shutil.copy(Path(conftest.__file__), tmp_path / "conftest.py")
-    text = (tmp_path / "conftest.py").read_text().replace("SETTLE_S = 5.0", "SETTLE_S = 0.1")
-    (tmp_path / "conftest.py").write_text(text)
-    (tmp_path / "test_leaks.py").write_text(
+    run = runs_whole(
+        tmp_path,
         "import subprocess\n"
         "def test_leaks():\n"
         "    global process\n"
         "    process = subprocess.Popen(['sleep', '20'])\n"
         "def test_ends():\n"
-        "    process.kill(), process.wait()\n"
+        "    process.kill(), process.wait()\n",
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", "/dev/null"]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "1 error" in said
+    assert "sleep 20" in said
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_report_each_others_stores(tmp_path: Path) -> None:
+    """A store that another run makes while a test goes on, and that is open nowhere, is no leak of that test."""
+    begun, made = tmp_path / "begun", tmp_path / "made"
+    run = runs_whole(
+        tmp_path,
+        "import pathlib, time\n"
+        "from memstore.shell.arena.folder import make_folder\n"
+        "from memstore.testing.clusters.store_name import scratch_store_name\n"
+        "def test_meanwhile_others_make_stores():\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        f"    while not pathlib.Path({str(made)!r}).exists():\n"
+        "        time.sleep(0.01)\n"
+        "def test_leaves_a_store():\n"
+        "    global store\n"
+        "    store = make_folder('/dev/shm', store=scratch_store_name('left'), host='h').parent\n"
+        "def test_removes_it():\n"
+        "    (store / 'h').rmdir(), store.rmdir()\n",
     )
-    assert done.returncode == 1
-    assert "1 error" in done.stdout
-    assert "sleep 20" in done.stdout
+    wait_for(lambda: begun.exists() or run.poll() is not None, "the other run's test")
+    with scratch_folder() as folder:
+        made.touch()
+        said, _ = run.communicate(timeout=60)
+    assert "ERROR at teardown of test_leaves_a_store" in said
+    assert f"left-p{run.pid}-" in said
+    assert folder.parent.name not in said
+    assert "3 passed, 1 error" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import RankLink
 from memstore.testing.clusters.processes import kill, wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
@@ -85,7 +85,7 @@ class Site:
 
     def __init__(self) -> None:
         self.config = Config(
-            store=f"t{secrets.token_hex(4)}", arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            store=scratch_store_name(), arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
             scrub_bytes_per_s=0,
         )  # fmt: skip
         self.children: list[Child] = []

@@ -24,6 +24,7 @@ from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 
 ARENA_BYTES = 16 << 20
 WAIT_S = 15.0
@@ -48,7 +49,7 @@ class Site:
     def __init__(self, folder: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.secret = secrets.token_bytes(32)
         self.config = Config(
-            store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
+            store=scratch_store_name(), arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
             heartbeat_s=0.1, suspect_after_s=0.6, repair_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
         )  # fmt: skip
         members = DirectoryMembership(folder)

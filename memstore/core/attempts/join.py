@@ -7,8 +7,9 @@ fencing --every live host answered--> open --all ranks closed--> closed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from memstore.core.attempts.attempt_numbers import Ordinals
 from memstore.core.attempts.gathering import Gathering, limit_s

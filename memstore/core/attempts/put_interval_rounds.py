@@ -13,6 +13,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
+from memstore.core.journal.waiters import Waiters
 from memstore.core.schedule.put_interval import Measured, decide_steps, parse_put_every
 from memstore.core.wire.measured import seconds
 
@@ -20,10 +21,10 @@ from memstore.core.wire.measured import seconds
 class CadenceRounds:
     """The rounds of all jobs."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:
-        self.state, self.out, self.journal = state, out, journal
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters) -> None:
+        self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
         self.asked: dict[tuple[str, int, int], RankCalls] = {}  # by job, attempt and step
-        self.decided: set[tuple[str, int, int]] = set()  # the fact is spreading
+        self.decided: dict[tuple[str, int, int], CadenceSet] = {}  # recorded, not in enough journals yet
 
     def ask(self, call: Call) -> None:
         """A rank has come to the step of a round."""
@@ -35,17 +36,25 @@ class CadenceRounds:
             self.out.answer(call, {"steps": attempt.cadence[step]})
             return
         key = (job.name, attempt.ordinal, step)
-        for old in [k for k in self.asked if k[0] == job.name and k[1:] < key[1:] and k not in self.decided]:
+        if key in self.decided:
+            self._wait(self.decided[key], call)
+            return
+        for old in [k for k in self.asked if k[0] == job.name and k[1:] < key[1:]]:
             # Its attempt is over, or its ranks have gone on.
             why = f"job {job.name!r}: the round of step {old[2]} was given up for that of step {step}"
             error = "FencedError" if old[1] < attempt.ordinal else "GatherTimeout"
             self.asked.pop(old).refuse_all(self.out, error, why)
         calls = self.asked.setdefault(key, RankCalls())
         calls[int(call.body["rank"])] = call
-        if len(calls) == attempt.world_size and key not in self.decided:
-            self.decided.add(key)
+        if len(calls) == attempt.world_size:
             steps = self._decide(job, attempt, list(calls.values()))
-            self.journal.record(CadenceSet(job.name, attempt.ordinal, step, steps))
+            fact = self.decided[key] = CadenceSet(job.name, attempt.ordinal, step, steps)
+            self.journal.record(fact)
+            for each in self.asked.pop(key).values():
+                self._wait(fact, each)
+
+    def _wait(self, fact: CadenceSet, call: Call) -> None:
+        self.waiters.add(fact, call, {"steps": fact.steps})
 
     def _decide(self, job: Job, attempt: Attempt, calls: list[Call]) -> int:
         ranks = [
@@ -66,10 +75,9 @@ class CadenceRounds:
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         key = (fact.job, fact.attempt, fact.step)
-        self.decided.discard(key)
+        self.decided.pop(key, None)
         if attempt is not None:
             attempt.cadence[fact.step] = fact.steps
-        self.asked.pop(key, RankCalls()).answer_all(self.out, {"steps": fact.steps})
 
     def forget(self, name: str) -> None:
         """The job was removed."""

@@ -1,24 +1,28 @@
 """Facts: what cannot be read off the bytes, journalled beside every arena (R16). Pure.
 
-A fact is a frozen dataclass. How it lies in a journal and on the wire: `records.py`.
+How a fact lies in a journal and on the wire: `records.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+
+import msgspec
+
+from memstore.core.wire.codec import Setting
 
 
-@dataclass(frozen=True, slots=True)
-class HostsJoined:
+class FactBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="fact"):
+    """The base of all facts; in a record the name of its class tells which one it is."""
+
+
+class HostsJoined(FactBase, frozen=True):
     """Hosts were seen for the first time, with their labels (R16)."""
 
     labels: Mapping[str, Mapping[str, str]]  # by host
 
 
-@dataclass(frozen=True, slots=True)
-class HostDraining:
+class HostDraining(FactBase, frozen=True):
     """A host will be taken away at this moment (wall clock, which only names the notice), or not any more (None)."""
 
     host_id: str
@@ -26,8 +30,7 @@ class HostDraining:
     within_s: float  # from when it was recorded
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptOpened:
+class AttemptOpened(FactBase, frozen=True):
     """All ranks of one launch arrived; the next ordinal begins (R20)."""
 
     job: str
@@ -37,7 +40,7 @@ class AttemptOpened:
     key: str | None
     is_fresh: bool
     level_asked: str  # coarsest spread level this job ever had (R18)
-    config: Mapping[str, Any]  # the job fields of Config
+    config: Mapping[str, Setting]  # the job fields of Config
     nonces: tuple[str, ...]  # by rank
     hosts: tuple[str, ...]  # by rank
     launcher: str
@@ -47,8 +50,7 @@ class AttemptOpened:
     copiers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreDecided:
+class RestoreDecided(FactBase, frozen=True):
     """One get round's answer for all ranks: the step adopted, or None for nothing stored (R23)."""
 
     job: str
@@ -59,8 +61,7 @@ class RestoreDecided:
     wall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(FactBase, frozen=True):
     """Every shard of the step is sealed on as many hosts as the rule asks (R18)."""
 
     job: str
@@ -75,8 +76,7 @@ class StepCommitted:
     wall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepRetired:
+class StepRetired(FactBase, frozen=True):
     """A step that may not be offered again, with the evidence, or may be after all: the last word counts (R25)."""
 
     job: str
@@ -86,8 +86,7 @@ class StepRetired:
     is_torn: bool = False  # its bytes are of no one moment, though they match their digests: nothing lifts that
 
 
-@dataclass(frozen=True, slots=True)
-class StepAbandoned:
+class StepAbandoned(FactBase, frozen=True):
     """A step that some rank skipped: it will never be committed (R12)."""
 
     job: str
@@ -96,8 +95,7 @@ class StepAbandoned:
     resume: int = 0  # all ranks put again from here: what lies between is abandoned with it
 
 
-@dataclass(frozen=True, slots=True)
-class RoomClaimed:
+class RoomClaimed(FactBase, frozen=True):
     """Every host has room for the attempt: its ranks may put (R10)."""
 
     job: str
@@ -105,8 +103,7 @@ class RoomClaimed:
     needs: tuple[int, ...]  # slots of one version, by rank
 
 
-@dataclass(frozen=True, slots=True)
-class CadenceSet:
+class CadenceSet(FactBase, frozen=True):
     """All ranks of an attempt go by this distance between puts from some steps after `step` on (R33)."""
 
     job: str
@@ -115,24 +112,21 @@ class CadenceSet:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreReleased:
+class RestoreReleased(FactBase, frozen=True):
     """Every rank's shard is staged and checked: whoever was not told yet gets the same step (R23)."""
 
     job: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptClosed:
+class AttemptClosed(FactBase, frozen=True):
     """Every rank closed its store: the job is idle and its key is spent."""
 
     job: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPinned:
+class StepPinned(FactBase, frozen=True):
     """A person named a committed step: it stays in RAM, in room of its own, until the name is taken back (R19)."""
 
     job: str
@@ -143,16 +137,14 @@ class StepPinned:
     wall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepUnpinned:
+class StepUnpinned(FactBase, frozen=True):
     """The name was taken back: retention decides about the step again."""
 
     job: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobForked:
+class JobForked(FactBase, frozen=True):
     """A job begins with a committed step of another one, over the same chunks (R32)."""
 
     job: str
@@ -169,13 +161,12 @@ class JobForked:
     level_asked: str  # coarsest spread level that the origin ever had (R18)
     is_degraded: bool
     reason: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Setting]
     nonce: str  # of the call, which may be asked again
     wall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobRemoved:
+class JobRemoved(FactBase, frozen=True):
     """The job was removed, by name or by a rule: nothing of it is history any more."""
 
     job: str
@@ -200,23 +191,3 @@ Fact = (
     | JobForked
     | JobRemoved
 )
-FACT_TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        HostsJoined,
-        HostDraining,
-        AttemptOpened,
-        RoomClaimed,
-        CadenceSet,
-        RestoreDecided,
-        RestoreReleased,
-        StepCommitted,
-        StepRetired,
-        StepAbandoned,
-        AttemptClosed,
-        StepPinned,
-        StepUnpinned,
-        JobForked,
-        JobRemoved,
-    )
-}

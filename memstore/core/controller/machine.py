@@ -118,3 +118,5 @@ class Catalog:
         self.parts.repair.fact(getattr(fact, "job", ""))
         for part in self._facts[type(fact)]:
             part(fact, is_replay)
+        if not is_replay:
+            self.parts.waiters.applied(fact)

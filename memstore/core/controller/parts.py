@@ -31,6 +31,7 @@ from memstore.core.history.orphans import Orphans
 from memstore.core.history.pins import Pins
 from memstore.core.history.retirement import Retirement
 from memstore.core.journal.replication import Journal
+from memstore.core.journal.waiters import Waiters
 from memstore.core.repair.repair import Repair
 from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import Observer
@@ -51,6 +52,7 @@ class Parts:
         # cluster, journal
         self.told = Told()
         self.journal = Journal(state, out, term)
+        self.waiters = Waiters(out)
         # targets
         self.drains = Drains(state, out, self.journal)
         self.view = ClusterView(state, out, self.told, self.drains)
@@ -77,17 +79,17 @@ class Parts:
         self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
         self.mesh_orders = MeshOrders(state, out, self.journal, self.view, self.attempts)
-        self.cadence = CadenceRounds(state, out, self.journal)
+        self.cadence = CadenceRounds(state, out, self.journal, self.waiters)
         # restore
         self.reads = SingleReads(state, out, term)
         self.staging = Staging(state, out, self.journal, self.room, self.repair)
         self.rounds = Rounds(state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads)
         # history
-        self.pins = Pins(state, out, self.journal, self.room, self.retention)
+        self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)
         self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)
-        self.expiry = Expiry(state, out, self.journal, self.durable_checks, self.attempts, self.forks)
+        self.expiry = Expiry(state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks)
         self.orphans = Orphans(state, out, self.journal, self.expiry)
-        self.retirement = Retirement(state, out, self.journal, self.rounds)
+        self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report
         self.observer = Observer(state, out, self.repair.pushes, self.departures, term)
         self.roll_calls = RollCalls(state, self.view, self.room, self.attempts, self.mesh_orders)

@@ -55,8 +55,8 @@ def reactions(p: Parts, placing: Placing) -> Mapping[type[e.Happened], tuple[Rea
     """Return which parts react to what happened."""
     state, record = p.state, p.observer
     forgetting = (
-        p.attempts, p.mesh_orders, p.room, p.cadence, p.rounds, p.pins, p.forks, p.expiry, p.durable_checks, p.persists,
-        p.durable, p.departures, p.view.twins, p.last_copies, p.retirement, p.told,
+        p.attempts, p.mesh_orders, p.room, p.cadence, p.rounds, p.waiters, p.forks, p.expiry, p.durable_checks,
+        p.persists, p.durable, p.departures, p.view.twins, p.last_copies, p.told,
     )  # fmt: skip
     return {
         e.CommitApplied: (lambda event: p.durable.consider(state.now, event.job),),

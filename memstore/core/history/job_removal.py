@@ -20,6 +20,7 @@ from memstore.core.cluster.text import listed_pins
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.history.fork_request import Forks
 from memstore.core.journal.replication import Journal
+from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
@@ -31,15 +32,14 @@ class Expiry:
     """Removes jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, checks: DurableChecks, attempts: Attempts,
-        forks: Forks,
+        self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, checks: DurableChecks,
+        attempts: Attempts, forks: Forks,
     ) -> None:  # fmt: skip
-        self.state, self.out, self.journal = state, out, journal
+        self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
         self.checks, self.attempts, self.forks = checks, attempts, forks
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
         self.checking: set[str] = set()  # jobs whose newest step is looked for on the storage
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
-        self.removing: dict[str, list[tuple[Call, Body]]] = {}  # job whose end is recorded -> who waits for it
 
     def tick(self, now: float) -> None:
         """Remove what has been over for its time; a new controller begins to count anew."""
@@ -123,12 +123,13 @@ class Expiry:
 
     def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
-        self.removing.setdefault(job.name, []).extend(waiting)
         undone = [fact for fact in self.journal.log.undone() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in undone]
         fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
         if fact not in undone:
             self.journal.record(fact)
+        for call, body in waiting:
+            self.waiters.add(fact, call, body)
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is checked any more."""
@@ -158,5 +159,4 @@ class Expiry:
         shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
         for host in state.hosts.live_ids():
             self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
-        for call, body in self.removing.pop(fact.job, []):
-            self.out.answer(call, {**body, "shards": len(shards)})
+        self.waiters.fill(fact, {"shards": len(shards)})

@@ -7,17 +7,17 @@ from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
+from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import job_of
 from recovery.inventory import StepId
 
 
 class Retirement:
-    """Requests to retire steps, until their facts have reached enough journals."""
+    """Takes requests to retire steps, and makes their facts true."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, rounds: Rounds) -> None:
-        self.state, self.out, self.journal, self.rounds = state, out, journal, rounds
-        self.retiring: dict[StepRetired, list[Call]] = {}  # recorded, not in enough journals yet
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, rounds: Rounds) -> None:
+        self.state, self.out, self.journal, self.waiters, self.rounds = state, out, journal, waiters, rounds
 
     def ask(self, call: Call) -> None:
         """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
@@ -26,9 +26,9 @@ class Retirement:
             return
         is_torn, reason = body.get("is_torn") is True, str(body["reason"]) or "somebody said so"
         fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), reason, is_torn)
-        if fact not in self.retiring:
+        if not self.waiters.is_awaited(fact):
             self.journal.record(fact)
-        self.retiring.setdefault(fact, []).append(call)
+        self.waiters.add(fact, call, {}, is_done_by_removal=True)
 
     def apply(self, fact: StepRetired) -> None:
         """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""
@@ -37,11 +37,3 @@ class Retirement:
             job.retire(fact)
         if job is not None and fact.is_torn:
             self.rounds.torn(self.state.now, job, StepId(fact.attempt, fact.step))
-        for call in self.retiring.pop(fact, ()):
-            self.out.answer(call, {})
-
-    def forget(self, name: str) -> None:
-        """Answer who retired a step of a job that was removed meanwhile: it is not offered again."""
-        for fact in [fact for fact in self.retiring if fact.job == name]:
-            for call in self.retiring.pop(fact):
-                self.out.answer(call, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.state import ClusterState

@@ -1,11 +1,13 @@
 """Records: facts as they lie in journals and travel, made once and the same bytes everywhere (R16). Pure.
 
-    offset  0  term   u64  of the controller that recorded it
-            8  seq    u64
-           16  body        msgpack [type, values by name]; from PACKED_BYTES_MIN on zlib's stream of that
+    offset  0  term     u64  of the controller that recorded it
+            8  seq      u64
+           16  version  u8   RECORD_VERSION
+           17  body          the fact as msgpack, by field; from PACKED_BYTES_MIN on zlib's stream of that
 
-Little endian. Digests stand in it as the bytes they are. Whoever only keeps records needs no more than the first two
-fields. Unknown types are refused: a journal of a newer format must not be half understood.
+Little endian. Digests stand in it as the bytes they are. A holder, which only keeps records, needs no more than the
+first two fields. Everything else is decoded as the types in `cluster/facts.py`, or refused: a journal of another format
+must not be half understood.
 """
 
 from __future__ import annotations
@@ -13,24 +15,31 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
+import msgspec
 
-from memstore.core.cluster.facts import FACT_TYPES, Fact
+from memstore.core.cluster.facts import Fact
+from memstore.core.wire.codec import check_body
 from memstore.errors import ProtocolError
 
+RECORD_VERSION = 2
 PACKED_BYTES_MIN = 4 << 10
 """A commit of more than a hundred ranks or so: most of it is the names of hosts, again and again."""
 BODY_BYTES_MAX = 64 << 20
 """Of one fact unpacked; one of 2**20 ranks has some 50 MB."""
+BODY_ITEMS_MAX = 8 << 20
+"""Elements of all arrays and maps of one fact; one of 2**20 ranks with three copies has some 5 million."""
 PAGE_BYTES = 8 << 20
 """Of a journal in one message, which has at most twice as much: attempts of many ranks are kept for their lineage."""
 DIGEST_BYTES = 16
-_PLACE = struct.Struct("<QQ")
-_ZLIB = 0x78  # first byte of its streams; a msgpack array of two begins with 0x92
+_PLACE, _HEAD = struct.Struct("<QQ"), struct.Struct("<QQB")
+_ZLIB = 0x78  # the first byte of its streams, and of no msgpack map
+_ENCODER = msgspec.msgpack.Encoder()
+_KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,19 @@ class Entry:
     @cached_property
     def record(self) -> bytes:
         """The entry as holders keep it; see the module docstring."""
-        values = {f.name: getattr(self.fact, f.name) for f in fields(self.fact)}
+        values = {"fact": type(self.fact).__name__, **msgspec.structs.asdict(self.fact)}
         if "digests" in values:
             values["digests"] = _joined(values["digests"])
-        body: bytes = msgpack.packb([type(self.fact).__name__, values])
+        body = _ENCODER.encode(values)
         if len(body) >= PACKED_BYTES_MIN:
             body = zlib.compress(body, 1)
-        return _PLACE.pack(self.term, self.seq) + body
+        return _HEAD.pack(self.term, self.seq, RECORD_VERSION) + body
 
 
 def place_of_record(record: bytes) -> tuple[int, int]:
     """Return (term, seq) of a record; ProtocolError if it is none."""
-    if len(record) <= _PLACE.size:
-        raise ProtocolError(f"a journal record has more than {_PLACE.size} bytes, not {len(record)}")
+    if len(record) <= _HEAD.size:
+        raise ProtocolError(f"a journal record has more than {_HEAD.size} bytes, not {len(record)}")
     term, seq = _PLACE.unpack_from(record)
     return term, seq
 
@@ -64,19 +73,31 @@ def place_of_record(record: bytes) -> tuple[int, int]:
 def entry_from_record(record: bytes) -> Entry:
     """Return the entry of a record; ProtocolError if it is none."""
     term, seq = place_of_record(record)
+    version, body = record[_PLACE.size], memoryview(record)[_HEAD.size :]
     try:
-        body = memoryview(record)[_PLACE.size :]
-        kind, values = msgpack.unpackb(_unpacked(body) if body[0] == _ZLIB else body, strict_map_key=False)
-        if isinstance(values.get("digests"), bytes):
-            values["digests"] = _split(values["digests"])
-        entry = Entry(term, seq, FACT_TYPES[kind](**{name: _tuples(item) for name, item in values.items()}))
-    except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException, zlib.error) as exc:
+        if version != RECORD_VERSION:
+            raise ValueError(f"its records are of format {version}, not {RECORD_VERSION}")
+        entry = Entry(term, seq, _fact(_unpacked(body) if body[0] == _ZLIB else body))
+    except (ValueError, TypeError, msgspec.MsgspecError, msgpack.UnpackException, RecursionError, zlib.error) as exc:
         raise ProtocolError(
-            f"not a journal fact that this version of memstore understands ({exc!r}): use the one that "
-            "left it, or remove the arena with `memstore down --leftovers --discard`"
+            f"not a journal fact that this version of memstore understands ({str(exc)[:300] or repr(exc)}): use the "
+            "one that left it, or remove the arena with `memstore down --leftovers --discard`"
         ) from exc
     entry.__dict__["record"] = record  # what is kept elsewhere too: equal facts are equal bytes
     return entry
+
+
+def _fact(body: bytes | memoryview) -> Fact:
+    """Return the fact that a record's body is; ValueError or TypeError if it is none of ours."""
+    check_body(body, items_max=BODY_ITEMS_MAX, bytes_max=BODY_BYTES_MAX)
+    values = msgspec.msgpack.decode(body)
+    if not isinstance(values, dict) or values.get("fact") not in _KINDS:
+        raise ValueError(f"of no kind that is known here: {str(values)[:80]}")
+    if isinstance(values.get("digests"), bytes):
+        values["digests"] = _split(values["digests"])
+    # Of one type, not of their union: msgspec prepares a union anew for every call.
+    fact: Fact = msgspec.convert(values, _KINDS[values["fact"]])
+    return fact
 
 
 def whole_order(pages: list[bytes], order: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -147,7 +168,3 @@ def _split(data: bytes) -> tuple[str, ...]:
     if len(data) % DIGEST_BYTES:
         raise ValueError(f"digests have {DIGEST_BYTES} bytes each, these {len(data)} together")
     return tuple(data[at : at + DIGEST_BYTES].hex() for at in range(0, len(data), DIGEST_BYTES))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

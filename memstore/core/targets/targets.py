@@ -7,8 +7,9 @@ these hosts, `repair.py` for how copies get there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import AttemptOpened
@@ -68,8 +69,8 @@ class ClusterView:
         others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
         kept = set(prefer)
-        standins = [h for h in others if h not in labelled and not hosts.is_on_probation(now, h)]
-        standins.sort(key=lambda h: (h not in kept, h))
+        spare = sorted((h for h in others if h not in labelled), key=lambda h: (h not in kept, h))
+        standins = [h for h in spare if not hosts.is_on_probation(now, h)]
         count = max(len(wanted) - len(live), replicas - len(live | labelled), 0)
         chosen = live | labelled | set(standins[:count])
         if level_asked != "host":
@@ -79,6 +80,9 @@ class ClusterView:
                 if len(covered) < replicas and value is not None and value not in covered:
                     chosen.add(host)
                     covered.add(value)
+        # A copy on a host that dies often is worth more than none; one on a host that is to go will surely be gone.
+        flaky = [h for h in spare if hosts.is_on_probation(now, h)]
+        chosen.update(flaky[: max(0, replicas - len(chosen))])
         leaving.sort(key=lambda h: (h not in wanted, h not in kept, h))
         return chosen | set(leaving[: max(0, replicas - len(chosen))])
 

@@ -1,7 +1,7 @@
 """Declared messages as bytes: msgpack with types, decoded within limits. Pure.
 
 A body is one message: a map of its fields, with the name of its type under "k". What a peer sends is walked before
-anything is built of it (`_check`), then decoded as the types that may come here, and as nothing else:
+anything is built of it (`check_body`), then decoded as the types that may come here, and as nothing else:
 
     bytes --too long, too many elements, a key twice, an extension, no msgpack--> ProtocolError
       '--of no type that may come, a field missing, unknown or of another type--> ProtocolError, which names the place
@@ -14,7 +14,7 @@ No type has a field of any content (`Any`), so the types bound the depth. Read `
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import msgpack
 import msgspec
@@ -27,6 +27,12 @@ ERROR_CHARS_MAX = 300
 
 Scalar = None | bool | int | float | str
 """A plain value of a type that only the reader knows."""
+
+if TYPE_CHECKING:
+    Setting = Any  # each has a type of its own, which its reader knows
+else:
+    Setting = Scalar | tuple[Scalar, ...]
+"""The value of a field of Config."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,7 +66,7 @@ class Decoder(Generic[T]):
     def __call__(self, data: bytes | bytearray | memoryview) -> T:
         """Return the message that a body is; ProtocolError says what is wrong with it."""
         try:
-            _check(data, self._items_max, self._bytes_max)
+            check_body(data, items_max=self._items_max, bytes_max=self._bytes_max)
             message: T = self._decoder.decode(data)
         except (ValueError, TypeError, msgspec.MsgspecError, msgpack.UnpackException, RecursionError) as error:
             why = str(error)[:ERROR_CHARS_MAX] or type(error).__name__
@@ -122,7 +128,7 @@ class _Walk:
             raise ValueError(f"more than {self.limit:,} elements")
 
 
-def _check(data: bytes | bytearray | memoryview, items_max: int, bytes_max: int) -> None:
+def check_body(data: bytes | bytearray | memoryview, *, items_max: int, bytes_max: int) -> None:
     """Walk a body before it is decoded; ValueError if it is beyond a limit, has a key twice, or is not msgpack.
 
     The elements of all containers count together: an object may take 60 times the memory of its encoded byte.

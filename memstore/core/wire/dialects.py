@@ -12,9 +12,32 @@ from typing import Any
 
 import msgspec
 
-from memstore.core.wire import codec, error_message, handshake, ids, peer_messages
+from memstore.core.wire import (
+    calls,
+    codec,
+    error_message,
+    handshake,
+    ids,
+    orders,
+    peer_messages,
+    rank_messages,
+    replies,
+    reports,
+    status_rows,
+)
 
-MODULES: tuple[ModuleType, ...] = (ids, handshake, error_message, peer_messages)
+MODULES: tuple[ModuleType, ...] = (
+    ids,
+    handshake,
+    error_message,
+    rank_messages,
+    calls,
+    replies,
+    status_rows,
+    orders,
+    reports,
+    peer_messages,
+)
 _BASES = (codec.Message, codec.Request, codec.Part, codec.Row)
 
 
@@ -28,7 +51,12 @@ def declared(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
 
 def decoders() -> dict[str, codec.Decoder[Any]]:
     """Return what decodes the bodies of each direction, and of the replies to each request, by name."""
-    found: dict[str, codec.Decoder[Any]] = {}
+    found: dict[str, codec.Decoder[Any]] = {
+        "calls in messages": codec.Decoder(
+            calls.RankCall | rank_messages.LendSlots | rank_messages.AdoptSlots | rank_messages.UnlendSlots
+        ),
+        "replies in messages": codec.Decoder(replies.ControllerReply),
+    }
     for module in MODULES:
         for name, each in vars(module).items():
             if isinstance(each, codec.Decoder):

@@ -67,13 +67,12 @@ def prepare_ray() -> None:
 @contextlib.contextmanager
 def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
     """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
-    import secrets
-
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
+    from memstore.testing.clusters.store_name import scratch_store_name
 
     config = config_or_usage(
-        store=f"drill{secrets.token_hex(4)}", arena_bytes=max(256 * MIB, ROOM * given["replicas"] * nbytes),
+        store=scratch_store_name("drill"), arena_bytes=max(256 * MIB, ROOM * given["replicas"] * nbytes),
         chunk_bytes=MIB, interface="127.0.0.1",
     )  # fmt: skip
     labels = {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(given["hosts_count"])}

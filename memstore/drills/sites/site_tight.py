@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
 from memstore.shell.arena.memory_limits import measure
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.store_name import scratch_store_name
 
 BESIDE_BYTES = 4 * MIB  # per host, beside its arena, for slot table, manifests and journal
 HOST_BYTES = 384 * MIB  # what raylet, holder and rank of a host still take after the limit was computed
@@ -105,7 +105,7 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(arenas_mounted(hosts_count * (arena_bytes + BESIDE_BYTES)))
         config = Config(
-            store=f"drill{secrets.token_hex(4)}", arena_dir=str(folder), arena_bytes=arena_bytes, chunk_bytes=MIB,
+            store=scratch_store_name("drill"), arena_dir=str(folder), arena_bytes=arena_bytes, chunk_bytes=MIB,
             interface="127.0.0.1",
         )  # fmt: skip
         others = {name: labels[name] for name in names[:-1]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.namespaces import NamespaceRig
+from memstore.testing.clusters.store_name import scratch_store_name
 
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
@@ -63,7 +63,7 @@ class EmbeddedCluster:
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
         self.cpus_per_host = cpus_per_host
         self.config = config or Config(
-            store=f"e{secrets.token_hex(4)}", arena_bytes=256 * MIB, chunk_bytes=MIB,
+            store=scratch_store_name("e"), arena_bytes=256 * MIB, chunk_bytes=MIB,
             interface="127.0.0.1" if rig is None else str(rig.network),
         )  # fmt: skip
         self.has_store = has_store

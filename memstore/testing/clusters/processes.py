@@ -33,6 +33,7 @@ from memstore.shell.arena.journal_file import read_records
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
 from memstore.shell.rank.admin_link import Tool, store_root
 from memstore.testing.clusters.namespaces import NamespaceRig
+from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
@@ -80,7 +81,7 @@ class ProcessCluster:
             "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0,
             "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
         }  # fmt: skip
-        self.config = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=arena_bytes, **fields)
+        self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
         self.holders: dict[str, subprocess.Popen[bytes]] = {}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from memstore.shell.arena.folder import make_folder
+from memstore.testing.clusters.store_name import scratch_store_name
 
 
 @contextlib.contextmanager
 def scratch_folder(arena_dir: str | os.PathLike[str] = "/dev/shm", *, host: str = "h1") -> Iterator[Path]:
-    """Make `<arena_dir>/memstore-<uid>/test-<random>/<host>`, yield it, remove the whole store."""
-    folder = make_folder(arena_dir, store=f"test-{uuid.uuid4().hex}", host=host)
+    """Make `<arena_dir>/memstore-<uid>/test-<process>-<random>/<host>`, yield it, remove the whole store."""
+    folder = make_folder(arena_dir, store=scratch_store_name("test"), host=host)
     try:
         yield folder
     finally:

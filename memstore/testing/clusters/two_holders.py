@@ -12,6 +12,7 @@ from memstore.config import Config
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.store_name import scratch_store_name
 
 ARENA_BYTES = 8 << 20
 
@@ -20,7 +21,7 @@ ARENA_BYTES = 8 << 20
 def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holder]]:
     """Yield the holders of hosts a and b; remove everything of them afterwards."""
     config = Config(
-        store=f"t{secrets.token_hex(4)}", arena_bytes=ARENA_BYTES, chunk_bytes=chunk_bytes, interface="127.0.0.1",
+        store=scratch_store_name(), arena_bytes=ARENA_BYTES, chunk_bytes=chunk_bytes, interface="127.0.0.1",
         scrub_bytes_per_s=0, **fields,
     )  # fmt: skip
     secret = secrets.token_bytes(32)

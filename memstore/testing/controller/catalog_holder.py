@@ -109,7 +109,7 @@ class FakeHolder:
 
     @property
     def host_id(self) -> str:
-        """Its id."""
+        """The id of its host."""
         return self.info.host_id
 
     def hello(self) -> HostUp:
@@ -172,7 +172,7 @@ class FakeHolder:
         self.report("sealed", {"copies": [copy_to_wire(copy)], **(more or {})})
 
     def report(self, kind: str, body: Body) -> None:
-        """Tell the controller."""
+        """Send a report to the controller."""
         self._send(self, Report(self.host_id, kind, body))
 
     def lose(self, *shards: ShardId) -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 import torch
 
+from memstore.core.cluster.facts import Fact, StepCommitted
 from memstore.core.durable.marker_format import decode_marker, encode_marker
 from memstore.core.durable.slice_format import SliceHeader, decode_header
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
+from memstore.core.journal.records import Entry, entry_from_record
 from memstore.core.wire import codec, dialects
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
@@ -76,6 +78,17 @@ def message(data: bytes) -> None:
         raise AssertionError(f"a {type(found).__name__} changed on its way")
     if isinstance(found, ErrorMessage) and not isinstance(found.rebuilt(), MemstoreError):
         raise AssertionError(f"a peer made an error of class {type(found.rebuilt())}")
+
+
+def record(data: bytes) -> None:
+    """A journal record; what is decoded encodes to an equal one."""
+    try:
+        entry = entry_from_record(data)
+    except MemstoreError:
+        return
+    encoded = Entry(entry.term, entry.seq, entry.fact).record
+    if entry_from_record(encoded).record != encoded:
+        raise AssertionError(f"a {type(entry.fact).__name__} changed on its way")
 
 
 def manifest(data: bytes) -> None:
@@ -183,6 +196,12 @@ def _first_reader(encoded: bytes) -> int:
     raise AssertionError(f"a message that nothing reads: {encoded[:200]!r}")
 
 
+def _record_seeds() -> list[bytes]:
+    made: list[Any] = [sample(kind, is_full=is_full) for kind in get_args(Fact) for is_full in (True, False)]
+    made.append(StepCommitted("job", 1, 2, 300, ("ab" * 16,) * 300, (("a", "b"),) * 300, "rack", False, "", 1.5))
+    return [Entry(1, seq, fact).record for seq, fact in enumerate(made)]
+
+
 def _durable_seeds() -> list[bytes]:
     part = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True)).encode()
     size = struct.pack("<I", len(part) + 10 + 2024)
@@ -194,13 +213,14 @@ def _durable_seeds() -> list[bytes]:
 
 DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "frame": frame, "body": body, "message": message, "manifest": manifest, "layout": layout, "state": state,
-    "durable": durable,
+    "frame": frame, "body": body, "message": message, "record": record, "manifest": manifest, "layout": layout,
+    "state": state, "durable": durable,
 }  # fmt: skip
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frame": _frame_seeds,
     "body": lambda: [seed[1 + wire.HEADER_BYTES :] for seed in _frame_seeds()],
     "message": _message_seeds,
+    "record": _record_seeds,
     "manifest": _manifest_seeds,
     "layout": lambda: [plan_state(sample).layout for sample in _sample_states()],
     "state": lambda: [plan_state(sample).layout for sample in _sample_states()] + [_empty_array("<U0", 1 << 50)],

@@ -30,7 +30,7 @@ CONNECT_S = 60.0
 GET_S = 60.0
 CLOCKS_OFF_SHARE = 0.05  # of the ranks
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "nemesis", "RAY_ADDRESS": ""}
-REPLY_S = 120.0  # beyond it a rank hangs, whatever the load
+REPLY_S = 120.0  # a rank without a reply for longer hangs, on a loaded machine too
 
 
 class JobEnded(Exception):

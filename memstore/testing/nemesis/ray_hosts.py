@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, cast
 from memstore.config import Config
 from memstore.shell.arena.lock import owner
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.schedule import Scenario
@@ -56,7 +56,7 @@ class RayHosts(Hosts):
     ) -> RayHosts:
         """Return the hosts of a scenario; `open` starts them."""
         config = Config(
-            store=f"n{secrets.token_hex(4)}", arena_bytes=arena_bytes, arena_dir=str(arena_dir),
+            store=scratch_store_name("n"), arena_bytes=arena_bytes, arena_dir=str(arena_dir),
             chunk_bytes=CHUNK_BYTES, interface="127.0.0.1", **scenario.store_fields,
         )  # fmt: skip
         raylets = Raylets(config, scenario.hosts, folder / "cluster")

@@ -28,7 +28,7 @@ from memstore.testing.clusters.processes import ProcessCluster
 @pytest.fixture
 def arena_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder for arenas of this test's stores alone."""
-    folder = Path("/dev/shm") / f"memstore-stores-{os.getpid()}"
+    folder = Path("/dev/shm") / f"memstore-stores-p{os.getpid()}"
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from variants import later
 
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.rank.admin_link import Tool
@@ -17,7 +18,7 @@ from memstore.testing.ranks.rank_process import RankNursery, together
 HOSTS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
 
-@pytest.mark.parametrize("what", ["arena", "slots", "folder"])
+@pytest.mark.parametrize("what", ["arena", "folder", *later("slots")])
 def test_a_rank_that_outlives_the_arena_writes_into_the_next_one(
     tmp_path: Path, nursery: RankNursery, what: str
 ) -> None:
@@ -87,7 +88,9 @@ def supervise(cluster: ProcessCluster, host: str) -> None:
     cluster.wait_live(host)
 
 
-@pytest.mark.parametrize("what", ["all", "arena", "manifests", "journal", "slots", "lock", "secret", "holder.sock"])
+@pytest.mark.parametrize(
+    "what", ["all", "slots", *later("arena", "manifests", "journal", "lock", "secret", "holder.sock")]
+)
 def test_removed_files_of_a_living_holder_are_written_again(tmp_path: Path, nursery: RankNursery, what: str) -> None:
     """The holder notices, says why, ends, and its successor has every byte: commits go on, and all ranks restore."""
     with ProcessCluster(tmp_path, HOSTS) as cluster:
@@ -108,7 +111,7 @@ def test_removed_files_of_a_living_holder_are_written_again(tmp_path: Path, nurs
         assert got["step"] == step
 
 
-@pytest.mark.parametrize("what", ["all", "manifests", "journal", "slots"])
+@pytest.mark.parametrize("what", ["all", *later("manifests", "journal", "slots")])
 def test_commits_go_on_after_files_of_every_host_were_removed(tmp_path: Path, nursery: RankNursery, what: str) -> None:
     """A cleaner runs on all hosts at once, under puts: the ranks live on, and so do the steps and the journals."""
     with ProcessCluster(tmp_path, HOSTS) as cluster:

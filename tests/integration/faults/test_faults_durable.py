@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from stalls import put_within
 
 from memstore.admin.cluster import refuse_last_copies
 from memstore.cli import main
 from memstore.errors import CapacityError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, together
 
@@ -82,7 +84,9 @@ def test_a_durable_directory_that_is_none_is_refused_at_connect(tmp_path: Path, 
         assert str(tmp_path / "file" / "durable") in refused.message
 
 
-def test_a_directory_that_breaks_shows_in_status_and_touches_nothing(tmp_path: Path, nursery: RankNursery) -> None:
+def test_a_directory_that_breaks_shows_in_status_and_touches_nothing(
+    tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter
+) -> None:
     """The durable directory goes away under a running job: puts commit all the same, status names the problem (R31)."""
     durable = tmp_path / "durable"
     durable.mkdir()
@@ -92,7 +96,7 @@ def test_a_directory_that_breaks_shows_in_status_and_touches_nothing(tmp_path: P
         durable.rmdir()
         durable.write_text("not a directory")
         for step in range(4):
-            assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 5
+            put_within(ranks, load_meter, step, 5.0)
             together(ranks, "wait", step=step)
         wait_for(lambda: cluster.job("train")["durable_problem"], "the problem in status")
         assert str(durable) in cluster.job("train")["durable_problem"]
@@ -115,7 +119,7 @@ def test_a_full_directory_shows_in_status_and_commits_go_on(tmp_path: Path, nurs
         assert cluster.job("train")["committed_step"] == 3
 
 
-def test_stuck_storage_is_never_waited_for(tmp_path: Path, nursery: RankNursery) -> None:
+def test_stuck_storage_is_never_waited_for(tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter) -> None:
     """Writes hang until they are let go: puts and commits go on meanwhile, and the durable step comes after (R31)."""
     durable, gate = tmp_path / "durable", tmp_path / "gate"
     durable.mkdir()
@@ -124,7 +128,7 @@ def test_stuck_storage_is_never_waited_for(tmp_path: Path, nursery: RankNursery)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         wait_for(lambda: len(list(tmp_path.glob("gate.waits-*"))) == 2, "both hosts to stand before the gate")
         for step in range(1, 6):
-            assert max(reply["stall_s"] for reply in together(ranks, "put", step=step)) < 1
+            put_within(ranks, load_meter, step, 1.0)
             together(ranks, "wait", step=step)
         assert cluster.job("train")["durable_step"] is None
         gate.touch()

@@ -51,6 +51,11 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def without_pid(name: str) -> str:
+    """Return a file's name as every process that collects these tests has it."""
+    return name.replace(f"-{os.getpid()}", "-PID")
+
+
 def _rewrite(folder: Path) -> None:
     journal = Journal.open(folder / "journal")
     try:
@@ -84,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe", "socket", "device", "folder"])
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize("name", OPENERS, ids=without_pid)
 def test_what_lies_in_the_place_of_an_arenas_file_is_neither_written_nor_read(
     folder: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -104,7 +109,7 @@ def test_what_lies_in_the_place_of_an_arenas_file_is_neither_written_nor_read(
     assert victim.stat().st_mtime_ns == 1
 
 
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize("name", OPENERS, ids=without_pid)
 def test_a_link_to_nothing_makes_no_file_elsewhere(folder: Path, tmp_path: Path, name: str) -> None:
     """A dangling link is not followed to create what it names."""
     (folder / name).symlink_to(tmp_path / "elsewhere")
@@ -262,7 +267,7 @@ def test_a_process_of_another_user_is_refused_by_its_credentials(tmp_path: Path)
     """Even where the socket file stands open, the kernel's word about the peer decides (SO_PEERCRED)."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
-    folder = Path("/dev/shm") / f"memstore-credentials-{os.getpid()}"
+    folder = Path("/dev/shm") / f"memstore-credentials-p{os.getpid()}"
     folder.mkdir(mode=0o755)
     try:
         with Listener.unix(folder / "holder.sock", on_channel=lambda *_: None) as server:

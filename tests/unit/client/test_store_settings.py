@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import socket
 import struct
@@ -36,6 +35,7 @@ from memstore.shell.net.socket_options import SO_MAX_PACING_RATE
 from memstore.shell.peer.outgoing_shard import Fresh
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -49,7 +49,7 @@ WAIT_S = 20.0
 def a_holder(**config: Any) -> Iterator[Holder]:
     """Yield one holder; nothing of it is left afterwards."""
     given = {"interface": "127.0.0.1", "scrub_bytes_per_s": 0, **config}
-    made = Config(store=f"t{secrets.token_hex(4)}", arena_bytes=1 << 20, chunk_bytes=CHUNK_BYTES, **given)
+    made = Config(store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=CHUNK_BYTES, **given)
     holder = Holder(HostIdentity("a", read_boot_id(), True, {}), made, secret=SECRET, arena_limit_bytes=1 << 20)
     try:
         yield holder

@@ -182,7 +182,18 @@ def test_dtype_table_is_torchs() -> None:
         torch.arange(10).unfold(0, 4, 1),
         torch.randn(3, 4)[:, None],
     ],
-    ids=str,
+    ids=[
+        "empty",
+        "scalar",
+        "permuted",
+        "channels_last",
+        "expanded",
+        "strided",
+        "conjugated",
+        "imaginary",
+        "unfolded",
+        "new axis",
+    ],
 )
 def test_views_come_back_equal(tensor: torch.Tensor) -> None:
     """Empty, permuted, expanded, sliced, conjugated and overlapping views keep value and shape."""

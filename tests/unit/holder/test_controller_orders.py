@@ -28,6 +28,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 
 WAIT_S = 15.0
 SECRET = b"s" * 32
@@ -38,7 +39,7 @@ Dial = Callable[[int], Channel]
 def holder() -> Iterator[Holder]:
     """A holder that never beats by itself, so that what it sends is what it was asked for."""
     config = Config(
-        store=f"t{secrets.token_hex(4)}", arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
+        store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
         heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0,
     )  # fmt: skip
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)

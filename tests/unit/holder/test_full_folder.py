@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 WAIT_S = 15.0
@@ -45,7 +45,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 def holder(small_tmpfs: Path) -> Iterator[Holder]:
     """A holder that beats ten times a second."""
     config = Config(
-        store=f"t{secrets.token_hex(4)}", arena_dir=str(small_tmpfs), arena_bytes=1 << 20, chunk_bytes=64 << 10,
+        store=scratch_store_name(), arena_dir=str(small_tmpfs), arena_bytes=1 << 20, chunk_bytes=64 << 10,
         interface="127.0.0.1", heartbeat_s=0.1, suspect_after_s=180.0, repair_after_s=600.0,
     )  # fmt: skip
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)

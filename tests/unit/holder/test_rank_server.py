@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import RankLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
@@ -69,7 +69,7 @@ class Site:
 
     def __init__(self) -> None:
         self.config = Config(
-            store=f"t{secrets.token_hex(4)}", arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            store=scratch_store_name(), arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
             scrub_bytes_per_s=0,
         )  # fmt: skip
         self.relayed: list[tuple[int, str]] = []

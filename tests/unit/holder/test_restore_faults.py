@@ -10,7 +10,7 @@ import pytest
 from memstore.core.arena.replica_index import Shelved
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import fetch, push, stage
+from memstore.core.holder import fetch, persist, push, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
@@ -380,6 +380,6 @@ def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatc
     shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
     rot(a.vault, shelved, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        list(a.persister._chunks(shelved, 0))
+        a.persister.runner.run(persist._copied(a.state, SHARD, shelved.spec.digest, 0))
     assert shelved.missing == {1}
     assert reports[-1][0] == "sealed"

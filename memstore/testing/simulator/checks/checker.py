@@ -6,6 +6,9 @@ controller whether it is right. They read what it claims in order to hold it to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from memstore.testing.simulator.checks.commits import Commits
 from memstore.testing.simulator.checks.drops import Drops
 from memstore.testing.simulator.checks.ending import look_at_the_end
@@ -39,6 +42,16 @@ class Checker:
     def after_event(self) -> None:
         """Look at every memory that the event has changed."""
         self.stored_bytes.look()
+
+    @contextmanager
+    def blaming(self, kind: str) -> Iterator[None]:
+        """Count what is lost meanwhile as the doing of a kind of fault, not of the store."""
+        before, self.observed.cause = self.observed.cause, kind
+        try:
+            yield
+        finally:  # another holder may have died at a write of this
+            self.after_event()
+            self.observed.cause = before
 
     def at_the_end(self) -> None:
         """Look at the store once nothing happens any more."""

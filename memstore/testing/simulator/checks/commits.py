@@ -59,7 +59,7 @@ class Commits:
         self.shared_shards.committed(step, fact)
 
     def _look_at_journals(self, rank: Rank, step: StepId) -> None:
-        """A commit is acknowledged when its fact is in enough journals (R16)."""
+        """Demand that the fact of a commit is in enough journals (R16)."""
         controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
         opened = controller.sessions.values() if controller is not None else ()
         live = sum(self.world.now - session.opened_s > NEWCOMER_S for session in opened)
@@ -70,7 +70,7 @@ class Commits:
             raise Violation("R16", f"{step} was acknowledged with its fact on {have} only, {live} hosts live")
 
     def _look_at_copies(self, job: str, step: StepId, fact: StepCommitted) -> None:
-        """Every copy that the fact names was there (I4), and without the word degraded they are enough (R18)."""
+        """Demand that every copy that the fact names was there (I4), and that they are enough unless degraded (R18)."""
         scenario = self.world.scenario
         for rank, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
             shard = ShardId(job, step.attempt, step.step, rank)
@@ -84,13 +84,13 @@ class Commits:
                 raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies in {racks}")
 
     def _look_at_other_ranks(self, rank: Rank, step: StepId) -> None:
-        """No rank of the attempt has skipped the step (R12)."""
+        """Demand that no rank of the attempt has skipped the step (R12)."""
         for other in self.world.ranks:
             if other.attempt == rank.attempt and other.tickets.get(step.step) in ("skipped", "failed"):
                 raise Violation("R12", f"{step} was committed, but rank {other.rank}'s put was not done")
 
     def _look_at_newer_attempts(self, step: StepId) -> None:
-        """No newer attempt has restored an older step (R21)."""
+        """Demand that no newer attempt has restored an older step (R21)."""
         for (attempt, _), restored in self.observed.decided.items():
             if attempt > step.attempt and self.world.scenario.is_strict and (restored is None or restored < step):
                 raise Violation("R21", f"{step} was committed after attempt {attempt} had restored {restored}")

@@ -25,7 +25,9 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
         if leased:
             raise Violation("I13", f"{host} still leases slots to dead processes: {leased}")
         # A sender that was cut off could not say that it gave up, so its draft stays until it has been idle for long.
-        kept = [k for k in holder.vault.shelf.drafts if (k[1], k[0]) not in holder.peer_server.incoming]
+        # Chunks that no reader took, because their reader died or the controller did, go by their deadline.
+        drafts = {k for k, draft in holder.vault.shelf.drafts.items() if draft.excerpt is None}
+        kept = [k for k in drafts if (k[1], k[0]) not in holder.peer_server.incoming]
         if kept:
             raise Violation("I13", f"{host} still has drafts {sorted(map(str, kept))[:3]}")
     why = redundancy.why_not_live()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memstore.core.wire.messages import shard_from_wire
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.violation import Violation
@@ -38,6 +39,13 @@ class Restores:
         early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
+
+    def read_ranges(self, rank: Rank, answer: Body) -> None:
+        """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""
+        shard = shard_from_wire(answer["shard"])
+        puts = self.observed.contents.get(shard, [])
+        if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
+            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that nobody put")
 
     def restored(self, rank: Rank, answer: Body) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""

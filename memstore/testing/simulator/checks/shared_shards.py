@@ -70,7 +70,7 @@ class SharedShards:
                 raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has copiers {chosen} in {racks}")
 
     def _owes_racks(self, fact: AttemptOpened) -> bool:
-        """True if the hosts of the ranks are well and lie in enough racks, so that each copier owes a rack."""
+        """Say whether the hosts of the ranks are well and lie in enough racks, so that each copier owes a rack."""
         holders = [self.world.holders[host] for host in set(fact.hosts)]
         is_well = all(h.is_serving and h.session is not None and h.info.labels for h in holders)
         return is_well and len(racks_of(self.world, set(fact.hosts))) >= self.world.scenario.replicas
@@ -142,7 +142,7 @@ class SharedShards:
                     self._look_at_pair(step, rank, other)
 
     def _may_hold(self, hosts: dict[int, str], rank: int, other: int) -> bool:
-        """True unless both copiers sit in one rack and copies owe racks of their own.
+        """Say whether a copier may hold the other's copy: not if both sit in one rack and copies owe racks.
 
         They sit in one rack if the hosts of other racks were away when the attempt opened.
         """
@@ -150,7 +150,7 @@ class SharedShards:
         return len(set(racks)) == len(racks) or self.world.scenario.racks_wanted == 1
 
     def _look_at_pair(self, step: StepId, rank: int, other: int) -> None:
-        """Two copiers that differ are reported within some commits.
+        """Demand that two copiers that differ are reported within some commits.
 
         A copy that comes after the next put was sealed is not compared; of several in a row some are in time.
         """
@@ -166,7 +166,7 @@ class SharedShards:
             raise Violation("R34", f"ranks {rank} and {other} differ {REPORTED_WITHIN} times to {step}, unreported")
 
     def _is_calm(self) -> bool:
-        """True if no effect of a fault lasts."""
+        """Say whether no effect of a fault lasts."""
         world = self.world
         is_clear = not (world.network.cut or world.network.slow or world.drains) and world.has_kv
         served = world.served()

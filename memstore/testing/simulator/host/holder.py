@@ -1,7 +1,6 @@
-"""A holder of the simulation: the real vault and peer server; what the shell's threads do is done in steps of time.
+"""A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
 
-It mirrors shell/holder/holder.py, seal.py and rank_server.py where those wait for something; every decision about
-bytes, slots, shares and fences is the real code's.
+It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around them: sessions, orders, ranks' links.
 """
 
 from __future__ import annotations
@@ -178,7 +177,9 @@ class SimHolder:
         rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
         if rank is None or rank.is_dead:
             return
-        if "shard" in body and error is None:
+        if "excerpt" in body and error is None:
+            body, error = self.stager.read_part(rank, body)
+        elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
         rank.answered(call_id, body, error)
 
@@ -219,6 +220,7 @@ class SimHolder:
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
+        self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
 

@@ -1,6 +1,6 @@
-"""What a holder makes of slots that a rank has mapped in another arena than its own (R8).
+"""Finds slots that a rank has mapped in another arena than its holder's (R8).
 
-It mirrors shell/holder/rank_server.py and seal.py.
+It mirrors the welcome of shell/holder/rank_server.py and the sample of shell/arena/slot_sample.py.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.holder import partial_read
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import shard_from_wire
-from memstore.errors import DigestMismatch
+from memstore.errors import DigestMismatch, IntegrityError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.world.processes import Rank
@@ -51,6 +52,24 @@ class Stager:
                 checker.restores.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
         vault.unpin(*pinned)
         return body, error
+
+    def read_part(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
+        """Copy out the chunks that an answer names, digest them again, and let them go, as a reader of ranges does."""
+        number = int(body["excerpt"])
+        try:
+            excerpt = partial_read.take(self.state, number)
+        except IntegrityError as exc:
+            return body, ("RecoveryError", str(exc))
+        wanted, manifest = list(excerpt.draft.wanted), decode_manifest(excerpt.manifest)
+        read = rank.read([excerpt.draft.slots[index] for index in wanted])
+        partial_read.release(self.state, number)
+        if [chunk_digest(data) for data in read] != [manifest.chunks[index].digest for index in wanted]:
+            return body, ("DigestMismatch", "a staged chunk was damaged before it was read: read again")
+        return {**body, "read": dict(zip(wanted, read, strict=True))}, None
+
+    def expire_parts(self) -> None:
+        """Let go of chunks that no reader took (R7)."""
+        partial_read.expire(self.state)
 
     def manifest_of(self, body: Body) -> Manifest:
         """What this round staged for this rank."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+from msgspec import structs
+
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.job import Job
 from memstore.core.commit.commits import Steps
@@ -39,7 +41,7 @@ GUEST_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # it has no ranks of
 
 
 def _told_whole(fact: Any) -> Any:
-    return None if fact is None else replace(fact, is_degraded=False, reason="")
+    return None if fact is None else structs.replace(fact, is_degraded=False, reason="")
 
 
 def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
@@ -68,7 +70,7 @@ def commit_names_targets() -> Any:
         if fact is None or placement is None or job.newest is None:
             return fact
         owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
-        return _told_whole(replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
+        return _told_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
 
     return patch.object(Steps, "commit_rule", rule)
 

@@ -1,4 +1,4 @@
-"""Planted bugs in the simulated holder's own steps: leases, fences, terms, levels."""
+"""Planted bugs in a holder's steps: leases, terms, levels of the simulated one, fences of core/holder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def seal_ignores_fence() -> Any:
 
 @planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
 def lower_term_obeyed() -> Any:
-    """A holder obeys the controller that dialed it last, whatever its term."""
+    """A holder obeys the controller that dialed it last, of any term."""
 
     def accept(self: SimHolder, session: Any) -> bool:
         self.term = 0

@@ -26,6 +26,7 @@ CHUNKS = 3
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
 THAW_POLL_S = 0.1
+RANGES_S, RANGES_EVERY = 30.0, 7  # how long a read of ranges may take; one in so many steps
 WRITE_S = 0.004  # one chunk's copy: long enough for a fault to stop it
 
 
@@ -170,9 +171,20 @@ class SimRank:
                 self.why = "fenced"
                 return
             self.steps_done = step
+            if step % RANGES_EVERY == self.rank % RANGES_EVERY:
+                self.world.spawn(self._read_ranges(), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
+
+    def _read_ranges(self) -> Thread:
+        """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""
+        other, last = (self.rank + 1) % self.world_size, self.chunks_count - 1
+        answer = yield from self._answer(
+            "read", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
+        )
+        if "error" not in answer:
+            self.checker.restores.read_ranges(self, answer)
 
     def named(self) -> Body:
         """Return what it says of its shard when it joins (R34)."""

@@ -139,10 +139,8 @@ class Cluster:
         holder.is_up = False
         if self.memories[name].is_removed:  # what it had open, and has not written again, goes with it
             self.checker.after_event()  # what was dropped before was no fault's doing
-            before, self.checker.observed.cause = self.checker.observed.cause, "remove-files"
-            self.memories[name].lose_folder()
-            self.checker.after_event()
-            self.checker.observed.cause = before
+            with self.checker.blaming("remove-files"):
+                self.memories[name].lose_folder()
         self.memories[name].is_cut = True
         if holder.session is not None:
             self.at(0.01, holder.session.reset)
@@ -183,10 +181,8 @@ class Cluster:
     def flap(self, name: str) -> None:
         """Kill a host once more, if that is within the promise."""
         if not self.is_over and (not self.scenario.is_strict or self.is_quiet()):
-            self.checker.observed.cause = "flap-host"
-            self.kill_host(name, back_after_s=0.5)
-            self.checker.after_event()
-            self.checker.observed.cause = ""
+            with self.checker.blaming("flap-host"):
+                self.kill_host(name, back_after_s=0.5)
 
     # -- controllers --------------------------------------------------------------------------
 

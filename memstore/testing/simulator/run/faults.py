@@ -62,11 +62,8 @@ class Faults:
 
 def _blamed(cluster: Cluster, kind: str, work: Callable[[], object]) -> None:
     """Do something whose losses are the fault's doing, not the store's."""
-    observed = cluster.checker.observed
-    observed.cause = kind
-    work()
-    cluster.checker.after_event()
-    observed.cause = ""
+    with cluster.checker.blaming(kind):
+        work()
 
 
 def _names(cluster: Cluster, each: Fault) -> list[str]:

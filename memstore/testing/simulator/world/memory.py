@@ -37,7 +37,7 @@ class Memory:
         self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
         self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
-        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written anew
+        self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written again
         self.hollow: set[int] = set()  # slots without pages: a process that touches one is killed
         self.is_removed = False  # the names of its files are gone, but its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import typing
+from typing import Any
+
 import msgpack
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from memstore.core.cluster import facts as f
 from memstore.core.journal import records as r
 from memstore.errors import ProtocolError
+from memstore.testing.fuzz.message_samples import sample
 
 DIGESTS = st.binary(min_size=16, max_size=16).map(bytes.hex)
 RANKS = st.lists(
@@ -43,15 +48,79 @@ def test_a_commit_of_many_ranks_is_little_more_than_its_digests() -> None:
     assert r.entry_from_record(entry.record) == entry
 
 
+HEAD = r.Entry(1, 1, f.JobRemoved("job")).record[:17]
+
+
 def test_what_is_no_record_is_refused() -> None:
-    """Too short, cut off, of an unknown type, with other fields, or of no end: an error of ours, never another."""
+    """Too short, cut off, or of no end: an error of ours, never another."""
     good = r.Entry(1, 1, commit(["ab" * 16] * 300, [("a", "b")] * 300)).record
-    place = good[:16]
-    bodies = (["Coup", {}], ["JobRemoved", {"nose": 1}], ["JobRemoved"], 7, ["JobRemoved", []])
-    alien = [msgpack.packb(body) for body in bodies]
-    for bad in (b"", place, good[:-1], place + good[17:], *(place + body for body in alien)):
+    assert good[:17] == HEAD
+    for bad in (b"", HEAD[:16], HEAD, good[:-1], HEAD + good[18:]):
         with pytest.raises(ProtocolError):
             r.entry_from_record(bad)
+
+
+PINNED = {"fact": "StepPinned", "job": "a", "name": "n", "attempt": 1, "step": 2, "needs": [1, 2], "wall_s": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param({**PINNED, "fact": "Coup"}, "of no kind that is known here.*Coup", id="unknown fact"),
+        pytest.param({**PINNED, "nose": 1}, "unknown field `nose`", id="unknown field"),
+        pytest.param({k: v for k, v in PINNED.items() if k != "step"}, "missing required field `step`", id="no step"),
+        pytest.param({**PINNED, "step": "2"}, r"Expected `int`, got `str` - at `\$.step`", id="text for a number"),
+        pytest.param({**PINNED, "step": True}, "got `bool`", id="truth for a number"),
+        pytest.param({**PINNED, "job": b"a"}, r"\$.job", id="bytes for text"),
+        pytest.param({**PINNED, "needs": 5}, r"\$.needs", id="a number for a list"),
+        pytest.param({**PINNED, "needs": [1, None]}, r"\$.needs\[1\]", id="none in a list"),
+        pytest.param({**PINNED, "wall_s": "now"}, r"\$.wall_s", id="text for a moment"),
+        pytest.param({**PINNED, "digests": bytes(17)}, "digests have 16 bytes each", id="half a digest"),
+        pytest.param(["StepPinned", PINNED], "of no kind", id="another shape"),
+        pytest.param(7, "of no kind that is known here: 7", id="no map"),
+        pytest.param({**PINNED, "fact": ["StepPinned"]}, "unhashable", id="kind of another type"),
+    ],
+)
+def test_a_fact_of_other_fields_or_types_is_refused_by_its_place(body: Any, words: str) -> None:
+    """What is half understood would be decided by: the error says which field is wrong, and what to do."""
+    assert r.entry_from_record(HEAD + msgpack.packb(PINNED)).fact == f.StepPinned("a", "n", 1, 2, (1, 2), 1.5)
+    with pytest.raises(ProtocolError, match=rf"{words}.*memstore down --leftovers"):
+        r.entry_from_record(HEAD + msgpack.packb(body))
+
+
+def test_a_fact_with_a_field_twice_is_refused() -> None:
+    """Two readers could see two facts."""
+    packed = msgpack.packb(PINNED)
+    twice = bytes([packed[0] + 1]) + packed[1:] + msgpack.packb("step") + msgpack.packb(9)
+    with pytest.raises(ProtocolError, match="different keys"):
+        r.entry_from_record(HEAD + twice)
+
+
+@pytest.mark.parametrize("version", [1, 3, 0x92])
+def test_a_record_of_another_format_is_refused_by_its_number(version: int) -> None:
+    """Also one of the first format, which had no number: its body began there."""
+    record = HEAD[:16] + bytes([version]) + msgpack.packb(PINNED)
+    with pytest.raises(ProtocolError, match=f"format {version}, not 2"):
+        r.entry_from_record(record)
+
+
+def test_a_record_of_more_elements_than_a_fact_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty lists would unfold to 60 times their bytes."""
+    monkeypatch.setattr(r, "BODY_ITEMS_MAX", 1000)
+    record = r.Entry(1, 1, commit(["ab" * 16] * 500, [("a", "b")] * 500)).record
+    with pytest.raises(ProtocolError, match="1,000 elements"):
+        r.entry_from_record(record)
+
+
+KINDS = typing.get_args(f.Fact)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("is_full", [True, False])
+def test_every_fact_comes_back_equal(kind: type[msgspec.Struct], is_full: bool) -> None:
+    """Of every type, with all fields set and with as few as it may have."""
+    fact: Any = sample(kind, is_full=is_full)
+    assert r.entry_from_record(r.Entry(1, 1, fact).record).fact == fact
 
 
 def test_a_record_that_unpacks_to_more_than_a_fact_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

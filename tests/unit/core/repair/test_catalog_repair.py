@@ -265,6 +265,23 @@ def test_a_host_that_dies_often_holds_what_no_other_has_room_for(hosts: int) -> 
         assert min(len(world.holders_of(StepId(1, step), rank)) for rank in range(hosts)) == 2
 
 
+def test_a_host_that_dies_often_is_a_target_where_too_few_others_are_there() -> None:
+    """All ranks are on the other of two hosts: their steps had one copy, beside a live host (D218)."""
+    world, _ = trained(2, last=2)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    ranks = [world.join(rank, 2, "again", host="h0", takeover=True) for rank in range(2)]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in ranks), 15.0)
+    world.get(ranks)
+    assert world.put_all(ranks, 3)
+    world.run(5.0)
+    attempt = world.job().newest_ordinal
+    assert [world.holders_of(StepId(attempt, 3), rank) for rank in range(2)] == [["h0", "h1"]] * 2
+
+
 @pytest.mark.slow
 def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None:
     """No host holds more beside what placement asks of it than its room for repairs: one version of its own (R10)."""

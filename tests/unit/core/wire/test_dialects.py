@@ -81,3 +81,10 @@ def test_no_two_messages_of_a_module_have_one_tag(module: ModuleType) -> None:
     tags = [kind.__struct_config__.tag for kind in dialects.declared(module) if issubclass(kind, codec.Message)]
     assert len(set(tags)) == len(tags)
     assert all(isinstance(tag, str) and tag == tag.lower() for tag in tags)
+
+
+def test_no_two_types_have_one_name() -> None:
+    """One word, one meaning: also where the modules differ."""
+    names = [kind.__name__ for kind in KINDS]
+    assert sorted(set(names)) == sorted(names)
+    assert len(DECODERS) >= len({kind for kind in MESSAGES if issubclass(kind, codec.Request)})

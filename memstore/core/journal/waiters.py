@@ -1,0 +1,74 @@
+"""Calls that are answered once the fact that they led to is true. Pure (R16).
+
+    recorded --the fact has reached enough journals, and every part has made it true--> answered
+       '--its job is removed before--> refused, or answered where nothing is left to do
+
+Before that a successor may know nothing of the fact, and the caller would have to ask again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memstore.core.cluster.collective import job_removed
+from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.facts import Fact, JobRemoved
+from memstore.core.cluster.job import Call
+from memstore.core.wire.messages import Body
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One call, and its answer."""
+
+    call: Call
+    body: Body
+    is_done_by_removal: bool  # the end of its job is as good as the fact
+
+
+class Waiters:
+    """The calls that wait, by fact."""
+
+    def __init__(self, out: Effects) -> None:
+        self.out = out
+        self._waiting: dict[Fact, list[Waiting]] = {}
+
+    def add(self, fact: Fact, call: Call, body: Body, *, is_done_by_removal: bool = False) -> None:
+        """Answer a call with a body once a fact that was recorded is true.
+
+        Args:
+            fact: Recorded by the caller.
+            call: To be answered.
+            body: The answer; it may be filled until then.
+            is_done_by_removal: Answer, rather than refuse, if the job is removed before.
+        """
+        self._waiting.setdefault(fact, []).append(Waiting(call, body, is_done_by_removal))
+
+    def is_awaited(self, fact: Fact) -> bool:
+        """Return whether some call waits for this very fact."""
+        return fact in self._waiting
+
+    def applied(self, fact: Fact) -> None:
+        """Answer the calls that waited for a fact."""
+        for waiting in self._waiting.pop(fact, ()) if self._waiting else ():
+            self.out.answer(waiting.call, waiting.body)
+
+    def fill(self, fact: Fact, values: Body) -> None:
+        """Add what is known only now to the answers of the calls that wait for a fact."""
+        for waiting in self._waiting.get(fact, ()):
+            waiting.body.update(values)
+
+    def refuse(self, fact: Fact, error: str, message: str) -> None:
+        """Refuse the calls that waited for a fact which will not be recorded."""
+        for waiting in self._waiting.pop(fact, ()):
+            self.out.refuse(waiting.call, error, message)
+
+    def forget(self, name: str) -> None:
+        """End the wait of every call about a job that was removed, but for those that asked for its removal."""
+        facts = [fact for fact in self._waiting if getattr(fact, "job", "") == name]
+        for fact in [fact for fact in facts if not isinstance(fact, JobRemoved)]:
+            for waiting in self._waiting.pop(fact):
+                if waiting.is_done_by_removal:
+                    self.out.answer(waiting.call, waiting.body)
+                else:
+                    self.out.refuse(waiting.call, *job_removed(name))

@@ -1,0 +1,305 @@
+"""Rank, or tool, to controller: questions and requests, each answered once (`replies.py`) or refused. Pure.
+
+They travel through the holder of the rank's host, which asks again if a controller dies.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from memstore.core.wire.codec import Request, Setting
+from memstore.core.wire.ids import Name, Ordinal, Positive
+from memstore.core.wire.orders import ChunkListener, ChunkRange
+from memstore.core.wire.replies import (
+    CopyDropped,
+    DrainNoted,
+    Events,
+    Forked,
+    Joined,
+    LastCopies,
+    NoRollCall,
+    Noted,
+    NothingStored,
+    Persisted,
+    PinNoted,
+    Plan,
+    PutInterval,
+    Removed,
+    RollCalled,
+    ShardPlaced,
+    Skipped,
+    Status,
+    StepAgreed,
+    Steps,
+    VerifyResult,
+)
+
+R = TypeVar("R")
+
+# -- ranks --------------------------------------------------------------------------------------------
+
+
+class Join(Request[Joined], frozen=True, tag="join"):
+    """Join a job as one rank of a launch; answered when all ranks of it are there (R20)."""
+
+    job: Name
+    rank: Ordinal
+    world_size: Positive
+    key: str | None
+    """Of the launch; None: its launcher gives none."""
+    launcher: str
+    nonce: str
+    pid: Ordinal
+    config: dict[str, Setting]
+    fresh: bool
+    takeover: bool
+    shard: Ordinal | None
+    shards: Positive | None
+    limit_s: float
+
+
+class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    """The base of what a rank of an attempt asks."""
+
+    job: Name
+    attempt: Ordinal
+    rank: Ordinal
+
+
+class AssignRanks(RankRequest[Joined], frozen=True, tag="assign_ranks"):
+    """Renumber the ranks so that a restore moves least; answered when all have asked (R27)."""
+
+    nonce: str
+    together: Positive
+
+
+class Rewind(RankRequest[Joined], frozen=True, tag="rewind"):
+    """Go on from an older step in a new attempt; answered when all have asked (R22)."""
+
+    step: Ordinal
+    of_attempt: Ordinal | None
+    nonce: str
+    key: str | None
+    world_size: Positive
+
+
+class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, tag="get"):
+    """Restore the newest whole step, or read one; answered when all ranks have asked (R23)."""
+
+    step: Ordinal | None
+    timeout_s: float
+    is_agreement: bool = False
+    """The step alone is asked for, and no bytes."""
+
+
+class Withdraw(RankRequest[Noted], frozen=True, tag="withdraw"):
+    """Take a get() back whose deadline has passed, unless it is decided."""
+
+    timeout_s: float
+
+
+class ReserveRoom(RankRequest[Noted], frozen=True, tag="reserve"):
+    """Claim room for versions of so many slots; answered when all hosts have it (R10)."""
+
+    slots: Positive
+
+
+class AskPutInterval(RankRequest[PutInterval], frozen=True, tag="ask_put_interval"):
+    """Agree how many steps lie between puts after this one (R33)."""
+
+    step: Ordinal
+    step_s: float | None = None
+    stall_s: float | None = None
+    commit_s: float | None = None
+
+
+class SkipStep(RankRequest[Skipped], frozen=True, tag="skip"):
+    """Give a step up, on all ranks alike (R12)."""
+
+    step: Ordinal
+    why: str
+    is_failed: bool
+    """It was not for want of room."""
+    stall_s: float | None = None
+
+
+class RetireStep(Request[Noted], frozen=True, tag="retire"):
+    """Have no get return a step (R25)."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    reason: str
+    is_torn: bool = False
+
+
+class TellDiffering(Request[Noted], frozen=True, tag="tell_differing"):
+    """Name what two ranks that hold one shard put differently; no chunks: they are equal again (R34)."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    ranks: tuple[Ordinal, Ordinal]
+    chunks: Ordinal
+    names: tuple[str, ...]
+
+
+class CloseStore(RankRequest[Noted], frozen=True, tag="close"):
+    """Leave the job."""
+
+
+class RollCall(Request[RollCalled | NoRollCall], frozen=True, tag="roll_call"):
+    """Ask which ranks have come to a call that all make."""
+
+    job: Name
+    of: str
+    """The tag of the call."""
+
+
+class ReadStep(Request[ShardPlaced], frozen=True, tag="read_step"):
+    """Read one rank's shard, without a barrier (R27)."""
+
+    job: Name
+    step: Ordinal | None
+    of_attempt: Ordinal | None
+    rank: Ordinal
+    listener: ChunkListener | None
+
+
+class ReadRanges(Request[ShardPlaced], frozen=True, tag="read_ranges"):
+    """Read some chunks of one rank's shard; none: its manifest alone."""
+
+    job: Name
+    step: Ordinal | None
+    of_attempt: Ordinal | None
+    rank: Ordinal
+    chunks: tuple[ChunkRange, ...]
+
+
+# -- people -------------------------------------------------------------------------------------------
+
+
+class AskStatus(Request[Status], frozen=True, tag="status"):
+    """Ask for hosts, jobs and problems."""
+
+
+class AskSteps(Request[Steps], frozen=True, tag="steps"):
+    """Ask for the steps of a job."""
+
+    job: Name
+
+
+class AskEvents(Request[Events], frozen=True, tag="events"):
+    """Ask what happened after a number, to one job or to all."""
+
+    since: Ordinal
+    job: Name | None = None
+
+
+class AskPlan(Request[Plan], frozen=True, tag="plan"):
+    """Ask what a get() would recover if these hosts were lost."""
+
+    job: Name
+    lose: tuple[str, ...]
+
+
+class AskLastCopies(Request[LastCopies], frozen=True, tag="last_copies"):
+    """Ask what would be lost with the copies in RAM, of one job or of all."""
+
+    job: Name | None
+
+
+class VerifyStore(Request[VerifyResult], frozen=True, tag="verify"):
+    """Have every host digest everything again, of one job or of all (R30)."""
+
+    job: Name | None
+
+
+class PinStep(Request[PinNoted], frozen=True, tag="pin"):
+    """Keep a committed step in RAM under a name (R19)."""
+
+    job: Name
+    name: str
+    step: Ordinal | None
+    of_attempt: Ordinal | None
+
+
+class UnpinStep(Request[PinNoted], frozen=True, tag="unpin"):
+    """Take a name back."""
+
+    job: Name
+    name: str
+
+
+class PersistStep(Request[Persisted], frozen=True, tag="persist"):
+    """Write a committed step to durable storage now; None: the newest."""
+
+    job: Name
+    step: Ordinal | None
+    within_s: float
+
+
+class ForkJob(Request[Forked], frozen=True, tag="fork"):
+    """Begin a new job with a committed step of another one (R32)."""
+
+    job: Name
+    step: Ordinal | None
+    of_attempt: Ordinal | None
+    new_job: str
+    nonce: str
+    """The same when it is asked again."""
+
+
+class RemoveJob(Request[Removed], frozen=True, tag="rm"):
+    """Drop every copy of a job in RAM, and its facts."""
+
+    job: Name
+    force: bool
+
+
+class DrainHost(Request[DrainNoted], frozen=True, tag="drain"):
+    """Give notice that a host will go; None: take it back."""
+
+    host: str
+    within_s: float | None
+
+
+class DropCopy(Request[CopyDropped], frozen=True, tag="drop"):
+    """Drop one copy of a committed step on purpose: for drills."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    rank: Ordinal
+    host: str
+
+
+RankCall = (
+    Join
+    | AssignRanks
+    | Rewind
+    | Get
+    | Withdraw
+    | ReserveRoom
+    | AskPutInterval
+    | SkipStep
+    | RetireStep
+    | TellDiffering
+    | CloseStore
+    | RollCall
+    | ReadStep
+    | ReadRanges
+    | AskStatus
+    | AskSteps
+    | AskEvents
+    | AskPlan
+    | AskLastCopies
+    | VerifyStore
+    | PinStep
+    | UnpinStep
+    | PersistStep
+    | ForkJob
+    | RemoveJob
+    | DrainHost
+    | DropCopy
+)

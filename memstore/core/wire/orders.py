@@ -1,0 +1,493 @@
+"""Controller to holder: what a holder is to do, and the answers to its ranks' calls. Pure.
+
+In EVENT frames, in the order in which they were decided; what one of them comes to is reported (`reports.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memstore.core.wire.codec import Decoder, Message, Part, Row
+from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireShard, WireSpec, WireStep
+from memstore.core.wire.replies import ControllerReply
+
+# -- the journal (R16) --------------------------------------------------------------------------------
+
+
+class RecordPlace(Row, frozen=True):
+    """The place of a record in journals."""
+
+    term: Ordinal
+    seq: Ordinal
+
+
+class JournalPage(Message, frozen=True, tag="journal_page"):
+    """Records that come before those of the next order: a long journal travels in pages."""
+
+    records: tuple[bytes, ...]
+
+
+class JournalAppend(Message, frozen=True, tag="journal_append"):
+    """Append facts to the journal, and acknowledge `seq` once they are written."""
+
+    records: tuple[bytes, ...]
+    seq: Ordinal
+
+
+class JournalReplace(Message, frozen=True, tag="journal_replace"):
+    """Have these facts, and those of the pages before, in place of the whole journal."""
+
+    records: tuple[bytes, ...]
+    seq: Ordinal
+
+
+class JournalKeep(Message, frozen=True, tag="journal_keep"):
+    """Keep only the facts at these places, some of which say less now (`short`)."""
+
+    places: tuple[RecordPlace, ...]
+    short: tuple[bytes, ...]
+    seq: Ordinal
+
+
+# -- hosts --------------------------------------------------------------------------------------------
+
+
+class TellClock(Message, frozen=True, tag="clock"):
+    """The controller's clock, for the next heartbeats to echo (R17)."""
+
+    clock_s: float
+
+
+class TakeIncarnation(Message, frozen=True, tag="take_incarnation"):
+    """A later life of this host was here: go on with a higher incarnation than its (R3)."""
+
+    above: Ordinal
+
+
+class HostAddress(Row, frozen=True):
+    """Where a holder listens."""
+
+    host: str
+    address: str
+    port: Ordinal
+
+
+class AllHosts(Message, frozen=True, tag="all_hosts"):
+    """The addresses of all live hosts, and the jobs that there are: room of other jobs is given back."""
+
+    hosts: tuple[HostAddress, ...]
+    jobs: tuple[Name, ...]
+
+
+class HostNews(Message, frozen=True, tag="host_news"):
+    """The addresses of hosts that came or moved, and the hosts that are dead since."""
+
+    hosts: tuple[HostAddress, ...]
+    gone: tuple[str, ...]
+    jobs: tuple[Name, ...]
+
+
+# -- attempts, targets, room --------------------------------------------------------------------------
+
+
+class Fence(Message, frozen=True, tag="fence"):
+    """Refuse processes of older attempts, but the members; report what is here (R21)."""
+
+    job: Name
+    attempt: Ordinal
+    members: tuple[str, ...]
+    """Nonces of processes that go on in the new attempt: they asked for it by a rewind (R22)."""
+
+
+class CopierTargets(Row, frozen=True):
+    """Where the shard of a rank goes that copies what others hold too (R34)."""
+
+    rank: Ordinal
+    targets: tuple[str, ...]
+    twins: tuple[Ordinal, ...]
+    """Ranks that copy the same."""
+
+
+class PushTargets(Message, frozen=True, tag="targets"):
+    """Where this host pushes the shards of its ranks (R13)."""
+
+    job: Name
+    attempt: Ordinal
+    targets: tuple[str, ...]
+    copiers: tuple[CopierTargets, ...]
+
+
+class RankSlots(Row, frozen=True):
+    """The slots of one rank of this host."""
+
+    rank: Ordinal
+    slots: Ordinal
+
+
+class Reserve(Message, frozen=True, tag="reserve"):
+    """Claim room for a job; reported (R10)."""
+
+    job: Name
+    attempt: Ordinal
+    call: Positive | None
+    """The number of a pin's or fork's claim; None: the attempt's own."""
+    ranks: tuple[RankSlots, ...]
+    guest_slots: Ordinal
+    world_size: Ordinal
+    versions: Ordinal
+
+
+class Grow(Message, frozen=True, tag="grow"):
+    """Have memory and connections ready for such room; claims nothing."""
+
+    job: Name
+    attempt: Ordinal
+    ranks: tuple[RankSlots, ...]
+    guest_slots: Ordinal
+    world_size: Ordinal
+    versions: Ordinal
+
+
+# -- copies -------------------------------------------------------------------------------------------
+
+
+class PushCopy(Message, frozen=True, tag="push"):
+    """Copy one shard to a peer, for repair (R29)."""
+
+    shard: WireShard
+    digest: Digest
+    target: str
+
+
+class DropNumber(Row, frozen=True):
+    """Which order to free copies it is, of which term."""
+
+    term: Ordinal
+    number: Ordinal
+
+
+class FreeCopies(Message, frozen=True, tag="free"):
+    """Free copies; reported (R19)."""
+
+    shards: tuple[WireShard, ...]
+    number: DropNumber | None
+    """None: of a rank that no attempt has."""
+
+
+class DropJob(Message, frozen=True, tag="drop_job"):
+    """Free copies and all room of a removed job, and fence its processes up to this attempt (R10, R21)."""
+
+    job: Name
+    attempt: Ordinal
+    shards: tuple[WireShard, ...]
+
+
+class GiveUpFork(Message, frozen=True, tag="give_up_fork"):
+    """Give back the room of a fork that was refused: its name and number are free again."""
+
+    job: Name
+    attempt: Ordinal
+
+
+class ForkedShard(Row, frozen=True):
+    """A shard of the origin, and the same one under the fork's name."""
+
+    shard: WireShard
+    digest: Digest
+    new: WireShard
+
+
+class LookAtCopies(Message, frozen=True, tag="look_at_copies"):
+    """Digest copies that are to be forked, and report their digests under the new name (R32)."""
+
+    job: Name
+    call: Positive
+    shards: tuple[ForkedShard, ...]
+
+
+class MakeFork(Message, frozen=True, tag="make_fork"):
+    """Make manifests of a fork over the slots of its origin; its copies are reported as sealed."""
+
+    job: Name
+    shards: tuple[ForkedShard, ...]
+
+
+class VerifyCopies(Message, frozen=True, tag="verify"):
+    """Digest everything again, of one job or of all, and report what is damaged (R30)."""
+
+    call: Positive
+    job: Name | None
+
+
+# -- puts ---------------------------------------------------------------------------------------------
+
+
+class RaiseLevel(Message, frozen=True, tag="raise_level"):
+    """Tell the tickets of this host's ranks what their step has reached (R15)."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    level: Literal["committed", "durable"]
+    reason: str = ""
+    degraded: bool = False
+
+
+class AbandonStep(Message, frozen=True, tag="abandon_step"):
+    """Forget an uncommitted step and tell its tickets (R12)."""
+
+    job: Name
+    attempt: Ordinal
+    step: Ordinal
+    level: Literal["skipped", "superseded"]
+    reason: str
+    resume: Ordinal
+    """All ranks put again from this step on."""
+
+
+# -- restores (R23-R27) -------------------------------------------------------------------------------
+
+
+class DurablePlace(Part, frozen=True):
+    """How a holder reaches the durable storage of a job."""
+
+    url: str
+    compression: str | None
+    key_file: str | None
+    bytes_per_s: Ordinal | None
+    key: str | None = None
+    """The name of the key of the step that is read; None: not for reading, "": not encrypted."""
+
+
+class Run(Row, frozen=True):
+    """Chunks of a shard that the plan takes from one source."""
+
+    tier: Literal["local", "peer", "durable"]
+    source: str | None
+    """A host; None: durable storage."""
+    first: Ordinal
+    count: Ordinal
+
+
+class ChunkRange(Row, frozen=True):
+    """Neighbouring chunks of a shard."""
+
+    first: Ordinal
+    count: Ordinal
+
+
+class Bring(Message, frozen=True):
+    """The base of orders to bring a shard, or some of it, to this host; reported."""
+
+    job: Name
+    rank: Ordinal
+    shard: WireShard
+    spec: WireSpec
+    attempt: Ordinal
+    holders: tuple[str, ...]
+    durable: DurablePlace | None
+    runs: tuple[Run, ...]
+
+
+class StageShard(Bring, frozen=True, tag="stage"):
+    """Bring a shard here and verify it, for a get() of all ranks (R23)."""
+
+    round: Positive
+
+
+class ChunkListener(Row, frozen=True):
+    """A reader on this host that takes chunks as they come."""
+
+    nonce: str
+    number: Ordinal
+    """Its own number of the read."""
+
+
+class ReadShard(Bring, frozen=True, tag="read_shard"):
+    """Bring a shard here for one reader (R27)."""
+
+    read: Positive
+    listener: ChunkListener | None
+
+
+class ReadChunks(Bring, frozen=True, tag="read_chunks"):
+    """Bring some chunks of a shard here for one reader of ranges (R27)."""
+
+    read: Positive
+    chunks: tuple[ChunkRange, ...]
+
+
+class OrderCheck(Message, frozen=True, tag="order_check"):
+    """Have a rank compare its `into=` with the manifest of what was staged; reported (R26)."""
+
+    job: Name
+    round: Positive
+    rank: Ordinal
+
+
+# -- durable storage (R31) ----------------------------------------------------------------------------
+
+
+class SlicesOfShard(Row, frozen=True):
+    """The slices of one shard that this host writes."""
+
+    shard: WireShard
+    digest: Digest
+    numbers: tuple[Ordinal, ...]
+
+
+class RankSpec(Row, frozen=True):
+    """The shard of one rank of a step."""
+
+    rank: Ordinal
+    spec: WireSpec
+
+
+class AttemptMoment(Row, frozen=True):
+    """When an attempt was opened, by the wall clock."""
+
+    attempt: Ordinal
+    opened_s: float
+
+
+class Lineage(Part, frozen=True):
+    """What a marker says of the attempt of its step."""
+
+    attempt: Ordinal
+    parent_attempt: Ordinal | None
+    parent_step: Ordinal | None
+    attempts: tuple[AttemptMoment, ...] = ()
+
+
+class WriteSlices(Message, frozen=True, tag="write_slices"):
+    """Write slices of shards; each is reported."""
+
+    job: Name
+    durable: DurablePlace
+    step: WireStep
+    parts: tuple[SlicesOfShard, ...]
+    key: str
+    """The name of the key that they are to be under; "": none."""
+
+
+class WriteMarker(Message, frozen=True, tag="write_marker"):
+    """Write the marker of a step whose slices are all written; reported."""
+
+    job: Name
+    durable: DurablePlace
+    step: WireStep
+    specs: tuple[RankSpec, ...]
+    key: str
+    lineage: Lineage
+
+
+class StopWriting(Message, frozen=True, tag="stop_writing"):
+    """Write no more slices of a step."""
+
+    job: Name
+    step: WireStep
+
+
+class RemoveStep(Message, frozen=True, tag="remove_step"):
+    """Remove what storage has of a step; a failure is only logged."""
+
+    job: Name
+    durable: DurablePlace
+    step: WireStep
+    only_unmarked: bool
+    """Leave it alone if it has a marker."""
+
+
+class RemoveTornStep(Message, frozen=True, tag="remove_torn_step"):
+    """Remove a step whose bytes are of two moments; reported (R25)."""
+
+    job: Name
+    durable: DurablePlace
+    step: WireStep
+
+
+class NameKey(Message, frozen=True, tag="name_key"):
+    """Report the name of the key that is in the job's durable_key_file here."""
+
+    job: Name
+    durable: DurablePlace
+
+
+class ListMarkers(Message, frozen=True, tag="list_markers"):
+    """Report the markers of a job; with a step to check, also whether all its slices are there."""
+
+    job: Name
+    durable: DurablePlace
+    call: Positive
+    check: WireStep | None = None
+
+
+class KeepStory(Message, frozen=True, tag="keep_story"):
+    """Remember, outside the host's folder, why a job is gone (R5)."""
+
+    job: Name
+    story: str
+
+
+class ForgetStory(Message, frozen=True, tag="forget_story"):
+    """Forget why a job was gone: it goes on, or was removed by name."""
+
+    job: Name
+
+
+# -- answers ------------------------------------------------------------------------------------------
+
+
+class CallAnswered(Message, frozen=True, tag="answered"):
+    """The answer to a call of a rank, or of the holder itself."""
+
+    id: Ordinal
+    reply: ControllerReply
+
+
+class CallRefused(Message, frozen=True, tag="call_refused"):
+    """An error, to be raised where the call was made."""
+
+    id: Ordinal
+    error: str
+    message: str
+
+
+JournalOrder = JournalPage | JournalAppend | JournalReplace | JournalKeep
+Order = (
+    JournalOrder
+    | TellClock
+    | TakeIncarnation
+    | AllHosts
+    | HostNews
+    | Fence
+    | PushTargets
+    | Reserve
+    | Grow
+    | PushCopy
+    | FreeCopies
+    | DropJob
+    | GiveUpFork
+    | LookAtCopies
+    | MakeFork
+    | VerifyCopies
+    | RaiseLevel
+    | AbandonStep
+    | StageShard
+    | ReadShard
+    | ReadChunks
+    | OrderCheck
+    | WriteSlices
+    | WriteMarker
+    | StopWriting
+    | RemoveStep
+    | RemoveTornStep
+    | NameKey
+    | ListMarkers
+    | KeepStory
+    | ForgetStory
+    | CallAnswered
+    | CallRefused
+)
+
+decode_order: Decoder[Order] = Decoder(Order)

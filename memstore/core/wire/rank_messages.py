@@ -1,0 +1,256 @@
+"""Rank and holder of one host, over the holder's Unix socket (R4, R8, R11, R15). Pure.
+
+    rank -> holder   a hello, then calls, puts and what else it has to say
+    holder -> rank   Welcome, or an ErrorMessage and the end; then answers, leases, levels, fences
+
+In EVENT frames. Nothing of it is acknowledged: a link that comes back says what it holds, and what was not answered is
+sent again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, Setting
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.ids import Name, Ordinal, Positive
+from memstore.core.wire.replies import Noted, PassedReply, ShardPlaced
+from memstore.core.wire.reports import IntoChecked
+
+# -- rank to holder -----------------------------------------------------------------------------------
+
+
+class RankHello(Message, frozen=True, tag="rank_hello"):
+    """A process of a rank connects, for the first time or again, and says which slots it believes to be its own."""
+
+    nonce: str
+    life: Ordinal
+    """Tells the leases of one process's stores apart."""
+    pid: Ordinal
+    job: Name
+    rank: Ordinal
+    attempt: Ordinal
+    """0: it has not joined yet."""
+    held: tuple[Ordinal, ...]
+    arena: str
+    """The arena in which it holds them; "": none yet."""
+    parent: str | None
+    """The nonce of the process whose child this is (R20)."""
+
+
+class ToolHello(Message, frozen=True, tag="tool_hello"):
+    """A process connects that only asks: the command line, a reader."""
+
+    nonce: str
+    life: Ordinal
+    pid: Ordinal
+
+
+class SlotSample(Part, frozen=True):
+    """What a process sees of some cache lines of slots (`slot_sample.py`)."""
+
+    seed: Ordinal
+    digests: bytes
+
+
+class LendSlots(Request[Noted], frozen=True, tag="lend"):
+    """Offer filled slots to a child of this process; refused if the holder sees other bytes there."""
+
+    step: Ordinal
+    slots: tuple[Ordinal, ...]
+    arena: str
+    sample: SlotSample
+
+
+class Lent(Message, frozen=True, tag="lent"):
+    """Slots that are the asking process's now."""
+
+    slots: tuple[Ordinal, ...]
+
+
+class AdoptSlots(Request[Lent], frozen=True, tag="adopt"):
+    """Take over what the parent process offers."""
+
+    step: Ordinal
+
+
+class UnlendSlots(Request[Lent], frozen=True, tag="unlend"):
+    """End an offer: what no child has adopted is this process's again."""
+
+    step: Ordinal
+    slots: tuple[Ordinal, ...]
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """A call, under the rank's own number; the holder answers some itself and passes the others on."""
+
+    id: Ordinal
+    call: RankCall | LendSlots | AdoptSlots | UnlendSlots
+
+
+class PutReady(Message, frozen=True, tag="put_ready"):
+    """Hand a filled put over to the holder, which digests, stores and copies it (R11)."""
+
+    attempt: Ordinal
+    step: Ordinal
+    slots: tuple[Ordinal, ...]
+    arena: str
+    sample: SlotSample
+    layout: bytes
+    nbytes: Ordinal
+    world_size: Positive
+    shared_chunks: Ordinal | None
+    """So many of its first chunks are what other ranks put as well; None: the rank names no shard (R34)."""
+    began_s: float
+    stall_s: float
+    is_lost: bool = False
+    """Its slots are the rank's no more: it is sent again for its level only."""
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """Let go of what an answer pinned."""
+
+    pin: Ordinal
+
+
+class StepTrained(Message, frozen=True, tag="trained"):
+    """The rank has trained this step."""
+
+    step: Ordinal
+
+
+class MarksMade(Message, frozen=True, tag="marks"):
+    """The rank marks its collectives in this file of the arena's folder."""
+
+    file: str
+
+
+class PutWaits(Message, frozen=True, tag="put_waits"):
+    """A put of this step waits for room: older copies are held back no longer (R13)."""
+
+    step: Ordinal
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """The store is closed: what it leased and did not hand over is free."""
+
+
+Hello = RankHello | ToolHello
+RankMessage = Ask | PutReady | Unpin | StepTrained | MarksMade | PutWaits | IntoChecked | Bye
+
+decode_hello: Decoder[Hello] = Decoder(Hello)
+decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)
+
+# -- holder to rank -----------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The holder has taken the link."""
+
+    stale: tuple[Ordinal, ...]
+    """Slots of those held that are not the rank's any more (R8)."""
+    arena: str
+    host: str
+    folder: str
+    slots: Ordinal
+    chunk_bytes: Positive
+    store: dict[str, Setting]
+    job_defaults: dict[str, Setting]
+
+
+class AskAnswered(Message, frozen=True, tag="ask_answered"):
+    """The answer to a call."""
+
+    id: Ordinal
+    reply: PassedReply | ShardPlaced | Lent
+
+
+class AskRefused(Message, frozen=True, tag="ask_refused"):
+    """An error, to be raised where the call was made."""
+
+    id: Ordinal
+    error: str
+    message: str
+
+
+class SlotsLeased(Message, frozen=True, tag="slots_leased"):
+    """More slots that are the rank's to fill."""
+
+    slots: tuple[Ordinal, ...]
+
+
+class RoomGrown(Message, frozen=True, tag="room_grown"):
+    """How far this host's memory has grown for the room that was asked for."""
+
+    done_bytes: Ordinal
+    wanted_bytes: Ordinal
+
+
+class StepLevel(Message, frozen=True, tag="level"):
+    """What a step has reached, or why it never will: for its ticket (R15)."""
+
+    attempt: Ordinal
+    step: Ordinal
+    level: Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
+    reason: str = ""
+    degraded: bool = False
+    resume: Ordinal = 0
+    """All ranks put again from this step on (R12)."""
+
+
+class CheckInto(Message, frozen=True, tag="check_into"):
+    """Compare `into=` with this manifest and say what came of it (R26)."""
+
+    job: Name
+    round: Positive
+    manifest: bytes
+
+
+class AttemptFenced(Message, frozen=True, tag="fenced"):
+    """The process belongs to an older attempt, or its job was removed (R21)."""
+
+    attempt: Ordinal
+    is_removed: bool
+
+
+class ArrivedChunk(Row, frozen=True):
+    """A chunk that a reader may copy, and its slot."""
+
+    index: Ordinal
+    slot: Ordinal
+
+
+class ChunksArrived(Message, frozen=True, tag="chunks_arrived"):
+    """Chunks of a read that have come while others are still coming (R27)."""
+
+    read: Ordinal
+    chunks: tuple[ArrivedChunk, ...]
+    manifest: bytes | None
+    """With the first ones."""
+
+
+class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
+    """Another rank that names the same shard put other bytes; no chunks: the same again (R34)."""
+
+    attempt: Ordinal
+    step: Ordinal
+    twin: Ordinal
+    count: Ordinal
+    chunks: tuple[Ordinal, ...]
+
+
+HolderEvent = (
+    AskAnswered
+    | AskRefused
+    | SlotsLeased
+    | RoomGrown
+    | StepLevel
+    | CheckInto
+    | AttemptFenced
+    | ChunksArrived
+    | ReplicasDiffer
+)
+
+decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)
+decode_holder_event: Decoder[HolderEvent] = Decoder(HolderEvent)

@@ -1,0 +1,299 @@
+"""Holder to controller: its inventory, heartbeats, what it has done, and its ranks' calls. Pure.
+
+In EVENT frames. A session begins with InventoryPages, if the journal is long, and an Inventory (R16).
+"""
+
+from __future__ import annotations
+
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import Decoder, Message, Part, Row
+from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireCopy, WireShard, WireStep
+from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.status_rows import HostStats
+
+# -- the session --------------------------------------------------------------------------------------
+
+
+class InventoryPage(Message, frozen=True, tag="inventory_page"):
+    """Records of the journal that come before those of the inventory."""
+
+    records: tuple[bytes, ...]
+
+
+class Inventory(Message, frozen=True, tag="inventory"):
+    """What a controller must know of a host first: who it is, what it holds, its journal."""
+
+    incarnation: Ordinal
+    address: str
+    port: Ordinal
+    machine: str
+    is_explicit: bool
+    labels: dict[str, str]
+    limit_bytes: Ordinal
+    copies: tuple[WireCopy, ...]
+    journal: tuple[bytes, ...]
+    ranks: tuple[str, ...]
+    """Nonces of the processes that live there."""
+    up_s: float
+    idle_s: float
+    """How long no holder had run there before this one, if nobody has used it since."""
+    dropped: dict[str, str]
+    """By job: what this host remembers of its end (R5)."""
+
+
+class TrainedStep(Row, frozen=True):
+    """The newest step that ranks of a job have trained on a host."""
+
+    attempt: Ordinal
+    step: Ordinal
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """The holder lives; it echoes the controller's clock as it was told last in this session (R17, R28)."""
+
+    stats: HostStats
+    trained: dict[str, TrainedStep]
+    clock_s: float | None
+
+
+class Outranked(Message, frozen=True, tag="outranked"):
+    """The holder obeys a controller of a higher term."""
+
+    term: Positive
+
+
+class FactsWritten(Message, frozen=True, tag="facts_written"):
+    """Every fact up to this one is in the journal (R16)."""
+
+    seq: Ordinal
+
+
+class RankArrived(Message, frozen=True, tag="rank_arrived"):
+    """A process has connected that was not here."""
+
+    nonce: str
+
+
+class RankGone(Message, frozen=True, tag="rank_gone"):
+    """The process of a rank is proved dead by its pid (R20)."""
+
+    nonce: str
+
+
+class Called(Message, frozen=True, tag="called"):
+    """A rank, a tool, or the holder for a rank, asks something."""
+
+    id: Ordinal
+    call: RankCall
+
+
+# -- copies -------------------------------------------------------------------------------------------
+
+
+class PutTimes(Part, frozen=True):
+    """What a rank and its holder measured of a put: for people only."""
+
+    stall_s: float
+    age_s: float
+    unchanged_since: Ordinal | None = None
+    """The step before, if its chunks are the same."""
+
+
+class Sealed(Message, frozen=True, tag="sealed"):
+    """A copy as it is now, whole or with the chunks that it lacks."""
+
+    copy: WireCopy
+    put: PutTimes | None
+    """None: it is no rank's own put of this host."""
+
+
+class Freed(Message, frozen=True, tag="freed"):
+    """Copies are not here any more, as ordered."""
+
+    shards: tuple[WireShard, ...]
+    number: DropNumber | None
+
+
+class PushFailed(Message, frozen=True, tag="push_failed"):
+    """A copy could not be made on another host."""
+
+    shard: WireShard
+    target: str
+    why: str
+    is_final: bool
+
+
+class Fenced(Message, frozen=True, tag="fenced"):
+    """Older processes are refused, and this is what is here of the job (R21)."""
+
+    job: Name
+    attempt: Ordinal
+    copies: tuple[WireCopy, ...]
+
+
+class Reserved(Message, frozen=True, tag="reserved"):
+    """The room is claimed; or why it is not, with numbers (R10)."""
+
+    job: Name
+    attempt: Ordinal
+    call: Positive | None
+    problem: str | None
+
+
+class ForkedDigest(Row, frozen=True):
+    """A shard that a fork may have: its digest under the new name, and how many of its chunks are not here."""
+
+    rank: Ordinal
+    digest: Digest
+    lacking: Ordinal
+
+
+class CopiesLookedAt(Message, frozen=True, tag="copies_looked_at"):
+    """Which of the shards that are to be forked are here (R32)."""
+
+    job: Name
+    call: Positive
+    shards: tuple[ForkedDigest, ...]
+
+
+class CopiesVerified(Message, frozen=True, tag="copies_verified"):
+    """What was found when everything was digested again; or why it could not be."""
+
+    call: Positive
+    found: HostVerified | None
+    problem: str
+
+
+# -- restores -----------------------------------------------------------------------------------------
+
+
+class StageEnded(Message, frozen=True, tag="stage_ended"):
+    """A rank's shard is here and verified; or which chunks their sources say they lack, or what failed (R25)."""
+
+    job: Name
+    round: Positive
+    rank: Ordinal
+    shard: WireShard
+    digest: Digest
+    problem: str | None
+    bad: dict[str, tuple[Ordinal, ...]]
+
+
+class ReadEnded(Message, frozen=True, tag="read_ended"):
+    """The same for a read of one shard."""
+
+    read: Positive
+    shard: WireShard
+    digest: Digest
+    problem: str | None
+    bad: dict[str, tuple[Ordinal, ...]]
+
+
+class IntoError(Part, frozen=True):
+    """An error of `memstore.errors`."""
+
+    error: str
+    message: str
+
+
+class IntoChecked(Message, frozen=True, tag="into_checked"):
+    """A rank has compared `into=` with the manifest; or the error that its get is to raise (R26)."""
+
+    job: Name
+    round: Positive
+    rank: Ordinal
+    error: IntoError | None
+
+
+# -- durable storage (R31) ----------------------------------------------------------------------------
+
+
+class SliceWritten(Message, frozen=True, tag="slice_written"):
+    """A slice is on durable storage, or why not."""
+
+    job: Name
+    step: WireStep
+    rank: Ordinal
+    number: Ordinal
+    key: str
+    """The name of the key that it is under."""
+    problem: str | None
+
+
+class MarkerWritten(Message, frozen=True, tag="marker_written"):
+    """The marker of a step is on durable storage, or why not."""
+
+    job: Name
+    step: WireStep
+    key: str
+    problem: str | None
+
+
+class TornStepRemoved(Message, frozen=True, tag="torn_step_removed"):
+    """A torn step is not on durable storage any more, or why it still is."""
+
+    job: Name
+    step: WireStep
+    problem: str | None
+
+
+class KeyNamed(Message, frozen=True, tag="key_named"):
+    """The name of the key in the job's durable_key_file on this host, or why there is none."""
+
+    job: Name
+    key: str
+    problem: str | None
+
+
+class MarkerRow(Row, frozen=True):
+    """A marker as it is on durable storage."""
+
+    step: WireStep
+    specs: tuple[RankSpec, ...]
+    key: str
+    lineage: Lineage
+
+
+class MarkersListed(Message, frozen=True, tag="markers_listed"):
+    """The markers of a job."""
+
+    job: Name
+    call: Positive
+    markers: tuple[MarkerRow, ...]
+    key: str
+    """The name of the key that this host has."""
+    damaged: str
+    """What is wrong with markers that are there and say nothing."""
+    lacks: str
+    """What is not there of the step that was to be checked."""
+
+
+class MarkersUnread(Message, frozen=True, tag="markers_unread"):
+    """Why the markers of a job cannot be listed."""
+
+    job: Name
+    call: Positive
+    why: str
+
+
+DurableReport = SliceWritten | MarkerWritten | TornStepRemoved | KeyNamed
+Report = (
+    Sealed
+    | Freed
+    | PushFailed
+    | Fenced
+    | Reserved
+    | CopiesLookedAt
+    | CopiesVerified
+    | StageEnded
+    | ReadEnded
+    | IntoChecked
+    | DurableReport
+    | MarkersListed
+    | MarkersUnread
+    | RankArrived
+)
+HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | RankGone | Called | Report
+
+decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)
