@@ -458,7 +458,10 @@ class Warn(Effect):
 
 @dataclass(frozen=True)
 class Unexpected(Effect):
-    """Note an error that no rule foresees, with its traceback. The simulator takes it for a failed run."""
+    """Note an error that no rule foresees, with its traceback, or without if the machine's (OSError).
+
+    The simulator takes it for a failed run.
+    """
 
     what: str
     error: Exception
