@@ -357,7 +357,7 @@ def refuse_last_copies(config: Config) -> None:
         raise CapacityError(
             f"{'; '.join(lost[:10])}{more}. Freeing the memory would lose it: keep the arenas (the default), make it "
             "durable, or say that it is not needed "
-            f"({config.commands('`memstore down --discard --yes`')}, stop(force=True))",
+            f"({config.commands('`memstore down --discard --yes`')}; in Python stop(keep_data=False, force=True))",
             jobs_count=len(lost),
         )
 

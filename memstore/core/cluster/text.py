@@ -32,6 +32,14 @@ def lost_text(count: int) -> str:
     return f"at least {plural(count, 'step')} lost" if count else "no step known to be lost"
 
 
+def dropped_text(job: str, step: int) -> str:
+    """Return what a reader is told whose step was dropped for a newer one before all of it was copied."""
+    return (
+        f"step {step} of job {job!r} was dropped while it was read: newer ones are committed, and puts wait for no "
+        f"reader. Read the newest, or pin one and read that: `memstore pin {job} latest NAME`"
+    )
+
+
 def who_is_missing(missing: list[int], world_size: int, done: str) -> str:
     """Return "2 of 3 ranks have connected, missing: rank 1", for `done`="connected"."""
     return f"{world_size - len(missing)} of {world_size} ranks have {done}, missing: {_ranks(missing)}"

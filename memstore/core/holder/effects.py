@@ -458,7 +458,10 @@ class Warn(Effect):
 
 @dataclass(frozen=True)
 class Unexpected(Effect):
-    """Log an error that no rule foresees, with its traceback. The simulator takes it for a failed run."""
+    """Log an error that no rule foresees, with its traceback unless it is one of the machine (OSError).
+
+    The simulator takes it for a failed run.
+    """
 
     what: str
     error: Exception

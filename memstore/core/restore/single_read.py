@@ -9,7 +9,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed
+from memstore.core.cluster.text import dropped_text, listed
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_to_wire
 from recovery.inventory import ShardId, StepId
@@ -110,8 +110,15 @@ class SingleReads:
         del self.state.reads[number]
         if body["ok"]:
             self.out.answer(read.call, {**read.answer, "shard": body["shard"], "digest": body["digest"]})
+        elif self._was_dropped(read.shard):
+            self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
         else:
             self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {body['why']}")
+
+    def _was_dropped(self, shard: ShardId) -> bool:
+        """Say whether retention dropped the step for a newer one: its chunks are gone then, not damaged (R19)."""
+        job, step = self.state.jobs.get(shard.job), StepId(shard.attempt, shard.step)
+        return job is not None and not job.copies.get(step) and any(s > step and s in job.copies for s in job.commits)
 
     def host_died(self, host: str) -> None:
         """Forget reads of ranks on a host that died: they ask again."""

@@ -179,7 +179,10 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.Unexpected) -> None:
-        log.error("%s", effect.what, exc_info=effect.error)
+        if isinstance(effect.error, OSError):  # the machine's, such as a full table of descriptors: no bug of ours
+            log.error("%s: %s", effect.what, effect.error)
+        else:
+            log.error("%s", effect.what, exc_info=effect.error)
 
 
 def _unthrottled(nbytes: int) -> None:

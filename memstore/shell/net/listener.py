@@ -216,6 +216,8 @@ class Listener:
             self._on_channel(channel, identity)
         except (errors.TransportError, errors.ClosedError) as error:
             _log.debug("%s: %s", channel.peer, error)
+        except OSError as error:  # the machine's, such as a full table of descriptors
+            _log.warning("a connection of %s ended: %s", channel.peer, error)
         except Exception:
             _log.exception("a connection of %s ended with an error of ours", channel.peer)
         finally:

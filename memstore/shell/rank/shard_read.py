@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold
@@ -80,11 +81,7 @@ class StagedShard:
         kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
-        pin = self.link.commands(f"`memstore pin {shard.job} latest NAME`")
-        raise StepDropped(
-            f"step {shard.step} of job {shard.job!r} was dropped while it was read: newer ones are committed, and puts "
-            f"wait for no reader. Read the newest, or pin one and read that: {pin}"
-        )
+        raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))
 
     def close(self) -> None:
         """Let go of the slots."""

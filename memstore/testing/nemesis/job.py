@@ -176,7 +176,8 @@ class Job(threading.Thread):
     def _all(self, do: str, timeout_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
         """Send all ranks one command; JobEnded if one is gone, or the round ends the launch.
 
-        A rank that puts does not know that another is gone, so all others put the step as well.
+        A rank that puts does not know that another is gone, so all others put the step as well. A first put waits for
+        all ranks, longer than any launcher takes to notice; so what has not come soon after that is not waited for.
         """
         if self._held.is_set() and not self._closing.is_set():
             raise JobEnded("held")
@@ -188,10 +189,13 @@ class Job(threading.Thread):
             except OSError:
                 gone = f"rank {rank.rank} was gone before {do}"
         replies: dict[int, dict[str, Any] | RankFailed] = {}
-        until_s = time.monotonic() + timeout_s
+        alone_s = self.scenario.notice_s + self.scenario.stall_budget_s
+        until_s = time.monotonic() + (alone_s if gone else timeout_s)
         while begun and (not gone or do == "put"):  # in any order, because the rank that others wait for may be gone
             channels = [rank.channel for rank in begun]
             ready, _, _ = select.select(channels, [], [], max(0.0, until_s - time.monotonic()))
+            if not ready and gone:
+                raise JobEnded(gone)
             if not ready:
                 if not self._held.is_set():
                     names = ", ".join(str(rank.rank) for rank in begun)
@@ -205,6 +209,7 @@ class Job(threading.Thread):
                     replies[rank.rank] = failed
                 except (EOFError, OSError):
                     gone = f"rank {rank.rank} was gone in {do}"
+                    until_s = min(until_s, time.monotonic() + alone_s)
         if gone:
             if not self._held.is_set():
                 time.sleep(self.scenario.notice_s)  # the launcher notices late

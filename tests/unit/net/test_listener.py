@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -221,6 +222,20 @@ def test_an_error_in_the_callback_costs_only_its_connection(caplog: pytest.LogCa
             channel.recv(timeout_s=5)
         assert works(server)
         until(lambda: "an error of ours" in caplog.text, "bug logged")
+
+
+def test_an_error_of_the_machine_in_the_callback_is_not_called_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """A full table of descriptors costs the connection and one line that names it, without a traceback."""
+
+    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with serve(on_channel=on_channel) as server:
+        with connect(server) as channel, pytest.raises(errors.PeerUnreachable):
+            channel.recv(timeout_s=5)
+        until(lambda: "Too many open files" in caplog.text, "error logged")
+    assert "of ours" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_failing_accepts_do_not_stop_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:

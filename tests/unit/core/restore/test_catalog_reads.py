@@ -83,3 +83,18 @@ def test_a_plan_of_another_world_size_counts_the_bytes_of_the_step() -> None:
     [plan] = ranks[0].answers["plan"]
     assert (plan["step"], plan["step_world_size"], plan["world_size"]) == (1, 3, 2)
     assert sum(plan["bytes"].values()) > 0
+
+
+def test_a_reader_whose_step_was_dropped_on_the_way_is_told_so() -> None:
+    """Puts wait for no reader: the chunks that did not come any more are gone for newer steps, not damaged (R27)."""
+    world, ranks = trained(3, 3)
+    world.work_s = (3.0, 3.0)  # of the read
+    world.holders["h2"].call(ranks[2], "read", {"job": JOB, "step": 1, "rank": 0})
+    world.run(0.5)
+    world.work_s = (0.01, 0.02)
+    assert world.put_all(ranks, 2)
+    assert world.run_until(lambda: not world.holders_of(StepId(1, 1), 0), 2.0)
+    assert world.run_until(lambda: "read" in ranks[2].errors, 20.0)
+    [(name, why)] = ranks[2].errors["read"]
+    assert name == "StepDropped"
+    assert "step 1 of job 'train' was dropped while it was read" in why
