@@ -23,7 +23,11 @@ from memstore.testing.clusters.scratch_folder import scratch_folder
 @contextmanager
 def child() -> Iterator[str]:
     """Run a process that waits for its input to end."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"!")
+        assert process.stdout.read(1) == b"!"  # it runs: before that it may have no command line yet
         yield f"process {process.pid} cat"
 
 

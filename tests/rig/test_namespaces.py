@@ -202,6 +202,9 @@ def test_a_killed_owner_leaves_what_sweep_removes() -> None:
     """After SIGKILL of the owner the processes in its rig are swept and its links are gone; the living are spared."""
     process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     link, pid = process.stdout.readline().split()
+    command = Path(f"/proc/{pid}/cmdline")
+    # While a process becomes another program, it tells neither its command nor its environment.
+    wait_for(lambda: command.read_bytes().startswith(b"sleep"), "the process in the rig")
     assert f"process {pid}" not in sweep()
     process.kill()
     process.wait(timeout=10)
