@@ -19,7 +19,7 @@ HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
 @pytest.mark.ray
 @pytest.mark.drill
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
     """Every process killed at once, one host late: the newest step comes back from arenas that were adopted."""
     with EmbeddedCluster(HOSTS) as cluster:
