@@ -15,7 +15,7 @@ from memstore.testing.ranks.dcp_ranks import DcpFleet, run
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 
 PROGRAM = SUPPORT.joinpath("dcp_cases.py")
-TABLE = ROOT / "memstore" / "dcp" / "CASES.md"
+TABLE = ROOT / "memstore" / "client" / "dcp" / "CASES.md"
 HOSTS = ("h1", "h2", "h3", "h4")
 FILES = [PROGRAM, *PROGRAM.parent.glob("dcp_cases_*.py")]
 CASES = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+
+from msgspec.structs import replace
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.holder import seal
