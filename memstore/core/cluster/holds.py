@@ -38,7 +38,3 @@ class Holds:
     def steps(self, job: Job) -> set[StepId]:
         """Return all steps of a job that may not be dropped now."""
         return self.in_use(job) | {step for source in self._planned.values() for step in source(job)}
-
-    def why(self, job: Job, step: StepId) -> list[str]:
-        """Return for what a step is held, in words; [] if it may go."""
-        return [what for what, source in {**self._in_use, **self._planned}.items() if step in source(job)]

@@ -67,7 +67,7 @@ def manifest(
         try:
             return (yield LoadManifest(pinned[0])), set()
         except DigestMismatch:
-            pass  # another copy's
+            pass  # its file here was damaged: any other copy's manifest serves as well
         finally:
             state.store.unpin(*pinned)
     return (yield from brought_manifest(state, body, shard, digest, until_s))
