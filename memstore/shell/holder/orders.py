@@ -88,8 +88,6 @@ class Orders:
             self.tombstones.take(str(body["job"]), str(body["story"]))
         elif kind == "outdated":
             self._later(self.begin_again, int(body["above"]))
-        elif kind == "exit":
-            self.context.on_fatal(str(body.get("why", "told to exit")))
 
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         self.workers.submit(self.context.logged, work, *args)
