@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memstore.client.connect import Reader as Reader
     from memstore.client.connect import connect as connect
     from memstore.client.connect import reader as reader
-    from memstore.client.prepare import Preparation as Preparation
+    from memstore.client.prepare import PutPreparation as PutPreparation
     from memstore.client.store import Store as Store
     from memstore.client.ticket import Ticket as Ticket
     from memstore.shell.tensors.registry import register as register
@@ -42,7 +42,7 @@ _HOMES = {
     "Checkpoint": "memstore.client.checkpoint",
     "ClusterStatus": "memstore.admin.cluster",
     "Fork": "memstore.admin.fork",
-    "Preparation": "memstore.client.prepare",
+    "PutPreparation": "memstore.client.prepare",
     "Reader": "memstore.client.connect",
     "StepInfo": "memstore.client.checkpoint",
     "Store": "memstore.client.store",

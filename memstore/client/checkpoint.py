@@ -15,7 +15,7 @@ from memstore.core.format.manifest import decode_manifest
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead, StagedShard
 
 log = logging.getLogger("memstore")
@@ -66,7 +66,7 @@ class Checkpoint:
 
 @copying()
 def open_shard(
-    link: RankLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
+    link: HolderLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
 ) -> Checkpoint:
     """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
 
@@ -88,7 +88,7 @@ def open_shard(
 
 @copying()
 def read_shard(
-    link: RankLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
+    link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
 ) -> Checkpoint:
     """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
 

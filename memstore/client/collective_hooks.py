@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from memstore.errors import ConfigError
-from memstore.shell.rank.collective_marks import Marks
+from memstore.shell.rank.collective_marks import CollectiveMarks
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ WRAPPED = (
 """Functions of torch.distributed that move bulk bytes; barriers and object collectives are small."""
 
 
-def watch_module(marks: Marks, module: torch.nn.Module) -> None:
+def watch_module(marks: CollectiveMarks, module: torch.nn.Module) -> None:
     """Have DDP reduce its gradients by a hook that marks them, in `marks` only from now on.
 
     Raises:
@@ -55,7 +55,7 @@ def watch_module(marks: Marks, module: torch.nn.Module) -> None:
 class _Watched:
     """What a module's hook knows: whose marks, as stores come and go. Not the module, which would never be freed."""
 
-    marks: Marks
+    marks: CollectiveMarks
 
 
 _WATCHED: weakref.WeakKeyDictionary[DistributedDataParallel, _Watched] = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ def _reduced(watched: _Watched, bucket: Any) -> torch.futures.Future[torch.Tenso
 _reduced.__annotations__.clear()  # DDP compares them with classes, and here they are text
 
 
-def _marked(marks: Marks, start: Callable[[], _T], future_of: Callable[[_T], Any]) -> _T:
+def _marked(marks: CollectiveMarks, start: Callable[[], _T], future_of: Callable[[_T], Any]) -> _T:
     """Start a collective; it is over when its future is done, or now if it has none."""
     marks.begin()
     future = None
@@ -86,7 +86,7 @@ def _marked(marks: Marks, start: Callable[[], _T], future_of: Callable[[_T], Any
     return started
 
 
-def watch_optimizer(marks: Marks, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def watch_optimizer(marks: CollectiveMarks, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """An iteration begins after each step of the optimizer; return what ends this."""
     marks.has_iterations = True
     handle = optimizer.register_step_post_hook(lambda *_: marks.iteration())
@@ -96,7 +96,7 @@ def watch_optimizer(marks: Marks, optimizer: torch.optim.Optimizer) -> Callable[
 class WatchedCollectives:
     """Functions of torch.distributed, wrapped until `close`. A context manager."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: CollectiveMarks) -> None:
         self._marks = marks
         self._originals = {name: getattr(dist, name) for name in WRAPPED}
         for name, function in self._originals.items():

@@ -25,7 +25,7 @@ from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
 from memstore.shell.rank.admin_link import ASK_S, Tool, store_root
 from memstore.shell.rank.collective import ask_with_all
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch, detect_launch
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
@@ -49,7 +49,7 @@ def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) 
 
 def open_link(
     config: Config, launch: Launch, *, address: str | None, nonce: str, job: str, deadline_s: float
-) -> RankLink:
+) -> HolderLink:
     """Connect to this host's holder; start a store that is not back soon through Ray, beside, and wait for it (R3, R4).
 
     A holder that was here has START_AFTER_S to come back before Ray is asked; where none was, Ray is asked at once and
@@ -66,7 +66,7 @@ def open_link(
             if is_over or not is_new:
                 try:
                     folder = holder_folder(config, start.node_labels if start is not None else None)
-                    link = RankLink(folder, nonce=nonce, job=job, rank=launch.rank)
+                    link = HolderLink(folder, nonce=nonce, job=job, rank=launch.rank)
                     if is_new and launch.rank == 0:
                         warn_of_new_store(config, job)
                     return link

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memstore.shell.rank.collective_marks import Marks
+from memstore.shell.rank.collective_marks import CollectiveMarks
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class MarkVerbs:
     """Part of Store."""
 
-    marks: Marks
+    marks: CollectiveMarks
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

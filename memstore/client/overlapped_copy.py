@@ -30,9 +30,9 @@ import torch
 from memstore.client.ticket import TERMINAL
 from memstore.errors import ConfigError
 from memstore.shell.codec.encode import StatePlan, copy_all_but, slot_stream
-from memstore.shell.device.deferred_copy import LateCopy, WatchedSource, changed_message
-from memstore.shell.device.deferred_device_copy import LateFlights
-from memstore.shell.device.optimizer_memory import SteadyMemory, optimizer_tensors
+from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource, changed_message
+from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
 from memstore.shell.tensors.memory import Source, dense_bytes, is_flat
 from memstore.shell.tensors.own_memory import is_permitted
@@ -40,7 +40,7 @@ from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 if TYPE_CHECKING:
-    from memstore.client.pending_put import OpenPut
+    from memstore.client.pending_put import PendingPut
     from memstore.client.ticket import Ticket
     from memstore.config import Config
     from memstore.shell.codec.encode import StatePlan
@@ -65,7 +65,7 @@ class PutSide(Protocol):
 
     config: Config
 
-    def hand_over(self, room: OpenPut, plan: StatePlan) -> None:
+    def hand_over(self, room: PendingPut, plan: StatePlan) -> None:
         """Queue the copied state for the holder."""
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
@@ -82,9 +82,9 @@ class Overlap:
         self._puts = puts
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Hook] = []
-        self._late: tuple[LateCopy, OpenPut] | None = None
+        self._late: tuple[DeferredCopy, PendingPut] | None = None
         self._checking = threading.RLock()  # a signal handler may put
-        self._queue: queue.SimpleQueue[LateCopy | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DeferredCopy | None] = queue.SimpleQueue()
         self._thread: SafeThread | None = None
         _OVERLAPS.add(self)
 
@@ -115,7 +115,7 @@ class Overlap:
         self._hooks.append(optimizer.register_step_pre_hook(before_step))
         self._optimizers.append(optimizer)
 
-    def steady_memory(self, overlap: bool | Iterable[torch.Tensor]) -> SteadyMemory | None:
+    def steady_memory(self, overlap: bool | Iterable[torch.Tensor]) -> OptimizerMemory | None:
         """Return the memory that is to be copied late, or None for a put that does not overlap.
 
         Raises:
@@ -124,17 +124,17 @@ class Overlap:
         if overlap is False:
             return None
         if overlap is not True:
-            return SteadyMemory(overlap)
+            return OptimizerMemory(overlap)
         if not self._optimizers:
             raise ConfigError(
                 "put(overlap=True) needs an optimizer that waits for the copy: call store.fence(optimizer) once before",
                 field="overlap",
             )
-        return SteadyMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))
+        return OptimizerMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))
 
     # -- a copy ---------------------------------------------------------------------------------
 
-    def copy(self, room: OpenPut, plan: StatePlan, memory: SteadyMemory) -> None:
+    def copy(self, room: PendingPut, plan: StatePlan, memory: OptimizerMemory) -> None:
         """Copy what may change and queue the rest; the put that took the room is handed over when that is done."""
         late: dict[int, tuple[WatchedSource, list[Move]]] = {}
         writes: list[DeviceWrite] = []
@@ -152,14 +152,14 @@ class Overlap:
                 elif owners and is_permitted():
                     late[number] = WatchedSource(owners, owners[-1].untyped_storage(), is_whole), []
                     stream.plan_write(offset, source.address, source.nbytes, late[number][1])
-            flights = LateFlights(writes) if writes else None
+            flights = DeferredDeviceCopies(writes) if writes else None
             with room.lock:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
             # Not the plan itself: it keeps alive what was copied at once.
             bare = replace(plan, placed=())
             offsets = [plan.placed[number][0] for number in late]
-            copy = LateCopy(
+            copy = DeferredCopy(
                 list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),
                 name_of=lambda number: bare.name_at(offsets[number]), flights=flights,
@@ -178,7 +178,7 @@ class Overlap:
             self._late = None
             raise
 
-    def _start(self, copy: LateCopy) -> None:
+    def _start(self, copy: DeferredCopy) -> None:
         if self._thread is None:
             copies = self._queue
             self._thread = SafeThread(lambda: _copy_all(copies))
@@ -191,7 +191,7 @@ class Overlap:
             return
         self._queue.put(copy)
 
-    def _end(self, room: OpenPut, plan: StatePlan, problem: str) -> None:
+    def _end(self, room: PendingPut, plan: StatePlan, problem: str) -> None:
         """Hand the put over, or give its step up on all ranks (R12)."""
         try:
             if not problem:
@@ -244,7 +244,7 @@ class Overlap:
             if copy.flights is None or is_for_device or copy.ended.is_set():
                 self._late = None
 
-    def _join_in(self, copy: LateCopy, deadline_s: float) -> None:
+    def _join_in(self, copy: DeferredCopy, deadline_s: float) -> None:
         """Help the copy thread with the moves that are left, with as many threads as a put would take."""
         count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
         with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
@@ -281,7 +281,7 @@ class Overlap:
         self._queue = queue.SimpleQueue()
 
 
-def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
+def _copy_all(copies: queue.SimpleQueue[DeferredCopy | None]) -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     while True:
@@ -293,11 +293,11 @@ def _copy_all(copies: queue.SimpleQueue[LateCopy | None]) -> None:
         del copy  # nothing of a state is kept alive until the next
 
 
-def _help(copy: LateCopy, deadline_s: float = float("inf")) -> None:
+def _help(copy: DeferredCopy, deadline_s: float = float("inf")) -> None:
     _guarded(copy, lambda: copy.work(deadline_s))
 
 
-def _guarded(copy: LateCopy, work: Callable[[], None]) -> None:
+def _guarded(copy: DeferredCopy, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as exc:

@@ -14,20 +14,20 @@ import time
 from collections.abc import Sequence
 
 from memstore.client.ticket import LEVELS, Ticket
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.shell.threads.answers import is_answered
 
 LEND_S = 30.0
 
 
-class OpenPut(Tenant):
+class PendingPut(Tenant):
     """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
 
     Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
     """
 
-    def __init__(self, link: RankLink, ticket: Ticket, *, world_size: int) -> None:
+    def __init__(self, link: HolderLink, ticket: Ticket, *, world_size: int) -> None:
         """It has no slots until `extend` takes some."""
         super().__init__()
         self.mapping = link.mapping  # of the slots: they are never written through a later one's

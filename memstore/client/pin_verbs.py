@@ -8,7 +8,7 @@ from memstore.client.checkpoint import StepInfo, step_infos
 from memstore.config import check_name
 from memstore.errors import PeerTimeout
 from memstore.shell.rank.collective import CALL_SLACK_S
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 
 
 class PinVerbs:
@@ -16,7 +16,7 @@ class PinVerbs:
 
     job: str
     config: Any
-    _link: RankLink
+    _link: HolderLink
 
     def _check_open(self) -> None:
         raise NotImplementedError

@@ -18,7 +18,7 @@ from typing import Any
 
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import Answer, answer_of
 from memstore.shell.threads.safe_condition import SafeEvent, SafeThread
 
@@ -28,14 +28,14 @@ WAITED_S = 1.0  # a first put that waits longer for its room says how not to
 SAY_S = 5.0  # the same for a log
 
 
-class Preparation:
+class PutPreparation:
     """What `store.prepare` returns.
 
     Attributes: nbytes (of one put, in whole chunks), seconds (taken so far, or in all).
     """
 
     def __init__(
-        self, link: RankLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
+        self, link: HolderLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
     ) -> None:
         """It asks for the room that `body` names in `begin`.
 
@@ -60,14 +60,14 @@ class Preparation:
         self._answer: Future[dict[str, Any]] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
-    def begin(self) -> Preparation:
+    def begin(self) -> PutPreparation:
         """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
         self._answer = self._link.call_soon("reserve", self._body)
         self._thread.start()
         return self
 
     def __repr__(self) -> str:
-        return f"Preparation({self.nbytes} bytes, {self._words()}, {self.seconds:.2f} s)"
+        return f"PutPreparation({self.nbytes} bytes, {self._words()}, {self.seconds:.2f} s)"
 
     @property
     def is_ready(self) -> bool:
@@ -106,7 +106,7 @@ class Preparation:
             f"{self._claimed_s:.2f} pages {self._ready_s - self._claimed_s:.2f} s, once"
         )
 
-    def wait(self, timeout_s: float | None = None) -> Preparation:
+    def wait(self, timeout_s: float | None = None) -> PutPreparation:
         """Wait until it is ready; on rank 0 with a bar on a terminal, with log lines elsewhere.
 
         Args:

@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from memstore.client.overlapped_copy import Overlap
-from memstore.client.pending_put import OpenPut
-from memstore.client.prepare import Preparation
-from memstore.client.shared_shard import NaturalReplicas
+from memstore.client.pending_put import PendingPut
+from memstore.client.prepare import PutPreparation
+from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.shell.codec.interpreter import copying, waiting
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import is_answered
 
 if TYPE_CHECKING:
@@ -37,20 +37,20 @@ RESERVE_SLACK_S = 10.0  # the controller's own deadline comes first and names th
 class Puts:
     """All puts of one store. Used by one thread, but for the events of the link."""
 
-    def __init__(self, link: RankLink, config: Config, *, world_size: int) -> None:
+    def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
         self.chunk_bytes = int(link.welcome["chunk_bytes"])
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
-        self._open: list[OpenPut] = []  # begun, not handed over yet
+        self._open: list[PendingPut] = []  # begun, not handed over yet
         self._skipping: Future[Any] | None = None
         self._reserved_slots = 0
         self._has_room = False  # some put of this attempt had
-        self._preparation: Preparation | None = None
+        self._preparation: PutPreparation | None = None
         self._resume_step = 0
         self._last_step = self._floor = -1
         self.overlap = Overlap(self)
-        self.natural: NaturalReplicas | None = None
+        self.natural: SharedShard | None = None
 
     @property
     def job(self) -> str:
@@ -68,7 +68,7 @@ class Puts:
         restored = joined.get("restored_step")
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
-        self.natural = NaturalReplicas.joined(joined)
+        self.natural = SharedShard.joined(joined)
         self.close()
 
     def go_on_from(self, step: int) -> None:
@@ -144,7 +144,7 @@ class Puts:
     def begin(
         self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None,
         growth_s: float = 0.0,
-    ) -> tuple[Ticket, OpenPut | None]:  # fmt: skip
+    ) -> tuple[Ticket, PendingPut | None]:  # fmt: skip
         """Take room for a put whose bytes the caller copies and hands over itself.
 
         Args:
@@ -168,22 +168,22 @@ class Puts:
             raise
         return room.ticket, None if room.is_over else room
 
-    def _open_put(self, step: int, nbytes: int, began_s: float) -> OpenPut:
+    def _open_put(self, step: int, nbytes: int, began_s: float) -> PendingPut:
         if self.link.closed.is_set():
             raise ClosedError(f"the store of job {self.job!r} is closed: connect again")
         known = self._same_step(step)
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
-        return OpenPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
+        return PendingPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
 
-    def _begin(self, room: OpenPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
+    def _begin(self, room: PendingPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
         """Take room for a put, or skip it: it is over then."""
         self.overlap.wait()
         self._know(room.ticket)
         self._take_room(room, -(-room.ticket.nbytes // self.chunk_bytes) + extra_slots, timeout_s, growth_s)
         self._open = [*(r for r in self._open if not r.is_over), room]
 
-    def _copy(self, room: OpenPut, plan: StatePlan) -> None:
+    def _copy(self, room: PendingPut, plan: StatePlan) -> None:
         try:
             with room.lock:
                 copy_into(plan, room.views(), self.chunk_bytes)
@@ -193,7 +193,7 @@ class Puts:
             raise
         self.hand_over(room, plan)
 
-    def hand_over(self, room: OpenPut, plan: StatePlan) -> None:
+    def hand_over(self, room: PendingPut, plan: StatePlan) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
         if not room.hand_over(plan.layout, plan.nbytes, plan.shared_chunks):
             self.skip(room.ticket, "this host's holder restarted while the state was copied")
@@ -292,7 +292,7 @@ class Puts:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _take_room(self, room: OpenPut, count: int, timeout_s: float | None, growth_s: float) -> None:
+    def _take_room(self, room: PendingPut, count: int, timeout_s: float | None, growth_s: float) -> None:
         """Take leased slots, or skip the step."""
         ticket = room.ticket
         if ticket.step < self._resume_step:
@@ -324,7 +324,7 @@ class Puts:
         self._open = [room for room in stale if not room.is_over]
         return bool(stale)
 
-    def prepare(self, nbytes: int) -> Preparation:
+    def prepare(self, nbytes: int) -> PutPreparation:
         """Begin what a first put of `nbytes` would wait for, or return what is under way or done for as much (R10).
 
         Waits for a smaller one that is under way to end: a rank has one question of room at a time.
@@ -338,7 +338,7 @@ class Puts:
                 known.wait_claimed()
         count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
         config = self.config
-        self._preparation = Preparation(
+        self._preparation = PutPreparation(
             self.link, self.body(slots=count), self.chunk_bytes,
             versions=config.keep_steps + 1 + (config.durable is not None),
             timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,

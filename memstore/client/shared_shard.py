@@ -22,7 +22,7 @@ from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.collective import collective
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import OpenRanges, ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 
@@ -35,7 +35,7 @@ Read = Callable[[Sequence[int]], ShardRead]
 
 
 @dataclass(frozen=True)
-class NaturalReplicas:
+class SharedShard:
     """What this rank shares with others, in the present attempt."""
 
     shard: int
@@ -45,7 +45,7 @@ class NaturalReplicas:
     roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
 
     @classmethod
-    def joined(cls, answer: dict[str, Any]) -> NaturalReplicas | None:
+    def joined(cls, answer: dict[str, Any]) -> SharedShard | None:
         """Return what a join or a rewind answered; None if the launch named no shards."""
         if not answer.get("natural"):
             return None
@@ -87,7 +87,7 @@ class NaturalReplicas:
     # -- another world size ---------------------------------------------------------------------
 
     def get_resized(
-        self, link: RankLink, body: dict[str, Any], into: Any, timeout_s: float
+        self, link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float
     ) -> tuple[OpenShard, dict[str, Any], Any] | None:
         """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
 
@@ -118,7 +118,7 @@ class NaturalReplicas:
                 return staged, {**read.answer(), **adopted}, state
 
     def _copier_elsewhere(
-        self, link: RankLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
+        self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
     ) -> tuple[int, int, int] | None:
         """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
         opened = ranges.open(ranges.ask(step, 0, attempt=attempt))
@@ -132,7 +132,7 @@ class NaturalReplicas:
 
     # -- twins that differ ------------------------------------------------------------------------
 
-    def name_differing(self, link: RankLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+    def name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
 
         Args:
@@ -143,7 +143,7 @@ class NaturalReplicas:
             target=self._name_differing, args=(link, event, wait), name="memstore-twins", daemon=True
         ).start()
 
-    def _name_differing(self, link: RankLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+    def _name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
         step, twin, names = int(event["step"]), int(event["twin"]), list[str]()
         try:
             if event["count"]:
@@ -161,7 +161,7 @@ class NaturalReplicas:
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
 
-    def _differing_names(self, link: RankLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
+    def _differing_names(self, link: HolderLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)
         chunks = [int(chunk) for chunk in event["chunks"]][:COMPARED_CHUNKS_MAX]
         with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> 
 # -- getting ------------------------------------------------------------------------------------------
 
 
-def check_shard(manifest: Manifest, into: Any, own_into: Any, now: NaturalReplicas | None = None) -> None:
+def check_shard(manifest: Manifest, into: Any, own_into: Any, now: SharedShard | None = None) -> None:
     """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
 
     Args:
@@ -231,14 +231,14 @@ def check_shard(manifest: Manifest, into: Any, own_into: Any, now: NaturalReplic
         check_into(natural.own.layout, own_into)
 
 
-def reader_of(link: RankLink, manifest: Manifest, timeout_s: float) -> Read:
+def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
     """Return what reads other ranks' shards of the step that a shard is of."""
     shard = manifest.shard
     body = {"job": shard.job, "step": shard.step, "of_attempt": shard.attempt}
     return lambda ranks: ShardRead(link, {**body, "rank": _chosen(link, ranks)}, timeout_s)
 
 
-def _chosen(link: RankLink, ranks: Sequence[int]) -> int:
+def _chosen(link: HolderLink, ranks: Sequence[int]) -> int:
     """Return the rank whose shard all of this host's ranks read, so that it comes here once; hosts differ."""
     return ranks[zlib.crc32(link.folder.name.encode()) % len(ranks)]
 

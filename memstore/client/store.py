@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
 from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
-from memstore.client.prepare import Preparation
+from memstore.client.prepare import PutPreparation
 from memstore.client.put_interval import Cadence
 from memstore.client.puts import Puts
-from memstore.client.shared_shard import NaturalReplicas, check_shard
+from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
-from memstore.shell.rank.collective_marks import Marks
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.collective_marks import CollectiveMarks
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
-from memstore.shell.threads.reentrancy import UnderWay
+from memstore.shell.threads.reentrancy import ReentrancyGuard
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ log = logging.getLogger("memstore")
 class Store(PinVerbs, MarkVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
-    def __init__(self, link: RankLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
         self.job, self.world_size = job, launch.world_size
         self.config = config
         self._link = link
@@ -53,14 +53,14 @@ class Store(PinVerbs, MarkVerbs):
         self.puts = Puts(link, config, world_size=launch.world_size)
         self._cadence = Cadence(self.puts, config.stall_budget_s)
         self._trained = TrainedWord(link)
-        self.marks = Marks(link)
+        self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
         self._into: Any = None
         self._own_into: Any = None
         self._is_closed = False
         self._pid = os.getpid()
         self._one_get = threading.Lock()
-        self._under_way = UnderWay(job)
+        self._under_way = ReentrancyGuard(job)
         link.on_event = self.on_event
 
     def _take_attempt(self, joined: dict[str, Any]) -> None:
@@ -110,11 +110,11 @@ class Store(PinVerbs, MarkVerbs):
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
         self.rank = self._link.rank = int(joined["rank"])
-        self.puts.natural = NaturalReplicas.joined(joined)  # a shard belongs to the rank's number (D83)
+        self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return tuple(joined["order"]) or tuple(range(self.world_size))
 
     @property
-    def natural(self) -> NaturalReplicas | None:
+    def natural(self) -> SharedShard | None:
         """What this rank shares with others, `natural.is_copier` among it; None if connect() named no shard."""
         return self.puts.natural
 
@@ -188,7 +188,7 @@ class Store(PinVerbs, MarkVerbs):
         self._trained.say(step)
         return self._cadence.due(step)
 
-    def prepare(self, state: Any, *, own: Any = None) -> Preparation:
+    def prepare(self, state: Any, *, own: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
 
         Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready

@@ -10,14 +10,14 @@ import subprocess
 import sys
 from typing import Any
 
-from memstore.client.pending_put import OpenPut
+from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket
 from memstore.config import Config
-from memstore.core.arena.share import Share
+from memstore.core.arena.share import PeerShare
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import kill, wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
@@ -32,13 +32,13 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from memstore.errors import MemstoreError
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 
 link, slots = None, []
 for line in sys.stdin:
     try:
         if line == "connect\\n":
-            link = RankLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
+            link = HolderLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
         elif line == "adopt\\n":
             slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
         elif line == "hand over\\n":
@@ -91,7 +91,7 @@ class Site:
         self.children: list[Child] = []
         self.begin()
         self.levels: list[tuple[int, str]] = []
-        self.link = RankLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
+        self.link = HolderLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
         self.link.on_event = lambda body: self.levels.append((body.get("step", -1), body.get("level", "")))
         wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
 
@@ -99,21 +99,21 @@ class Site:
         """A holder starts and adopts what is there; the job has claimed its room."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
-        self.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, 0))
+        self.holder.vault.claim("job", PeerShare(1, {0: SHARE_SLOTS}, 0))
 
     def child(self, **options: Any) -> Child:
         self.children.append(Child(self.holder, **options))
         return self.children[-1]
 
-    def stage(self, count: int = 3) -> OpenPut:
+    def stage(self, count: int = 3) -> PendingPut:
         """Fill slots, as the training process does."""
-        room = OpenPut(self.link, Ticket(STEP), world_size=1)
+        room = PendingPut(self.link, Ticket(STEP), world_size=1)
         assert room.extend(count, WAIT_S)
         for number, view in enumerate(room.views()):
             view[:] = bytes([number + 1]) * CHUNK_BYTES
         return room
 
-    def lend(self, count: int = 3) -> OpenPut:
+    def lend(self, count: int = 3) -> PendingPut:
         room = self.stage(count)
         room.lend()
         wait_for(lambda: self.holder.ranks.lendings.lent, "the offer")

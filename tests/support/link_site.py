@@ -17,7 +17,7 @@ import memstore.client.connect
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.shell.arena.folder import arena_folder
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.controller.controller import Controller
 from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.holder.holder import Holder
@@ -72,7 +72,7 @@ class Site:
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     @property
-    def vault(self) -> Vault:
+    def vault(self) -> ReplicaStore:
         return self.holders["a"].vault
 
     def connect(self, key: str = "") -> list[Store]:

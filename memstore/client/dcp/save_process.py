@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memstore.client.pending_put import OpenPut
+from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import TERMINAL, Ticket
 from memstore.config import Config
 from memstore.errors import CommitError, ConfigError, MemstoreError, TransportError
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 
 ADOPT_S = 30.0
 # The offer comes on the parent's link and may be behind us; a holder that restarts hears of parent and offer anew.
@@ -62,7 +62,7 @@ class SaveProcess:
         self.staged = staged
         self.job, self.rank, self.world_size = staged.job, staged.rank, staged.world_size
         self.chunk_bytes, self.config = staged.chunk_bytes, staged.config
-        self._link: RankLink | None = None
+        self._link: HolderLink | None = None
 
     def new_ticket(self, step: int) -> Ticket:
         """Return a ticket that tells of the put as the training process began it."""
@@ -70,7 +70,7 @@ class SaveProcess:
         ticket.stall_s = self.staged.stall_s
         return ticket
 
-    def adopt(self, step: int) -> tuple[Ticket, OpenPut]:
+    def adopt(self, step: int) -> tuple[Ticket, PendingPut]:
         """Take over the lease of what was staged for a step.
 
         Raises:
@@ -81,12 +81,12 @@ class SaveProcess:
         ticket = self.new_ticket(step)
         until_s = time.monotonic() + OFFER_S
         link = self._link = _patiently(
-            lambda: RankLink(
+            lambda: HolderLink(
                 staged.folder, nonce=nonce, job=staged.job, rank=staged.rank, parent=staged.parent,
                 attempt=staged.attempt,
             ), until_s,
         )  # fmt: skip
-        room = OpenPut(link, ticket, world_size=staged.world_size)
+        room = PendingPut(link, ticket, world_size=staged.world_size)
         link.heir = room
 
         def on_event(body: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class SaveProcess:
         room.slots = [int(n) for n in answer["slots"]]
         return ticket, room
 
-    def _leave(self, room: OpenPut) -> None:
+    def _leave(self, room: PendingPut) -> None:
         room.abandon()
         self.close()
 

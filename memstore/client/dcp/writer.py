@@ -28,7 +28,7 @@ from torch.futures import Future
 from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
 from memstore.client.dcp.save_process import SaveProcess, staged_shard
-from memstore.client.pending_put import OpenPut
+from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import LEVELS, Ticket
 from memstore.errors import CommitError, ConfigError, UnsupportedState
@@ -66,7 +66,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self.puts: Puts | SaveProcess = puts
         self.step, self.wait, self.wait_s = step, wait, wait_s
         self.ticket: Ticket | None = None
-        self._room: OpenPut | None = None
+        self._room: PendingPut | None = None
         self._end = 0  # of what is in the stream
         self._tail: list[bytes] = []  # objects and metadata, which stand behind the tensors
         self._is_coordinator = False

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memstore.core.arena.share import Share
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -23,7 +23,7 @@ StagedKey = tuple[str, int, int]  # (job, round, rank); rounds of reads are nega
 
 
 @dataclass(slots=True)
-class Draft:
+class IncomingReplica:
     """A shard under construction: it holds a reference for every chunk that is there."""
 
     shard: ShardId
@@ -45,7 +45,7 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Shelved:
+class StoredReplica:
     """A stored replica."""
 
     shard: ShardId
@@ -63,15 +63,15 @@ class Shelved:
         return frozenset(i for i, slot in enumerate(self.slots) if slot is None or self.is_nameless)
 
 
-class Shelf:
+class ReplicaIndex:
     """Shards by (id, digest) on top of a SlotTable."""
 
     def __init__(self, table: SlotTable) -> None:
         self.table = table
-        self.shards: dict[Key, Shelved] = {}
-        self.drafts: dict[Key | tuple[ShardId, str, str], Draft] = {}
-        self.shares: dict[str, Share] = {}
-        self.staged: dict[StagedKey, tuple[Shelved, int]] = {}  # what restores brought, each with its pin
+        self.shards: dict[Key, StoredReplica] = {}
+        self.drafts: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
+        self.shares: dict[str, PeerShare] = {}
+        self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
         self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
         self.pins_count = 0
 
@@ -80,23 +80,23 @@ class Shelf:
     def open_draft(
         self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int,
         excerpt: tuple[int, ...] | None = None,
-    ) -> Draft:  # fmt: skip
+    ) -> IncomingReplica:  # fmt: skip
         """Begin a shard; `name` tells drafts of one shard from several senders apart."""
-        draft = Draft(shard, list(digests), [None] * len(digests), attempt, excerpt)
+        draft = IncomingReplica(shard, list(digests), [None] * len(digests), attempt, excerpt)
         self.abort_draft(name, shard)
         self.drafts[shard, name, "draft"] = draft
         return draft
 
-    def draft(self, name: str, shard: ShardId) -> Draft | None:
+    def draft(self, name: str, shard: ShardId) -> IncomingReplica | None:
         """Return an open draft."""
         return self.drafts.get((shard, name, "draft"))
 
-    def expect(self, draft: Draft, index: int, digest: bytes) -> bool:
+    def expect(self, draft: IncomingReplica, index: int, digest: bytes) -> bool:
         """Name a chunk of a draft by its digest; False if it was named otherwise before."""
         draft.digests[index] = draft.digests[index] or digest
         return draft.digests[index] == digest
 
-    def hold_known(self, draft: Draft, index: int, nbytes: int) -> int | None:
+    def hold_known(self, draft: IncomingReplica, index: int, nbytes: int) -> int | None:
         """Take a reference to content that is here already; its slot, or None (R13: a have is a reference)."""
         number = self.table.lookup(draft.digests[index], nbytes)
         if number is not None and draft.slots[index] is None:
@@ -104,7 +104,7 @@ class Shelf:
             draft.slots[index] = number
         return number
 
-    def fill(self, draft: Draft, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
+    def fill(self, draft: IncomingReplica, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
         """Chunk `index` lies verified in receiving slot `number`."""
         used = self.table.seal(number, digest, nbytes, now)
         old = draft.slots[index]
@@ -128,7 +128,7 @@ class Shelf:
             self.abort_draft(key[1], key[0])
         return [key[0] for key in old]
 
-    def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> Shelved:
+    def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> StoredReplica:
         """Every chunk is there and the manifest is saved: the draft's references become the shard's."""
         draft = self.drafts.pop((shard, name, "draft"))
         if draft.missing:
@@ -145,11 +145,13 @@ class Shelf:
                     self.table.unhold(number)
             known.is_doomed = known.is_nameless = False
             return known
-        return self._shelve(Shelved(shard, spec, tuple(draft.digests), draft.slots))
+        return self._shelve(StoredReplica(shard, spec, tuple(draft.digests), draft.slots))
 
-    def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> Shelved:
+    def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> StoredReplica:
         """Count a manifest, as one found on adoption; chunks that are not here are missing (R6)."""
-        known = self.shards.get((shard, spec.digest)) or Shelved(shard, spec, tuple(digests), [None] * len(digests))
+        known = self.shards.get((shard, spec.digest)) or StoredReplica(
+            shard, spec, tuple(digests), [None] * len(digests)
+        )
         for index, (digest, nbytes) in enumerate(zip(digests, sizes, strict=True)):
             number = self.table.lookup(digest, nbytes) if known.slots[index] is None else None
             if number is not None:
@@ -158,7 +160,7 @@ class Shelf:
         known.is_nameless = False
         return self._shelve(known)
 
-    def _shelve(self, shelved: Shelved) -> Shelved:
+    def _shelve(self, shelved: StoredReplica) -> StoredReplica:
         key = (shelved.shard, shelved.spec.digest)
         self.shards[key] = shelved
         for number in shelved.slots:
@@ -168,13 +170,13 @@ class Shelf:
 
     # -- shards -------------------------------------------------------------------------------
 
-    def find(self, shard: ShardId, digest: str | None = None) -> Shelved | None:
+    def find(self, shard: ShardId, digest: str | None = None) -> StoredReplica | None:
         """Return a stored replica, by digest or any of that id."""
         if digest is not None:
             return self.shards.get((shard, digest))
         return next((s for (held, _), s in self.shards.items() if held == shard), None)
 
-    def drop(self, shard: ShardId, readers_until_s: float = math.inf) -> list[Shelved]:
+    def drop(self, shard: ShardId, readers_until_s: float = math.inf) -> list[StoredReplica]:
         """Remove every replica of a shard; those being read are doomed instead. Return what may go now, still whole.
 
         Readers have until `readers_until_s`: their slots are those of the puts to come (R11). The caller unlinks the
@@ -192,7 +194,7 @@ class Shelf:
         self._hurry_readers(shard, readers_until_s)
         return gone
 
-    def free(self, shelved: Shelved) -> None:
+    def free(self, shelved: StoredReplica) -> None:
         """Give back the slots of a replica that `drop` or `unpin` returned."""
         key = (shelved.shard, shelved.spec.digest)
         for number in shelved.slots:
@@ -202,7 +204,7 @@ class Shelf:
                     self.users.pop(number, None)
                 self.table.unhold(number)
 
-    def condemn(self, number: int) -> list[Shelved]:
+    def condemn(self, number: int) -> list[StoredReplica]:
         """A sealed slot went bad: every shard and draft on it now misses that chunk. Return those shards (R30)."""
         self.table.condemn(number)
         for draft in self.drafts.values():
@@ -218,7 +220,7 @@ class Shelf:
                     self.table.unhold(number)
         return hurt
 
-    def pin(self, shelved: Shelved, deadline_s: float, *, is_reader: bool = False) -> int:
+    def pin(self, shelved: StoredReplica, deadline_s: float, *, is_reader: bool = False) -> int:
         """Keep a replica while somebody uses it, until the deadline (R7); a reader's may come sooner: drop."""
         self.pins_count += 1
         shelved.pins[self.pins_count] = deadline_s
@@ -236,7 +238,7 @@ class Shelf:
             if draft.shard == shard and draft.excerpt is not None:
                 draft.deadline_s = min(draft.deadline_s, deadline_s)
 
-    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> list[Shelved]:
+    def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> list[StoredReplica]:
         """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
 
         A read takes the place of reads only. Return replicas that may go.
@@ -250,12 +252,12 @@ class Shelf:
             self.staged[key] = (shelved, pin)
         return [gone for each in freed if (gone := self.unpin(*each)) is not None]
 
-    def unpin(self, shelved: Shelved, pin: int) -> Shelved | None:
+    def unpin(self, shelved: StoredReplica, pin: int) -> StoredReplica | None:
         """Release a pin; return the replica if it was doomed and nothing pins it any more."""
         shelved.pins.pop(pin, None)
         return self._reap(shelved)
 
-    def expire_pins(self, now: float) -> list[Shelved]:
+    def expire_pins(self, now: float) -> list[StoredReplica]:
         """Drop pins past their deadline: their readers failed. Return replicas that may go."""
         gone = []
         for shelved in list(self.shards.values()):
@@ -267,7 +269,7 @@ class Shelf:
                 gone.append(doomed)
         return gone
 
-    def _reap(self, shelved: Shelved) -> Shelved | None:
+    def _reap(self, shelved: StoredReplica) -> StoredReplica | None:
         if not shelved.is_doomed or shelved.pins:
             return None
         return self.shards.pop((shelved.shard, shelved.spec.digest), None)
@@ -282,7 +284,7 @@ class Shelf:
 
     # -- shares (R10) -------------------------------------------------------------------------
 
-    def set_share(self, job: str, share: Share) -> None:
+    def set_share(self, job: str, share: PeerShare) -> None:
         """Reserve room for a job in place of what it had; the caller has grown the arena to `slots_needed`."""
         self.shares[job] = share
 
@@ -292,7 +294,7 @@ class Shelf:
         if share is not None and share.attempt <= attempt:
             del self.shares[job]
 
-    def slots_needed(self, job: str, share: Share) -> int:
+    def slots_needed(self, job: str, share: PeerShare) -> int:
         """Slots the arena must have for this share beside all other jobs' shares and strays.
 
         Another job may hold more than its share: what a restore brought here, until the job puts again (R26).
@@ -303,7 +305,7 @@ class Shelf:
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
         return taken + unshared + self._claim_of(job, share)
 
-    def _claim_of(self, job: str, share: Share) -> int:
+    def _claim_of(self, job: str, share: PeerShare) -> int:
         """A share and its kept step of another world size: beyond one version's place that comes on top (R10)."""
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
         return share.total + max(0, foreign - share.total // (share.versions + 1))
@@ -313,7 +315,7 @@ class Shelf:
         wanted = sum(self._unmet_count(name, share) for name, share in self.shares.items())
         return max(0, len(self.table.free) - wanted)
 
-    def _unmet_count(self, job: str, share: Share) -> int:
+    def _unmet_count(self, job: str, share: PeerShare) -> int:
         """Slots of a share in which nothing lies.
 
         What guests have beyond their part fills no rank's part, and a step of another world size fills none at all.
@@ -353,7 +355,7 @@ class Shelf:
         drafts = (d for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
         return stored + sum(self._slots_for(draft) for draft in drafts)
 
-    def _slots_for(self, draft: Draft) -> int:
+    def _slots_for(self, draft: IncomingReplica) -> int:
         """Slots that a draft takes in the end; what is lent to a reader out of a stored replica takes none."""
         if draft.excerpt is None:
             return len(draft.slots)
@@ -396,5 +398,5 @@ class Shelf:
         return max(0, claimed - used - leased)
 
 
-def _is_foreign(shelved: Shelved, share: Share) -> bool:
+def _is_foreign(shelved: StoredReplica, share: PeerShare) -> bool:
     return share.world_size not in (0, shelved.spec.world_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Share:
+class PeerShare:
     """Room reserved for one job on this host, in slots (R10)."""
 
     attempt: int
@@ -23,9 +23,9 @@ class Share:
         return sum(self.ranks.values()) + self.guest_slots
 
 
-def share_from_wire(body: Mapping[str, Any]) -> Share:
+def share_from_wire(body: Mapping[str, Any]) -> PeerShare:
     """Read what the controller orders to reserve."""
-    return Share(
+    return PeerShare(
         int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
         int(body.get("world_size", 0)), int(body.get("versions", 1)),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from memstore.core.journal.replication import Journal
 LEFT_FREE = 1000  # numbers that launches may have which only absent hosts know of
 
 
-class Ordinals:
+class AttemptNumbers:
     """Numbers of attempts, of all jobs."""
 
     def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memstore.core.attempts.attempt_numbers import Ordinals
+from memstore.core.attempts.attempt_numbers import AttemptNumbers
 from memstore.core.attempts.gathering import Gathering, limit_s
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
@@ -41,7 +41,7 @@ class Attempts:
         self.gatherings: dict[str, Gathering] = {}
         self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
-        self.ordinals = Ordinals(state, out, journal)
+        self.ordinals = AttemptNumbers(state, out, journal)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
         state.holds.add("a rewind", self._held, is_in_use=False)
 

@@ -15,7 +15,7 @@ from memstore.core.cluster.facts import RoomClaimed
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.kept_steps import kept_steps, versions_count
 from memstore.core.cluster.rank_calls import RankCalls
-from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
@@ -52,7 +52,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Unroomed:
+class ReservationRefused:
     """A host had no room for an attempt when it joined."""
 
     attempt: int
@@ -60,18 +60,24 @@ class Unroomed:
     due_s: float  # when to ask again
 
 
-class Room:
+class Reservations:
     """Reservations of all jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, told: Told, view: ClusterView, retention: Retention
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        told: SentOrders,
+        view: ClusterView,
+        retention: Retention,
     ) -> None:
         self.state, self.out, self.journal = state, out, journal
         self.told, self.view, self.retention = told, view, retention
         self.claims: dict[int, Claim] = {}  # by call
         self.calls_count = 0
         self.active: dict[str, Reservation] = {}
-        self.unroomed: dict[tuple[str, str], Unroomed] = {}  # by job and late host
+        self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
 
     def reserve(self, call: Call) -> None:
         """A rank's preparation or first put, or a put that has outgrown its share."""
@@ -267,7 +273,7 @@ class Room:
         """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
         known = self.unroomed.pop((name, host_id), None)
         if why:
-            self.unroomed[name, host_id] = Unroomed(attempt, why, self.state.now + RETRY_S)
+            self.unroomed[name, host_id] = ReservationRefused(attempt, why, self.state.now + RETRY_S)
         if why and (known is None or known.why != why):
             self.out.log(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.core.wire.messages import Body
 
 
-class Told:
+class SentOrders:
     """The orders sent last, by host, kind and job. A host that begins a session, or refused an order, has none."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.targets import ClusterView
@@ -24,7 +24,14 @@ class CommitRule:
     """The rule for the shards of one step, as the cluster is now. `held` is asked for every seal there is."""
 
     def __init__(
-        self, state: ClusterState, view: ClusterView, room: Room, job: Job, attempt: Attempt, step: StepId, level: str
+        self,
+        state: ClusterState,
+        view: ClusterView,
+        room: Reservations,
+        job: Job,
+        attempt: Attempt,
+        step: StepId,
+        level: str,
     ) -> None:
         """Prepare to look at a step; `attempt` is the newest: its seats decide where the copies go (R22)."""
         self.view, self.job, self.attempt, self.step = view, job, attempt, step

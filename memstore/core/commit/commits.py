@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 
 from memstore.core.capacity.drop_orders import Drops
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
@@ -32,7 +32,7 @@ class Steps:
     """Decides when steps of the current attempts are committed, abandoned or superseded."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, drops: Drops, room: Room,
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, drops: Drops, room: Reservations,
         retention: Retention,
     ) -> None:  # fmt: skip
         self.state, self.out, self.journal = state, out, journal

@@ -11,7 +11,7 @@ from typing import Any
 from memstore.config import check_name
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Call
-from memstore.core.controller.membership import Placing
+from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
@@ -37,7 +37,7 @@ from memstore.errors import ConfigError
 class Inputs:
     """Gives each event to the part that it is for."""
 
-    def __init__(self, parts: Parts, placing: Placing, queries: Queries, takeover: Takeover) -> None:
+    def __init__(self, parts: Parts, placing: PlacementUpdates, queries: Queries, takeover: Takeover) -> None:
         self.state, self.out, self.parts = parts.state, parts.out, parts
         self.placing, self.queries, self.takeover = placing, queries, takeover
         state, p = parts.state, parts

@@ -17,7 +17,7 @@ from memstore.core.cluster.hosts import HostTable
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState, Rules
 from memstore.core.controller.inputs import Inputs
-from memstore.core.controller.membership import Placing
+from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.reactions import facts, reactions
@@ -26,7 +26,7 @@ from memstore.core.journal.lease import Lease
 from memstore.core.wire.messages import Action, Event
 
 
-class Catalog:
+class ControllerMachine:
     """The machine of one controller term."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Catalog:
         self.out = Effects()
         self.parts = Parts(self.state, self.out, term)
         queries = Queries(self.parts)
-        placing = Placing(self.parts, queries)
+        placing = PlacementUpdates(self.parts, queries)
         self.takeover = Takeover(self.parts, placing, lambda fact: self.apply(fact, is_replay=True))
         self._inputs = Inputs(self.parts, placing, queries, self.takeover)
         self._facts, self._reactions = facts(self.parts), reactions(self.parts, placing)

@@ -17,7 +17,7 @@ from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 
 
-class Placing:
+class PlacementUpdates:
     """What follows from changes of hosts."""
 
     def __init__(self, parts: Parts, questions: Queries) -> None:

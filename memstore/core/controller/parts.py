@@ -10,10 +10,10 @@ from memstore.core.attempts.put_interval_rounds import CadenceRounds
 from memstore.core.attempts.rank_order import MeshOrders
 from memstore.core.attempts.rewind import Rewinds
 from memstore.core.capacity.drop_orders import Drops
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import Steps
 from memstore.core.durable.checks import DurableChecks
@@ -26,7 +26,7 @@ from memstore.core.durable.persist import Persists
 from memstore.core.durable.states import DurableStates
 from memstore.core.durable.writes import DurableOrders
 from memstore.core.history.fork_request import Forks
-from memstore.core.history.job_removal import Expiry
+from memstore.core.history.job_removal import JobRemoval
 from memstore.core.history.orphans import Orphans
 from memstore.core.history.pins import Pins
 from memstore.core.history.retirement import Retirement
@@ -34,7 +34,7 @@ from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.repair.repair import Repair
 from memstore.core.report.dry_run import DryRuns
-from memstore.core.report.recorder import Observer
+from memstore.core.report.recorder import EventRecorder
 from memstore.core.report.roll_call import RollCalls
 from memstore.core.report.status import StatusReport
 from memstore.core.restore.rounds import Rounds
@@ -50,7 +50,7 @@ class Parts:
     def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
         self.state, self.out, self.term = state, out, term
         # cluster, journal
-        self.told = Told()
+        self.told = SentOrders()
         self.journal = Journal(state, out, term)
         self.waiters = Waiters(out)
         # targets
@@ -59,7 +59,7 @@ class Parts:
         # capacity
         self.drops = Drops(state, out, term)
         self.retention = Retention(state, self.journal, self.drops)
-        self.room = Room(state, out, self.journal, self.told, self.view, self.retention)
+        self.room = Reservations(state, out, self.journal, self.told, self.view, self.retention)
         # commit, repair
         self.steps = Steps(state, out, self.journal, self.view, self.drops, self.room, self.retention)
         self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
@@ -87,11 +87,11 @@ class Parts:
         # history
         self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)
         self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)
-        self.expiry = Expiry(state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks)
+        self.expiry = JobRemoval(state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks)
         self.orphans = Orphans(state, out, self.journal, self.expiry)
         self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report
-        self.observer = Observer(state, out, self.repair.pushes, self.departures, term)
+        self.observer = EventRecorder(state, out, self.repair.pushes, self.departures, term)
         self.roll_calls = RollCalls(state, self.view, self.room, self.attempts, self.mesh_orders)
         self.status = StatusReport(
             state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states, self.durable_keys,

@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.core.cluster import events as e
 from memstore.core.cluster import facts as f
-from memstore.core.controller.membership import Placing
+from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 
 Fact = Callable[[Any, bool], object]  # takes the fact, and whether it is of the past
@@ -51,7 +51,7 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
     }
 
 
-def reactions(p: Parts, placing: Placing) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
+def reactions(p: Parts, placing: PlacementUpdates) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
     """Return which parts react to what happened."""
     state, record = p.state, p.observer
     forgetting = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.job import Job, Seat
-from memstore.core.controller.membership import Placing
+from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.journal.records import Entry
 from memstore.core.wire.messages import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
@@ -23,7 +23,7 @@ from recovery.inventory import Copy, StepId
 class Takeover:
     """The take-over from a predecessor: settling, and late hosts; `replay` makes a fact of the past true."""
 
-    def __init__(self, parts: Parts, placing: Placing, replay: Callable[[f.Fact], None]) -> None:
+    def __init__(self, parts: Parts, placing: PlacementUpdates, replay: Callable[[f.Fact], None]) -> None:
         self.state, self.out, self.parts, self.placing, self.replay = parts.state, parts.out, parts, placing, replay
         self.is_settled = False
         self.alone_since_s = math.inf if parts.term > 1 else parts.state.now  # no predecessor has a host any more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked, StepCommitted, StepRetired
@@ -23,7 +23,9 @@ LAUNCHER = "fork"  # of the attempt that stands for where the fork came from
 class ForkMaking:
     """Forks that a fact knows."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Room) -> None:
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Reservations
+    ) -> None:
         self.state, self.out, self.journal, self.view, self.room = state, out, journal, view, room
         self.waiting: dict[str, list[Call]] = {}  # by new job: for it to be whole
         self.ordered_s: dict[str, float] = {}

@@ -11,7 +11,7 @@ not dropped before that.
 from __future__ import annotations
 
 from memstore.config import check_name
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked
@@ -36,7 +36,7 @@ class Forks:
     """Forks of all jobs; those that no fact knows stand in `ClusterState.pending_forks`."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Room,
+        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Reservations,
         markers: DurableMarkers,
     ) -> None:  # fmt: skip
         self.state, self.out, self.journal = state, out, journal

@@ -28,7 +28,7 @@ from recovery.inventory import StepId
 CHECK_AGAIN_S = 600.0
 
 
-class Expiry:
+class JobRemoval:
     """Removes jobs."""
 
     def __init__(

@@ -14,7 +14,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobRemoved
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.history.job_removal import Expiry
+from memstore.core.history.job_removal import JobRemoval
 from memstore.core.journal.replication import Journal
 from recovery.inventory import StepId
 
@@ -25,7 +25,7 @@ STEPS_TOLD_MAX = 3
 class Orphans:
     """Drops forgotten jobs and remembers them; what became of each stands in `ClusterState.stories`."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: Expiry) -> None:
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: JobRemoval) -> None:
         self.state, self.out, self.journal, self.expiry = state, out, journal, expiry
         self.used: set[str] = set()  # jobs that somebody asked for since this controller began
         self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story

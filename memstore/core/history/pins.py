@@ -6,7 +6,7 @@ asked --whole in RAM--> room claimed on every host --StepPinned spread--> pinned
 from __future__ import annotations
 
 from memstore.config import check_name
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact, StepPinned, StepUnpinned
@@ -25,7 +25,13 @@ class Pins:
     """Pins of all jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, room: Room, retention: Retention
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        waiters: Waiters,
+        room: Reservations,
+        retention: Retention,
     ) -> None:
         self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
         self.room, self.retention = room, retention

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from memstore.core.arena.replica_index import Draft, Shelved, StagedKey
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
@@ -28,7 +28,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-Herald = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
+ChunkNotifier = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -111,7 +111,7 @@ class Together(Effect):
     """
 
     procedures: Sequence[Steps[Any]]
-    herald: Herald | None = None
+    herald: ChunkNotifier | None = None
 
 
 # -- other holders ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class ReceiveChunks(Effect):
     """
 
     peer: Peer
-    draft: Draft
+    draft: IncomingReplica
     digest: str
     chunks: Sequence[int]
 
@@ -176,7 +176,7 @@ class ReceiveDurable(Effect):
     """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
 
     place: Body
-    draft: Draft
+    draft: IncomingReplica
     spec: ShardSpec
     chunks: Sequence[int]
     sizes: Sequence[int]  # of all chunks of the shard
@@ -194,7 +194,7 @@ class SliceTurn(Effect):
     """Take a turn for a slice under the job's cap for this host; give the seconds until it may be written."""
 
     job: str
-    shelved: Shelved
+    shelved: StoredReplica
     number: int
     bytes_per_s: int | None
 
@@ -203,7 +203,7 @@ class SliceTurn(Effect):
 class CopySlice(Effect):
     """Copy a slice's chunks; give the copies and None, or [] and the index of the first chunk with a wrong digest."""
 
-    shelved: Shelved
+    shelved: StoredReplica
     number: int
 
 
@@ -265,7 +265,7 @@ class ListMarkers(Effect):
 class Verify(Effect):
     """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
 
-    shelved: Shelved
+    shelved: StoredReplica
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class VerifySlots(Effect):
 class LoadManifest(Effect):
     """Give the manifest of a stored replica; DigestMismatch if its file was damaged."""
 
-    shelved: Shelved
+    shelved: StoredReplica
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class KeepStaged(Effect):
     """Keep a pinned replica for the reader of a round; IntegrityError if it was dropped meanwhile."""
 
     key: StagedKey
-    shelved: Shelved
+    shelved: StoredReplica
     pin: int
 
 
@@ -371,7 +371,7 @@ class DigestAndStore(Effect):
 class NotePut(Effect):
     """Note the chunks of a rank's newest put; give the step before if this put is the first to repeat its chunks."""
 
-    shelved: Shelved
+    shelved: StoredReplica
     shared_count: int | None
 
 
@@ -446,7 +446,7 @@ class OpenHerald(Effect):
 
     stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
     manifest: bytes
-    draft: Draft
+    draft: IncomingReplica
 
 
 @dataclass(frozen=True)

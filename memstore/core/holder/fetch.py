@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder.effects import (
     Ask,
-    Herald,
+    ChunkNotifier,
     LoadManifest,
     Reach,
     ReadDurableManifest,
@@ -113,7 +113,12 @@ def _manifest_of(body: Body, source: str, shard: ShardId, digest: str) -> Steps[
 
 
 def chunks(
-    state: HolderState, body: Body, draft: Draft, sizes: list[int], until_s: float, herald: Herald | None = None
+    state: HolderState,
+    body: Body,
+    draft: IncomingReplica,
+    sizes: list[int],
+    until_s: float,
+    herald: ChunkNotifier | None = None,
 ) -> Steps[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
@@ -136,7 +141,13 @@ def chunks(
 
 
 def _from_planned(
-    state: HolderState, body: Body, source: str, draft: Draft, indices: list[int], sizes: list[int], until_s: float
+    state: HolderState,
+    body: Body,
+    source: str,
+    draft: IncomingReplica,
+    indices: list[int],
+    sizes: list[int],
+    until_s: float,
 ) -> Steps[tuple[list[int], str]]:
     """Fetch chunks from their planned source, then from the other holders of the shard as well (R25).
 
@@ -166,7 +177,7 @@ def _from_planned(
     return sorted(lost), problem
 
 
-def _from(body: Body, host: str, draft: Draft, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
+def _from(body: Body, host: str, draft: IncomingReplica, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
     """Pull chunks into the draft; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on

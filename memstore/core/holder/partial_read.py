@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
 from memstore.core.holder.effects import EnsureFree, OpenDraft, Steps, VerifySlots, WaitFor
@@ -77,7 +77,7 @@ def _stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
             state.store.abort_draft(name, shard, only=draft)
 
 
-def _held(draft: Draft) -> list[int]:
+def _held(draft: IncomingReplica) -> list[int]:
     """Return the slots whose content this host held before."""
     return sorted({slot for slot in (draft.slots[i] for i in draft.wanted) if slot is not None})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.effects import (
     CopySlice,
     ListMarkers,
@@ -89,7 +89,9 @@ def _written(
     return (yield WriteSlice(storage, shard, shelved.spec, number, manifest, chunks, mark))  # type: ignore[no-any-return]
 
 
-def _copied(state: HolderState, shard: ShardId, digest: str, number: int) -> Steps[tuple[Shelved, bytes, list[bytes]]]:
+def _copied(
+    state: HolderState, shard: ShardId, digest: str, number: int
+) -> Steps[tuple[StoredReplica, bytes, list[bytes]]]:
     """Copy the chunks of a slice; one that went bad meanwhile is condemned, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.effects import (
@@ -105,7 +105,7 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     return ""
 
 
-def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[Shelved | None, bool, str]]:
+def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
     """Return the stored replica and whether copies of it are to come; or None and why not ("": it comes again)."""
     body, store, link = put.body, state.store, put.link
     # The whole message is checked before a slot changes its owner, and no list is as long as a rank says.
@@ -157,7 +157,7 @@ def _not_seen(state: HolderState, shard: ShardId, slots: list[int], nbytes: int,
 
 def _fresh(
     state: HolderState, shard: ShardId, body: Body, slots: list[int], sizes: list[int]
-) -> Steps[tuple[Shelved, bool]]:
+) -> Steps[tuple[StoredReplica, bool]]:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
     fresh = yield OpenFresh(shard, slots, sizes)
     try:

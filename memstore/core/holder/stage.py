@@ -10,7 +10,7 @@ Of several reads of one shard one fetches and the others wait; one that brings n
 
 from __future__ import annotations
 
-from memstore.core.arena.replica_index import Shelved, StagedKey
+from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch, partial_read
 from memstore.core.holder.effects import (
@@ -158,7 +158,7 @@ def _staged_here(
     return {state.host_id: lost} if lost else {}  # evidence for the next plan
 
 
-def _has_manifest(state: HolderState, body: Body, shelved: Shelved) -> Steps[bool]:
+def _has_manifest(state: HolderState, body: Body, shelved: StoredReplica) -> Steps[bool]:
     """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
     try:
         yield LoadManifest(shelved)

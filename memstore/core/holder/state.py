@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memstore.core.arena.replica_index import Draft, Shelved
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
@@ -17,16 +17,16 @@ from recovery.inventory import ShardId, StepId
 class Store(Protocol):
     """The holder's replica store, as far as procedures call it without waiting (shell/arena/replica_store.py)."""
 
-    def pin(self, shard: ShardId, digest: str) -> tuple[Shelved, int] | None:
+    def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
         """Pin a replica; None if it is not here, or dropped."""
 
-    def unpin(self, shelved: Shelved, pin: int) -> None:
+    def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
 
-    def finish(self, name: str, manifest_data: bytes) -> Shelved:
+    def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
         """Store a draft whose chunks are all here; IntegrityError if it was aborted meanwhile."""
 
-    def abort_draft(self, name: str, shard: ShardId, *, only: Draft | None = None) -> None:
+    def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back what a draft holds, if there is one; with `only`, if it is still that one."""
 
     @property
@@ -37,7 +37,7 @@ class Store(Protocol):
     def arena_identity(self) -> str:
         """Return what tells this arena from another one in its place."""
 
-    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[Shelved | None, bool]:
+    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
         """Take slots, if any, from the process that leases them; say whether it had them.
 
         Returns the shard too, if it is stored already.
@@ -49,7 +49,7 @@ class Store(Protocol):
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up what is being received of a job's older attempts."""
 
-    def mend_manifest(self, shelved: Shelved, data: bytes) -> None:
+    def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica anew."""
 
 
@@ -82,7 +82,7 @@ class Reading:
     """A read that fetches a shard, while other reads of the shard wait for it."""
 
     is_over: bool = False
-    draft: Draft | None = None
+    draft: IncomingReplica | None = None
 
     def left(self) -> int:
         """Return how many chunks have not come; -1 before that is known."""
@@ -102,7 +102,7 @@ class Excerpt:
     """The bytes that a reader of ranges may copy: slots of the wanted chunks, None for all others."""
 
     name: str  # of the draft
-    draft: Draft
+    draft: IncomingReplica
     manifest: bytes
     deadline_s: float
 
@@ -152,7 +152,9 @@ class HolderState:
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
     report: Callable[[str, Body], None]  # queues a report to the controller
-    sealed: Callable[[Shelved, Body | None], None]  # reports a copy as it is now, with what was measured of its put
+    sealed: Callable[
+        [StoredReplica, Body | None], None
+    ]  # reports a copy as it is now, with what was measured of its put
     is_stopping: Callable[[], bool]
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)

@@ -56,7 +56,7 @@ class Putter:
     short: str = ""
 
 
-class TrafficGate:
+class SendSchedule:
     """All pushes of puts of one host, and the marks of its ranks."""
 
     def __init__(self, hold_s: float) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from memstore.core.capacity.drop_orders import Drops
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import StepCommitted
 from memstore.core.cluster.job import Attempt, Job
@@ -30,7 +30,7 @@ REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no 
 
 
 @dataclass(slots=True)
-class Pass:
+class RepairScan:
     """How far one look at all shards of a step has come."""
 
     changes: int  # of the step's copies, when it began
@@ -42,12 +42,12 @@ class Repair:
     """Compares desired with actual copies and orders the difference."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Room, steps: Steps
+        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Reservations, steps: Steps
     ) -> None:
         self.state, self.out = state, out
         self.view, self.drops, self.room, self.steps = view, drops, room, steps
         self.pushes = Pushes()
-        self.passes: dict[tuple[str, StepId], Pass] = {}
+        self.passes: dict[tuple[str, StepId], RepairScan] = {}
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
         self._is_over = False  # in that look: no rank finishes the open steps
 
@@ -137,7 +137,7 @@ class Repair:
             return
         commit, found = job.commits.get(step), job.copies[step]
         stand_ins = StandIns(self.state, self.view, self.room, self.pushes, job, attempt, step)
-        look = self.passes.setdefault((job.name, step), Pass(job.changes[step]))
+        look = self.passes.setdefault((job.name, step), RepairScan(job.changes[step]))
         ranks = sorted(found)
         begin = bisect_left(ranks, look.next_rank)
         for rank in ranks[begin : begin + LOOKS_MAX]:

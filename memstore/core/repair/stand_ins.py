@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.repair.pushes import Pushes
@@ -20,7 +20,7 @@ class StandIns:
     """One look at a step of a job: what is the same for all its shards is found once."""
 
     def __init__(
-        self, state: ClusterState, view: ClusterView, room: Room, pushes: Pushes, job: Job, attempt: Attempt,
+        self, state: ClusterState, view: ClusterView, room: Reservations, pushes: Pushes, job: Job, attempt: Attempt,
         step: StepId,
     ) -> None:  # fmt: skip
         self.hosts, self.view, self.room, self.pushes = state.hosts, view, room, pushes

@@ -29,7 +29,7 @@ KINDS = ROUTINE | PROBLEMS | {
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class StoreEvent:
     """One thing that happened; `seconds` by phase and everything else that only its kind has are in `fields`."""
 
     seq: int  # grows by one within a controller's term, and from term to term
@@ -49,15 +49,15 @@ class Happening:
         return {"seq": self.seq, "event": self.kind, "wall_s": round(self.wall_s, 3), **named, **self.fields}
 
 
-class Chronicle:
+class RecentEvents:
     """The newest happenings of one controller's term."""
 
     def __init__(self, term: int) -> None:
         self.last_seq = term * TERM_SEQ
         self.unwritten_count = 0  # happenings the shell could not log in time; it says so here
         self._first_seq = self.last_seq + 1
-        self._routine: deque[Happening] = deque(maxlen=KEPT)
-        self._rare: deque[Happening] = deque(maxlen=KEPT)
+        self._routine: deque[StoreEvent] = deque(maxlen=KEPT)
+        self._rare: deque[StoreEvent] = deque(maxlen=KEPT)
         self._forgotten_seq = 0  # the newest that was pushed out
 
     def add(
@@ -71,13 +71,13 @@ class Chronicle:
         ring = self._routine if kind in ROUTINE else self._rare
         if len(ring) == KEPT:
             self._forgotten_seq = max(self._forgotten_seq, ring[0].seq)
-        ring.append(Happening(self.last_seq, kind, wall_s, job, attempt, step, rank, host, fields))
+        ring.append(StoreEvent(self.last_seq, kind, wall_s, job, attempt, step, rank, host, fields))
 
-    def since(self, seq: int) -> list[Happening]:
+    def since(self, seq: int) -> list[StoreEvent]:
         """Return what is remembered of what came after `seq`, oldest first."""
         if seq >= self.last_seq:
             return []
-        found: list[Happening] = []
+        found: list[StoreEvent] = []
         for ring in (self._routine, self._rare):
             newer = []
             for happening in reversed(ring):

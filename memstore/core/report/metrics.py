@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.report.event_ring import Happening
+from memstore.core.report.event_ring import StoreEvent
 from memstore.core.wire.messages import Body
 
 JOB, HOST = ("job_name",), ("host",)
@@ -170,21 +170,21 @@ def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]
 # -- what happened --------------------------------------------------------------------------------
 
 
-def counted(happening: Happening) -> list[Sample]:
+def counted(happening: StoreEvent) -> list[Sample]:
     """Return what a happening adds to counters and histograms of the controller."""
     count = _COUNTED.get(happening.kind)
     return [] if count is None else [sample for sample in count(happening, happening.fields) if sample is not None]
 
 
-def _one(name: str, h: Happening, *more: str, value: float = 1) -> Sample | None:
+def _one(name: str, h: StoreEvent, *more: str, value: float = 1) -> Sample | None:
     return Sample(f"memstore_{name}", value, (h.job, *more)) if value > 0 else None
 
 
-def _took(name: str, h: Happening, phase: str) -> Sample | None:
+def _took(name: str, h: StoreEvent, phase: str) -> Sample | None:
     return _one(name, h, value=h.fields["seconds"][phase]) if phase in h.fields["seconds"] else None
 
 
-def _commit(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+def _commit(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
     return [
         _one("commits_total", h, "yes" if fields["degraded"] else "no"),
         _took("time_to_commit_seconds", h, "committed"),
@@ -192,7 +192,7 @@ def _commit(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
     ]
 
 
-def _restore(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+def _restore(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
     samples = [_one("restores_total", h, fields["verdict"])]
     if fields["verdict"] != "none":
         samples += [_one("restored_bytes_total", h, tier, value=count) for tier, count in fields["bytes"].items()]
@@ -201,14 +201,14 @@ def _restore(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
     return samples
 
 
-def _skip(h: Happening, fields: Mapping[str, Any]) -> list[Sample | None]:
+def _skip(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
     samples = [_one("skips_total", h)]
     if fields.get("stall_s"):  # a put that was skipped has no seal that could carry how long it blocked
         samples.append(Sample("memstore_put_stall_seconds", fields["stall_s"], (h.job, h.host)))
     return samples
 
 
-_COUNTED: dict[str, Callable[[Happening, Mapping[str, Any]], list[Sample | None]]] = {
+_COUNTED: dict[str, Callable[[StoreEvent, Mapping[str, Any]], list[Sample | None]]] = {
     "put": lambda h, f: [_one("put_bytes_total", h, value=f["nbytes"])],
     "commit": _commit,
     "redundant": lambda h, f: [_took("time_to_redundant_seconds", h, "redundant")],

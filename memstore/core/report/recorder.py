@@ -20,8 +20,8 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import Pushes
-from memstore.core.report.event_ring import Chronicle
-from memstore.core.report.redundancy import Watch
+from memstore.core.report.event_ring import RecentEvents
+from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.wire.measured import seconds
 from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, StepId
@@ -32,11 +32,11 @@ NAMED_MAX = 32  # hosts named in one happening
 P = ParamSpec("P")
 
 
-def aside(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
+def aside(method: Callable[Concatenate[EventRecorder, P], None]) -> Callable[Concatenate[EventRecorder, P], None]:
     """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
 
     @functools.wraps(method)
-    def wrapped(self: Observer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def wrapped(self: EventRecorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as exc:
@@ -61,13 +61,13 @@ class Putting:
     is_committed: bool = False
 
 
-class Observer:
+class EventRecorder:
     """Happenings of all jobs and hosts."""
 
     def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
         self.state, self.out, self.term = state, out, term
-        self.chronicle = Chronicle(term)
-        self.watch = Watch(state, pushes, departures, self.add)
+        self.chronicle = RecentEvents(term)
+        self.watch = RedundancyMonitor(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
         self.problem = ""  # the last mistake in telling; tests look at it

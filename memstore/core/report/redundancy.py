@@ -20,7 +20,7 @@ ROWS_MAX = 32  # steps named in one happening
 
 
 @dataclass(slots=True)
-class Mending:
+class OpenRepair:
     """One repair of one job."""
 
     since_s: float
@@ -28,13 +28,13 @@ class Mending:
     nbytes: int = 0
 
 
-class Watch:
+class RedundancyMonitor:
     """Conditions of all jobs; `add` takes an event that begins or ends one."""
 
     def __init__(self, state: ClusterState, pushes: Pushes, departures: Departures, add: Callable[..., None]) -> None:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
-        self.mending: dict[str, Mending] = {}
+        self.mending: dict[str, OpenRepair] = {}
         self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
         self.looked_s = 0.0
 
@@ -84,9 +84,9 @@ class Watch:
         job = self.state.jobs.get(shard.job)
         return job is not None and StepId(shard.attempt, shard.step) in job.commits
 
-    def _begin(self, name: str) -> Mending:
+    def _begin(self, name: str) -> OpenRepair:
         if name not in self.mending:
-            self.mending[name] = Mending(self.state.now)
+            self.mending[name] = OpenRepair(self.state.now)
             self._add("repair", job=name, missing=self._missing(name))
         return self.mending[name]
 

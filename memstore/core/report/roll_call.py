@@ -7,7 +7,7 @@ from collections.abc import Callable
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import come_text, launch
 from memstore.core.attempts.rank_order import MeshOrders
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
@@ -20,7 +20,7 @@ class RollCalls:
     """Tells ranks that wait, and people, who has come."""
 
     def __init__(
-        self, state: ClusterState, view: ClusterView, room: Room, attempts: Attempts, mesh_orders: MeshOrders
+        self, state: ClusterState, view: ClusterView, room: Reservations, attempts: Attempts, mesh_orders: MeshOrders
     ) -> None:
         self.state, self.view, self.room, self.attempts, self.mesh_orders = state, view, room, attempts, mesh_orders
         self._looks: dict[str, Callable[[Job, Attempt], tuple[list[int], str] | None]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.repair.pushes import Pushes
@@ -25,7 +25,7 @@ class RepairView:
 
     state: ClusterState
     view: ClusterView
-    room: Room
+    room: Reservations
     pushes: Pushes
 
 

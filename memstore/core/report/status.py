@@ -8,14 +8,14 @@ from typing import Any
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import launches
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair.pushes import Pushes
-from memstore.core.report.redundancy import Watch
+from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.report.short_ranks import RepairView, short_rows
 from memstore.core.report.survival import held_for, survival, survival_odds
 from memstore.core.report.timeline import fewest_copies, timeline
@@ -45,8 +45,8 @@ class StatusReport:
     """
 
     def __init__(
-        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Room, pushes: Pushes,
-        states: DurableStates, keys: DurableKeys, departures: Departures, attempts: Attempts, watch: Watch,
+        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Reservations, pushes: Pushes,
+        states: DurableStates, keys: DurableKeys, departures: Departures, attempts: Attempts, watch: RedundancyMonitor,
     ) -> None:  # fmt: skip
         self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
         self.states, self.keys, self.departures, self.attempts, self.watch = states, keys, departures, attempts, watch

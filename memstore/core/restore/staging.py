@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.capacity.reservations import Room
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundReleased
 from memstore.core.cluster.facts import RestoreReleased, StepCommitted
@@ -51,7 +51,7 @@ Outcome = PlanAgain | Failed | Released | None
 class Staging:
     """Rounds that have decided."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, room: Room, repair: Repair) -> None:
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, room: Reservations, repair: Repair) -> None:
         self.state, self.out, self.journal, self.room, self.repair = state, out, journal, room, repair
 
     # -- staging ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
-from memstore.core.cluster.sent_orders import Told
+from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import Twins
@@ -45,7 +45,7 @@ class GuestLookup:
 class ClusterView:
     """Placement and addresses of all jobs and hosts."""
 
-    def __init__(self, state: ClusterState, out: Effects, told: Told, drains: Drains) -> None:
+    def __init__(self, state: ClusterState, out: Effects, told: SentOrders, drains: Drains) -> None:
         self.state, self.out, self.told, self.drains = state, out, told, drains
         self.twins = Twins(state, out)
         self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memstore.core.arena.replica_index import Shelf
+from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.slot_table import Owner, Slot, SlotState
 from memstore.core.format.manifest import chunk_digest, decode_manifest, shard_digest, spec_of
 from memstore.errors import DigestMismatch, MemstoreError
@@ -13,7 +13,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 
 
 def adopt(
-    arena: Arena, manifests: ManifestFolder, shelf: Shelf, now: float, is_alive: Callable[[int, int], bool]
+    arena: Arena, manifests: ManifestFolder, shelf: ReplicaIndex, now: float, is_alive: Callable[[int, int], bool]
 ) -> list[str]:
     """Fill an empty shelf from an arena; slots whose header must be rewritten are left dirty. Return what was dropped.
 
@@ -53,7 +53,7 @@ def adopt(
     return [*notes, f"{bad} slots failed their digest on adoption and were dropped"] if bad else notes
 
 
-def _adopt_manifest(shelf: Shelf, name: str, data: bytes) -> str:
+def _adopt_manifest(shelf: ReplicaIndex, name: str, data: bytes) -> str:
     """Put a manifest's shard on the shelf; return why it cannot be, or ""."""
     try:
         manifest, digest = decode_manifest(data), shard_digest(data)

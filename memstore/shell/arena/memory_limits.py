@@ -43,7 +43,7 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryLimit:
     """One limit, how much it leaves, and how it adds up."""
 
     name: str
@@ -199,11 +199,11 @@ def even_part(pool: int, helds: Sequence[int], count: int) -> int:
     return max(0, rest) // max(1, left)
 
 
-def rooms(limits: MemoryLimits) -> tuple[Room, ...]:
+def rooms(limits: MemoryLimits) -> tuple[MemoryLimit, ...]:
     """Return the limits with the bytes each still leaves; the smallest decides."""
     claim = limits.ray_object_store_claim_bytes
     found = [
-        Room(
+        MemoryLimit(
             f"file system {limits.arena_dir}",
             limits.fs_total_bytes,
             limits.fs_free_bytes - claim,
@@ -238,17 +238,17 @@ def admission(limits: MemoryLimits, *, asked_bytes: int, claimed_bytes: int) -> 
     return "\n".join(lines)
 
 
-def _memory_room(limits: MemoryLimits, name: str, limit: int, used: int) -> Room:
+def _memory_room(limits: MemoryLimits, name: str, limit: int, used: int) -> MemoryLimit:
     usable = _usable(limits, limit)
     claim = limits.ray_object_store_claim_bytes
     words = (
         f"used {gib(used)}, Ray's object store claims {gib(claim)} more,"
         f" kept free for Ray's memory monitor {gib(limit - usable)}"
     )
-    return Room(name, limit, usable - used - claim, words)
+    return MemoryLimit(name, limit, usable - used - claim, words)
 
 
-def _remedies(limits: MemoryLimits, table: tuple[Room, ...], growth: int) -> Iterator[str]:
+def _remedies(limits: MemoryLimits, table: tuple[MemoryLimit, ...], growth: int) -> Iterator[str]:
     for room in table:
         missing = growth - room.room_bytes
         if missing <= 0:

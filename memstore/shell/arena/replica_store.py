@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import OWN_DRAFT, Draft, Shelf, Shelved, StagedKey
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.core.format.manifest import (
     Chunk,
@@ -60,11 +60,11 @@ class SealFollower(Protocol):
     def add(self, digest: bytes) -> None:
         """Take the digest of the next chunk."""
 
-    def seal(self, shelved: Shelved) -> None:
+    def seal(self, shelved: StoredReplica) -> None:
         """Take the stored replica; the caller holds the store's lock."""
 
 
-class Vault:
+class ReplicaStore:
     """Everything one host stores, behind one lock."""
 
     def __init__(
@@ -83,12 +83,12 @@ class Vault:
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
-        self.shelf = Shelf(self.table)
+        self.shelf = ReplicaIndex(self.table)
         self.room = VaultRoom(
             arena, self.shelf, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
-        self.on_hurt: Callable[[Shelved], None] = lambda shelved: None  # hears of copies found damaged on the way
+        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # hears of copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
         self.flush()
 
@@ -96,7 +96,7 @@ class Vault:
     def open(
         cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
         admit: Admit | None = None,
-    ) -> Vault:  # fmt: skip
+    ) -> ReplicaStore:  # fmt: skip
         """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
         arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
         return cls(
@@ -132,7 +132,9 @@ class Vault:
 
     # -- room (R9, R10) -----------------------------------------------------------------------
 
-    def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+    def claim(
+        self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
+    ) -> None:
         """Reserve room for a job; see VaultRoom.claim."""
         self.room.claim(job, share, on_step)
 
@@ -153,7 +155,7 @@ class Vault:
     def seal_local(
         self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
         follower: SealFollower | None = None,
-    ) -> Shelved:  # fmt: skip
+    ) -> StoredReplica:  # fmt: skip
         """Digest handed-over slots, in order, and store the shard; they are in state receiving."""
         left = set(slots)  # not in the draft yet
         try:
@@ -188,7 +190,7 @@ class Vault:
         """Return what tells this arena from another one in its place."""
         return self.arena.identity
 
-    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[Shelved | None, bool]:
+    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
         """Take slots, if any, from the process that leases them; say whether it had them. One step with a look.
 
         Returns the shard too, if it is stored already.
@@ -214,7 +216,7 @@ class Vault:
     def open_draft(
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         excerpt: tuple[int, ...] | None = None,
-    ) -> Draft:  # fmt: skip
+    ) -> IncomingReplica:  # fmt: skip
         """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
         self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
@@ -222,7 +224,9 @@ class Vault:
         self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
         return draft
 
-    def expect(self, draft: Draft, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]) -> list[int]:
+    def expect(
+        self, draft: IncomingReplica, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]
+    ) -> list[int]:
         """Name chunks of a draft, hold those whose content is here, return the others (R13). IntegrityError."""
         self.verify_old(digests, sizes)
         with self.lock:
@@ -262,7 +266,7 @@ class Vault:
                 if count <= len(self.table.free):  # else others were quicker
                     return self.take_slots(count)
 
-    def keep_chunks(self, draft: Draft, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
+    def keep_chunks(self, draft: IncomingReplica, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
         """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
         bad = [index for index, _, _, digest in came if digest != draft.digests[index]]
         with self.lock:
@@ -275,7 +279,7 @@ class Vault:
             self.flush()
         return bad
 
-    def finish(self, name: str, manifest_data: bytes) -> Shelved:
+    def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
         """Save the manifest and turn the draft into a stored replica.
 
         One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
@@ -298,7 +302,7 @@ class Vault:
             self.flush()
         return shelved
 
-    def abort_draft(self, name: str, shard: ShardId, *, only: Draft | None = None) -> None:
+    def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back what a draft holds; with `only`, if it is still that one."""
         with self.lock:
             if only is None or self.shelf.draft(name, shard) is only:
@@ -307,7 +311,7 @@ class Vault:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def manifest(self, shelved: Shelved) -> bytes:
+    def manifest(self, shelved: StoredReplica) -> bytes:
         """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
         data = self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
         found = shard_digest(data)
@@ -319,14 +323,16 @@ class Vault:
             )
         return data
 
-    def mend_manifest(self, shelved: Shelved, data: bytes) -> None:
+    def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
             if self.shelf.find(shelved.shard, shelved.spec.digest) is shelved:
                 self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
                 shelved.is_nameless = False
 
-    def pin(self, shard: ShardId, digest: str | None = None, *, is_reader: bool = False) -> tuple[Shelved, int] | None:
+    def pin(
+        self, shard: ShardId, digest: str | None = None, *, is_reader: bool = False
+    ) -> tuple[StoredReplica, int] | None:
         """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
         with self.lock:
             shelved = self.shelf.find(shard, digest)
@@ -334,29 +340,29 @@ class Vault:
                 return None
             return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
-    def keep_staged(self, key: StagedKey, shelved: Shelved, pin: int) -> None:
+    def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> None:
         """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
         with self.lock:
             self._discard(self.shelf.keep_staged(key, shelved, pin))
             if key not in self.shelf.staged:
                 raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
 
-    def unpin(self, shelved: Shelved, pin: int) -> None:
+    def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
         with self.lock:
             self._discard([gone] if (gone := self.shelf.unpin(shelved, pin)) is not None else [])
 
-    def chunk_view(self, shelved: Shelved, index: int) -> memoryview | None:
+    def chunk_view(self, shelved: StoredReplica, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
         number = shelved.slots[index]
         return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
 
-    def verify(self, shelved: Shelved, spread: Spread = map) -> list[int]:
+    def verify(self, shelved: StoredReplica, spread: Spread = map) -> list[int]:
         """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
 
         `on_hurt` hears of the other replicas that used the same slots. `spread` is a `map` that may use threads.
         """
-        hurt: dict[int, Shelved] = {}
+        hurt: dict[int, StoredReplica] = {}
         held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
         views = [self.arena.view(number, shelved.spec.chunk_nbytes(index)) for index, number in held]
         for (index, number), digest in zip(held, spread(chunk_digest, views), strict=True):
@@ -369,7 +375,7 @@ class Vault:
             self.on_hurt(other)
         return sorted(shelved.missing)
 
-    def verify_slot(self, number: int) -> list[Shelved]:
+    def verify_slot(self, number: int) -> list[StoredReplica]:
         """Re-digest one slot if it is sealed; return the replicas hurt if it is bad (R30)."""
         with self.lock:
             slot = self.table.slots[number]
@@ -408,7 +414,7 @@ class Vault:
             self.room.overlooked.update(n for shelved in expired for n in shelved.slots if n is not None)
             self._discard(expired)
 
-    def _discard(self, gone: Sequence[Shelved]) -> None:
+    def _discard(self, gone: Sequence[StoredReplica]) -> None:
         """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
         for shelved in gone:
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from memstore.core.arena.replica_index import Shelf
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.share import PeerShare
 from memstore.errors import CapacityError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.memory_limits import beyond_limit, gib
@@ -28,8 +28,8 @@ class VaultRoom:
     """
 
     def __init__(
-        self, arena: Arena, shelf: Shelf, index_lock: AbstractContextManager[object], flush: Callable[[], None], *,
-        chunk_bytes: int, limit_bytes: int, limit_why: str, admit: Admit | None,
+        self, arena: Arena, shelf: ReplicaIndex, index_lock: AbstractContextManager[object],
+        flush: Callable[[], None], *, chunk_bytes: int, limit_bytes: int, limit_why: str, admit: Admit | None,
     ) -> None:  # fmt: skip
         self._arena, self._shelf, self._index_lock, self._flush = arena, shelf, index_lock, flush
         self._chunk_bytes, self._admit = chunk_bytes, admit
@@ -37,7 +37,9 @@ class VaultRoom:
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
         self.lock = threading.Lock()
 
-    def claim(self, job: str, share: Share, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+    def claim(
+        self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
+    ) -> None:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
 
         A share that was refused elsewhere shrinks again, and so does that of a job that ended: what no job has reserved

@@ -1,6 +1,6 @@
 """The controller's shell: sessions to all holders, a clock, and the catalog between them (R3, R16, R17).
 
-It dials every announced holder, feeds what it hears to `Catalog.handle`, and sends out the actions. One
+It dials every announced holder, feeds what it hears to `ControllerMachine.handle`, and sends out the actions. One
 thread runs the catalog; each session has one thread that reads and one that writes, so a stuck host
 holds up nobody. It never imports torch or ray.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.frame import Kind, pack_frame
 from memstore.core.wire.messages import (
     Action,
@@ -108,7 +108,7 @@ class Controller:
     def _new_catalog(self, term: int, expected_hosts: Iterable[str]) -> None:
         config, now = self.config, time.monotonic()
         self.term = term
-        self.catalog = Catalog(
+        self.catalog = ControllerMachine(
             term=term,
             now=now,
             wall_offset_s=time.time() - now,

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from memstore.core.report.event_ring import ROUTINE, Chronicle, Happening
+from memstore.core.report.event_ring import ROUTINE, RecentEvents, StoreEvent
 
 log = logging.getLogger("memstore.events")
 WAITING_MAX = 4096
@@ -28,14 +28,14 @@ class EventLog:
         self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
         self.dropped_count = 0  # came too fast for the writer
         self.failed_count = 0  # could not be written
-        self.counters: list[Callable[[Happening], None]] = []  # each gets every happening that was not dropped
+        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every happening that was not dropped
         self._seen_seq = 0
         self._problem = ""
-        self._waiting: queue.Queue[Happening | None] = queue.Queue(WAITING_MAX)
+        self._waiting: queue.Queue[StoreEvent | None] = queue.Queue(WAITING_MAX)
         self._thread = threading.Thread(target=self._run, name="memstore-events", daemon=True)
         self._thread.start()
 
-    def take(self, chronicle: Chronicle) -> None:
+    def take(self, chronicle: RecentEvents) -> None:
         """Queue what is new, dropping what the writer is too late for; never waits."""
         if chronicle.last_seq <= self._seen_seq:
             return
@@ -64,7 +64,7 @@ class EventLog:
                 except Exception as exc:
                     self._complain(exc)
 
-    def _write(self, happening: Happening) -> None:
+    def _write(self, happening: StoreEvent) -> None:
         level = logging.DEBUG if happening.kind in ROUTINE else logging.INFO
         if not self.path and not log.isEnabledFor(level):
             return

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from memstore.shell.device.deferred_device_copy import LateFlights
+from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.tensors.own_memory import copy_own
 from memstore.shell.tensors.slot_stream import Move, in_threads
 from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler
@@ -100,7 +100,7 @@ def digest_of(address: int, nbytes: int, *, is_whole: bool) -> bytes:
     return xxhash.xxh3_128_digest(memory)
 
 
-class LateCopy:
+class DeferredCopy:
     """The late moves of one put. Any number of threads call `work`; it ends once, by whoever makes the last move.
 
         host moves made --device copies in the slots--> ended
@@ -119,7 +119,7 @@ class LateCopy:
 
     def __init__(
         self, sources: Sequence[tuple[WatchedSource, Sequence[Move]]], *, keep: object, is_wanted: Callable[[], bool],
-        on_end: Callable[[str], None], name_of: Callable[[int], str], flights: LateFlights | None = None,
+        on_end: Callable[[str], None], name_of: Callable[[int], str], flights: DeferredDeviceCopies | None = None,
     ) -> None:  # fmt: skip
         self._sources = [source for source, _ in sources]
         self._moves = deque((number, move) for number, (_, moves) in enumerate(sources) for move in in_pieces(moves))

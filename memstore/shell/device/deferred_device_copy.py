@@ -25,7 +25,7 @@ from memstore.shell.device.side_stream import (
 from memstore.shell.threads.safe_condition import is_of_handler
 
 
-class LateFlights:
+class DeferredDeviceCopies:
     """The device copies of one put. Made by the thread that computes; any thread may order and wait."""
 
     def __init__(self, writes: Sequence[DeviceWrite]) -> None:

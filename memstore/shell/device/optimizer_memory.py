@@ -29,7 +29,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
-class SteadyMemory:
+class OptimizerMemory:
     """The memory of some tensors, found by device and address.
 
     Small ones of host memory are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 
 TELL_S = 0.005  # how late a reader may hear of a chunk; it has copied what came in that time in half of it
 
 
-class Herald:
+class ChunkNotifier:
     """The herald of one read: it tells the reader which chunks have come."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], None], number: int, manifest: bytes, draft: Draft) -> None:
+    def __init__(
+        self, send: Callable[[dict[str, Any]], None], number: int, manifest: bytes, draft: IncomingReplica
+    ) -> None:
         self._send, self._draft = send, draft
         self._message: dict[str, Any] = {"k": "came", "read": number, "manifest": manifest}
         self._untold = list(draft.wanted)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import copy_to_wire
 from memstore.shell.arena.idle_time import IdleTime
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.peer_table import PeerTable
 from recovery.inventory import Copy
 
@@ -29,7 +29,7 @@ class HolderContext:
     state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
-    vault: Vault
+    vault: ReplicaStore
     idle: IdleTime
     peers: PeerTable
     on_fatal: Callable[[str], None]
@@ -60,7 +60,7 @@ class HolderContext:
         """Send the controller a rank's call, or one of the holder's own."""
         self.report("call", {"id": call_id, "verb": verb, "body": body})
 
-    def sealed(self, copy: Copy | Shelved, put: dict[str, Any] | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
         Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order

@@ -19,7 +19,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import ORDINAL_LIMIT
 from memstore.errors import PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.journal_file import Journal
-from memstore.shell.holder.journal_writer import FactKeeper
+from memstore.shell.holder.journal_writer import JournalWriter
 from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
@@ -86,7 +86,7 @@ class ControllerSessions:
 
     def __init__(self, host_id: str, journal: Journal, term: int) -> None:
         self.host_id, self.journal, self.term = host_id, journal, term
-        self.facts = FactKeeper(journal, lambda seq: self.report("ack", {"seq": seq}))
+        self.facts = JournalWriter(journal, lambda seq: self.report("ack", {"seq": seq}))
         self.current: ControllerSession | None = None
         self._lock = threading.Lock()
 

@@ -9,7 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
@@ -18,12 +18,12 @@ from memstore.core.wire.messages import copy_to_wire
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
-from memstore.shell.holder.chunk_notifier import Herald
+from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.rank_connections import RankConnections, RankLink
+from memstore.shell.holder.rank_connections import RankConnection, RankConnections
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.peer.client import Peer, RateLimit
-from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 
 log = logging.getLogger("memstore")
 RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
@@ -66,7 +66,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.SendChunks) -> None:
-        shipment = cast(Shipment, effect.source)
+        shipment = cast(OutgoingReplica, effect.source)
         held = contextlib.nullcontext() if effect.is_repair else self.traffic.sending(shipment)
         throttle = self.repair_limit if effect.is_repair else _unthrottled
         with held as gate:
@@ -117,7 +117,7 @@ class EffectCalls:
         return self.vault.manifest(effect.shelved)
 
     @_call.register
-    def _(self, effect: effects.OpenDraft) -> Draft:
+    def _(self, effect: effects.OpenDraft) -> IncomingReplica:
         return self.vault.open_draft(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
@@ -131,7 +131,7 @@ class EffectCalls:
         self.vault.keep_staged(effect.key, effect.shelved, effect.pin)
 
     @_call.register
-    def _(self, effect: effects.OpenHerald) -> Herald | None:
+    def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
         return self.connections.herald(effect.stream, effect.manifest, effect.draft)
 
     @_call.register
@@ -140,19 +140,19 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.ReadManifest) -> bytes:
-        return cast(Shipment, effect.source).manifest()
+        return cast(OutgoingReplica, effect.source).manifest()
 
     @_call.register
     def _(self, effect: effects.AwaitDigest) -> str:
-        return cast(Fresh, effect.source).sealed().spec.digest
+        return cast(StreamingReplica, effect.source).sealed().spec.digest
 
     @_call.register
     def _(self, effect: effects.CompareSample) -> list[int]:
         return differing(self.vault.arena.mapping, effect.slots, effect.nbytes, effect.seen)
 
     @_call.register
-    def _(self, effect: effects.OpenFresh) -> Fresh:
-        return Fresh(self.vault, effect.shard, effect.slots, effect.sizes)
+    def _(self, effect: effects.OpenFresh) -> StreamingReplica:
+        return StreamingReplica(self.vault, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
     def _(self, effect: effects.TellFenced) -> None:
@@ -166,12 +166,12 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.TellLevel) -> None:
-        link = cast(RankLink, effect.link)
+        link = cast(RankConnection, effect.link)
         self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
 
     @_call.register
     def _(self, effect: effects.Grant) -> None:
-        self.connections.grant_current(cast(RankLink, effect.link))
+        self.connections.grant_current(cast(RankConnection, effect.link))
 
     @_call.register
     def _(self, effect: effects.TellReplicated) -> None:

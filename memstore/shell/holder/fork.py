@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import Manifest, decode_manifest, encode_manifest, shard_digest, spec_of
 from memstore.core.wire.messages import Body, shard_from_wire
 from memstore.errors import DigestMismatch
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 
-def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
+def look(vault: ReplicaStore, shards: Collection[Any]) -> list[list[Any]]:
     """Digest again what was verified too long ago; return [rank, digest under the new id, chunks lacking] (R13)."""
     found: list[list[Any]] = []
     for item in shards:
@@ -35,7 +35,7 @@ def look(vault: Vault, shards: Collection[Any]) -> list[list[Any]]:
     return found
 
 
-def make(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
     """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
 
     A shard that is not here any more is left out. A fork's copy that lacks chunks, or its manifest, gets what is here
@@ -68,7 +68,7 @@ def forked_body(body: Body, shards: list[list[Any]]) -> Body:
     return {"job": body["job"], "call": body["call"], "shards": shards}
 
 
-def drop_unknown_shares(vault: Vault, jobs: Collection[str]) -> None:
+def drop_unknown_shares(vault: ReplicaStore, jobs: Collection[str]) -> None:
     """Give back room of jobs that the controller does not know, if no shard of them is here.
 
     A controller that died before it recorded the job left such a claim.
@@ -83,5 +83,5 @@ def drop_unknown_shares(vault: Vault, jobs: Collection[str]) -> None:
         vault.room.release()
 
 
-def _renamed(vault: Vault, shelved: Shelved, new: ShardId) -> Manifest:
+def _renamed(vault: ReplicaStore, shelved: StoredReplica, new: ShardId) -> Manifest:
     return replace(decode_manifest(vault.manifest(shelved)), shard=new)

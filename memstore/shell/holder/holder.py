@@ -32,13 +32,13 @@ from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.shell.arena.memory_limits import admission, measure
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.controller_session import ControllerSessions, term_of
 from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
-from memstore.shell.holder.orders import Orders
+from memstore.shell.holder.orders import OrderRouter
 from memstore.shell.holder.partial_read import Excerpts
 from memstore.shell.holder.peer_table import PeerTable
 from memstore.shell.holder.pending_calls import Calls
@@ -96,7 +96,7 @@ class Holder:
         )
         write_secret(self.folder, secret)
         self.idle, self.tombstones = IdleTime(self.folder), Tombstones(self.folder)
-        self.vault = Vault.open(
+        self.vault = ReplicaStore.open(
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
@@ -162,7 +162,7 @@ class Holder:
             self.vault, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
-        self.orders = Orders(
+        self.orders = OrderRouter(
             context, workers=self.workers, connections=self.connections, ranks=self.ranks, rooms=self.rooms,
             twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager, persister=self.persister,
             scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server, tombstones=self.tombstones,

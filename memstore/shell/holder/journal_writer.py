@@ -15,7 +15,7 @@ from memstore.errors import CapacityError, IntegrityError
 from memstore.shell.arena.journal_file import Journal
 
 
-class FactKeeper:
+class JournalWriter:
     """Writes what the controller sends, in its order. The caller keeps sessions apart: one thread at a time."""
 
     def __init__(self, journal: Journal, on_written: Callable[[int], None]) -> None:

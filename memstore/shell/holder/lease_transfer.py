@@ -14,16 +14,16 @@ from typing import Any
 
 from memstore.core.arena.slot_table import Owner
 from memstore.errors import ConfigError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_sample import differing
 
 ANCESTORS_MAX = 16
 
 
-class Lendings:
+class LeaseTransfers:
     """What is lent on one host. Callers hold the rank server's lock."""
 
-    def __init__(self, vault: Vault) -> None:
+    def __init__(self, vault: ReplicaStore) -> None:
         self.vault = vault
         self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
 

@@ -12,7 +12,7 @@ from memstore.core.network.marks_layout import PREFIX, RING
 from memstore.errors import ProtocolError
 
 
-class MarkReader:
+class CollectiveMarksReader:
     """Reads one rank's file of marks."""
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -30,7 +30,7 @@ from memstore.shell.peer.server import PeerServer
 log = logging.getLogger("memstore")
 
 
-class Orders:
+class OrderRouter:
     """The orders of one holder's controller, each passed to the part that carries it out."""
 
     def __init__(

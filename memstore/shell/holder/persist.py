@@ -17,7 +17,7 @@ from memstore.core.wire.messages import spec_to_wire
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
-from memstore.shell.net.pacing import give_way
+from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.threads.own_threads import OwnThreads
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Persister:
 
     def __init__(self, context: HolderContext, runner: Runner) -> None:
         self.context, self.vault = context, context.vault
-        self.writers = OwnThreads(PERSIST_THREADS, "memstore-persist", give_way)
+        self.writers = OwnThreads(PERSIST_THREADS, "memstore-persist", lower_thread_priority)
         self.listers = OwnThreads(LIST_THREADS, "memstore-markers")
         self.lock = threading.Lock()
         self.free_s: dict[str, float] = {}  # job -> when its next slice may begin

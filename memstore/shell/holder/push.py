@@ -17,8 +17,8 @@ from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.holder.shared_shards import Twins
-from memstore.shell.net.pacing import give_way
-from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.net.pacing import lower_thread_priority
+from memstore.shell.peer.outgoing_shard import StreamingReplica
 from recovery.inventory import ShardId
 
 log = logging.getLogger("memstore")
@@ -30,10 +30,12 @@ class Pusher:
 
     def __init__(self, context: HolderContext, runner: Runner, traffic: Traffic, twins: Twins) -> None:
         self.context, self.runner, self.traffic, self.twins = context, runner, traffic, twins
-        self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", give_way)
-        self.repairs = ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", give_way)  # never behind what marks hold
+        self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", lower_thread_priority)
+        self.repairs = ThreadPoolExecutor(
+            PUSH_THREADS, "memstore-repair", lower_thread_priority
+        )  # never behind what marks hold
 
-    def replicate(self, shard: ShardId, digest: str, fresh: Fresh | None = None) -> bool:
+    def replicate(self, shard: ShardId, digest: str, fresh: StreamingReplica | None = None) -> bool:
         """Push a shard that is stored, or being sealed, to this host's targets; then its ticket is replicated (R15).
 
         False if there are no targets, so that nothing is to be waited for.

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.arena.replica_index import Draft, Shelved
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
 from memstore.errors import TransportError
-from memstore.shell.holder.chunk_notifier import Herald
+from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.channel import Channel
 from recovery.inventory import ShardId
@@ -22,7 +22,7 @@ SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link
 
 
 @dataclass
-class RankLink:
+class RankConnection:
     """One process of a rank (or a tool) on this host."""
 
     channel: Channel
@@ -51,25 +51,25 @@ class RankConnections:
     def __init__(self, context: HolderContext) -> None:
         self.context, self.vault = context, context.vault
         self.lock = threading.RLock()
-        self.links: dict[str, RankLink] = {}  # by nonce
+        self.links: dict[str, RankConnection] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
         self.parents: dict[str, str] = {}  # nonce of a child among `owners` -> that of the rank's process
         self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
 
     # -- links --------------------------------------------------------------------------------
 
-    def of_job(self, job: str) -> list[RankLink]:
+    def of_job(self, job: str) -> list[RankConnection]:
         """Return the links of a job's ranks on this host."""
         with self.lock:
             return [link for link in self.links.values() if link.job == job and link.rank >= 0]
 
-    def current(self, link: RankLink) -> RankLink:
+    def current(self, link: RankConnection) -> RankConnection:
         """Return the link on which the same store is connected now."""
         with self.lock:
             now = self.links.get(link.nonce, link)
             return now if now.owner == link.owner else link
 
-    def left(self, link: RankLink) -> None:
+    def left(self, link: RankConnection) -> None:
         """Forget a process that said goodbye, unless it has connected again, as another owner."""
         with self.lock:
             if self.links.get(link.nonce) is link:
@@ -85,7 +85,7 @@ class RankConnections:
             self.parents = {nonce: parent for nonce, parent in self.parents.items() if nonce in self.owners}
             return dead
 
-    def forget(self, link: RankLink) -> bool:
+    def forget(self, link: RankConnection) -> bool:
         """Let go of a link that has ended; False if its store is connected by another one already."""
         with self.lock:
             if self.links.get(link.nonce) is not link:
@@ -95,11 +95,11 @@ class RankConnections:
 
     # -- leases -------------------------------------------------------------------------------
 
-    def grant_current(self, link: RankLink) -> None:
+    def grant_current(self, link: RankConnection) -> None:
         """Lease a store whose put is over what its share allows now."""
         self.grant(self.current(link))
 
-    def grant(self, link: RankLink) -> None:
+    def grant(self, link: RankConnection) -> None:
         """Lease a rank what its share allows, and send it the slots; do nothing on a link that has ended."""
         with link.grants:
             with self.lock:
@@ -119,7 +119,7 @@ class RankConnections:
 
     # -- what a put came to -------------------------------------------------------------------
 
-    def tell_level(self, link: RankLink, attempt: int, step: int, level: str, reason: str) -> None:
+    def tell_level(self, link: RankConnection, attempt: int, step: int, level: str, reason: str) -> None:
         """Send a store the level of one of its tickets, on its newest link."""
         message = {"k": "level", "attempt": attempt, "step": step, "level": level, "reason": reason, "degraded": False}
         with self.lock:
@@ -160,7 +160,7 @@ class RankConnections:
         for link in self.of_job(job):
             link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
 
-    def check(self, body: dict[str, Any], shelved: Shelved) -> None:
+    def check(self, body: dict[str, Any], shelved: StoredReplica) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
         for link in self.of_job(body["job"]):
             if link.rank == body["rank"]:
@@ -168,11 +168,11 @@ class RankConnections:
                     {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
                 )
 
-    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: Draft) -> Herald | None:
+    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None
-        return Herald(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
+        return ChunkNotifier(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
 
     def tell_twin(self, shard: ShardId, event: dict[str, Any]) -> None:
         """Send an event to the process that put a shard, if it is still connected in that attempt."""
@@ -195,7 +195,7 @@ class RankConnections:
             if 0 < link.attempt <= attempt:
                 self.send_fenced(link)
 
-    def send_fenced(self, link: RankLink) -> None:
+    def send_fenced(self, link: RankConnection) -> None:
         """Tell one process which attempt is the first that this host still serves."""
         fences = self.context.fences
         link.send({"k": "fenced", "attempt": fences.first(link.job), "is_removed": fences.is_removed(link.job)})

@@ -23,10 +23,10 @@ from memstore.core.wire.messages import shard_from_wire
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.lease_transfer import Lendings, check_child
+from memstore.shell.holder.lease_transfer import LeaseTransfers, check_child
 from memstore.shell.holder.partial_read import Excerpts
 from memstore.shell.holder.pending_calls import Call, Calls
-from memstore.shell.holder.rank_connections import SEND_S, RankConnections, RankLink
+from memstore.shell.holder.rank_connections import SEND_S, RankConnection, RankConnections
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.holder.trained_steps import TrainedSteps
@@ -46,7 +46,7 @@ class RankServer:
         self.context, self.vault, self.connections = context, context.vault, connections
         self.calls, self.sealer, self.excerpts = calls, sealer, excerpts
         self.traffic, self.trained, self.release_room = traffic, trained, release_room
-        self.lendings = Lendings(self.vault)
+        self.lendings = LeaseTransfers(self.vault)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -79,9 +79,9 @@ class RankServer:
             for release in list(link.pins.values()):
                 release()
 
-    def _hello(self, channel: Channel, body: dict[str, Any], owner: Owner) -> RankLink:
+    def _hello(self, channel: Channel, body: dict[str, Any], owner: Owner) -> RankConnection:
         """Take the link; confirm which of the rank's slots are still its own (R8)."""
-        link = RankLink(channel, owner, str(body["nonce"]), str(body.get("job", "")), int(body.get("rank", -1)))
+        link = RankConnection(channel, owner, str(body["nonce"]), str(body.get("job", "")), int(body.get("rank", -1)))
         link.attempt, link.parent = int(body.get("attempt", 0)), str(body.get("parent", ""))
         with self.connections.lock:
             if link.parent:
@@ -125,7 +125,7 @@ class RankServer:
         self.connections.grant(link)
         return link
 
-    def _event(self, link: RankLink, body: dict[str, Any]) -> None:
+    def _event(self, link: RankConnection, body: dict[str, Any]) -> None:
         kind = body.get("k")
         if kind == "call":
             self._call(link, body)
@@ -144,7 +144,7 @@ class RankServer:
         elif kind == "checked":
             self.context.report("checked", {key: body[key] for key in ("job", "round", "rank", "ok", "error")})
 
-    def _call(self, link: RankLink, body: dict[str, Any]) -> None:
+    def _call(self, link: RankConnection, body: dict[str, Any]) -> None:
         verb, inner = str(body["verb"]), dict(body["body"])
         if verb in ("lend", "adopt", "unlend"):
             self._lending(link, int(body["id"]), verb, inner)
@@ -153,7 +153,7 @@ class RankServer:
             link.job, link.rank = str(inner["job"]), int(inner["rank"])
         self.calls.ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
 
-    def _lending(self, link: RankLink, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def _lending(self, link: RankConnection, call_id: int, verb: str, body: dict[str, Any]) -> None:
         answer: dict[str, Any] = {}
         error: list[str] | None = None
         with link.grants:
@@ -189,7 +189,7 @@ class RankServer:
             body, error = self._with_place(link, body)
         link.send({"k": "answer", "id": call.rank_id, "body": body, "error": error})
 
-    def _with_place(self, link: RankLink, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
+    def _with_place(self, link: RankConnection, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
         if "excerpt" in body:
             number = int(body["excerpt"])
             try:
@@ -210,7 +210,7 @@ class RankServer:
         self._hold(link, pinned[1], release)
         return {**body, "manifest": manifest, "slots": list(pinned[0].slots), "pin": pinned[1]}, None
 
-    def _hold(self, link: RankLink, pin: int, release: Callable[[], None]) -> None:
+    def _hold(self, link: RankConnection, pin: int, release: Callable[[], None]) -> None:
         """Keep a pin until its reader lets go or the link ends; not one of a link that has just ended (R7)."""
         with self.connections.lock:
             if self.connections.links.get(link.nonce) is link:
@@ -220,7 +220,7 @@ class RankServer:
 
     # -- processes that are gone ----------------------------------------------------------------
 
-    def _bye(self, link: RankLink) -> None:
+    def _bye(self, link: RankConnection) -> None:
         """Free what a rank that closed its store had leased and not handed over."""
         self.sealer.drain_owner(link.owner, SEND_S)
         self.calls.forget(link.owner)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import ConfigError, DigestMismatch
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.net.pacing import give_way
+from memstore.shell.net.pacing import lower_thread_priority
 
 log = logging.getLogger("memstore")
 IDLE_S = 1.0
@@ -26,7 +26,7 @@ class Scrubber:
 
     def run(self) -> None:
         """Go round the arena for ever; the rate is `scrub_bytes_per_s`."""
-        give_way()
+        lower_thread_priority()
         rate = self.context.config.scrub_bytes_per_s
         stopping = self.context.stopping
         while not stopping.wait(IDLE_S):
@@ -43,12 +43,12 @@ class Scrubber:
         for shelved in self._shelved(None):
             yield partial(self._check_manifest, shelved)
 
-    def _shelved(self, job: str | None) -> list[Shelved]:
+    def _shelved(self, job: str | None) -> list[StoredReplica]:
         vault = self.context.vault
         with vault.lock:
             return [s for s in vault.shelf.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
 
-    def _check_manifest(self, shelved: Shelved) -> bool:
+    def _check_manifest(self, shelved: StoredReplica) -> bool:
         """Compare a copy's manifest with its digest; True if it is damaged, which was not known."""
         vault = self.context.vault
         try:

@@ -6,7 +6,7 @@ import queue
 import threading
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
@@ -14,11 +14,11 @@ from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
-from memstore.shell.holder.rank_connections import RankConnections, RankLink
+from memstore.shell.holder.rank_connections import RankConnection, RankConnections
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.shared_shards import Twins
-from memstore.shell.net.pacing import give_way
-from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.net.pacing import lower_thread_priority
+from memstore.shell.peer.outgoing_shard import StreamingReplica
 
 
 class Sealer:
@@ -41,18 +41,18 @@ class Sealer:
             }
         )
 
-    def start(self, link: RankLink) -> None:
+    def start(self, link: RankConnection) -> None:
         """Serve a link until None is queued."""
         threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
 
-    def add(self, link: RankLink, body: dict[str, Any]) -> None:
+    def add(self, link: RankConnection, body: dict[str, Any]) -> None:
         """Queue a hand-over that came completely; a fence that comes now waits for it (R21)."""
         with self.runner.state():
             put = procedure.add(self.context.state, link, body)
             if put is not None:
                 link.handovers.put(put)
 
-    def retire(self, link: RankLink) -> None:
+    def retire(self, link: RankConnection) -> None:
         """Forget the queued hand-overs of a link whose rank came back on another one and sends them again.
 
         The caller holds the connections' lock.
@@ -81,8 +81,8 @@ class Sealer:
         """Wait until nothing that one process handed over is unfinished."""
         return self.runner.run(procedure.await_owner(self.context.state, owner, limit_s))
 
-    def _run(self, link: RankLink) -> None:
-        give_way()
+    def _run(self, link: RankConnection) -> None:
+        lower_thread_priority()
         while (put := link.handovers.get()) is not None:
             self.runner.run(procedure.run(self.context.state, put))
 
@@ -90,14 +90,16 @@ class Sealer:
 
     def _replicate(self, effect: effects.Replicate) -> bool:
         fresh = effect.fresh
-        return self.pusher.replicate(effect.shard, effect.digest, fresh if isinstance(fresh, Fresh) else None)
+        return self.pusher.replicate(
+            effect.shard, effect.digest, fresh if isinstance(fresh, StreamingReplica) else None
+        )
 
-    def _digest_and_store(self, effect: effects.DigestAndStore) -> Shelved:
+    def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
         body, shard = effect.body, effect.shard
         shelved = self.vault.seal_local(
             shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
             slots=effect.slots, attempt=shard.attempt,
-            follower=effect.fresh if isinstance(effect.fresh, Fresh) else None,
+            follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,
         )  # fmt: skip
         self.meter.count(shard.job, body)
         return shelved

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.core.network.send_gate import Order, Sending, TrafficGate
+from memstore.core.network.send_gate import Order, Sending, SendSchedule
 from memstore.errors import ProtocolError
-from memstore.shell.holder.marks_reader import MarkReader, remove_marks
+from memstore.shell.holder.marks_reader import CollectiveMarksReader, remove_marks
 from memstore.shell.net.socket_options import Flight
-from memstore.shell.peer.outgoing_shard import Shipment
+from memstore.shell.peer.outgoing_shard import OutgoingReplica
 
 log = logging.getLogger("memstore")
 Pace = Callable[[], contextlib.AbstractContextManager[None]]
@@ -26,15 +26,15 @@ class Traffic:
     def __init__(self, folder: Path, hold_s: float) -> None:
         """`hold_s`: the longest that one put is held back; 0: marks are ignored."""
         self._folder, self._hold_s = folder, hold_s
-        self._gate = TrafficGate(hold_s)
-        self._readers: dict[str, MarkReader] = {}  # by the rank's nonce
+        self._gate = SendSchedule(hold_s)
+        self._readers: dict[str, CollectiveMarksReader] = {}  # by the rank's nonce
         self._lock = threading.Lock()
         remove_marks(folder)
 
     def watch(self, nonce: str, file: str) -> None:
         """Read a rank's file of marks from now on; one that cannot be read is ignored, with a warning."""
         try:
-            reader = MarkReader(self._folder, file)
+            reader = CollectiveMarksReader(self._folder, file)
         except ProtocolError as exc:
             log.warning("memstore: marks of rank process %s are ignored: %s", nonce, exc)
             return
@@ -59,7 +59,7 @@ class Traffic:
         return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
 
     @contextlib.contextmanager
-    def sending(self, shipment: Shipment) -> Iterator[PushGate | None]:
+    def sending(self, shipment: OutgoingReplica) -> Iterator[PushGate | None]:
         """Give the gate for one push of a put; None if nothing holds it back."""
         if not self._hold_s or not self._readers:
             yield None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
-from memstore.shell.arena.replica_store import Vault
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
@@ -43,7 +43,7 @@ class Twins:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(
-        self, vault: Vault, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
+        self, vault: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
     ) -> None:
         """`tell`: sends an event to the process that put a shard here."""
         self.vault, self.stopping, self.tell = vault, stopping, tell
@@ -131,7 +131,7 @@ class Twins:
 
     # -- seals ----------------------------------------------------------------------------------
 
-    def put_sealed(self, shelved: Shelved, shared_count: int | None) -> int | None:
+    def put_sealed(self, shelved: StoredReplica, shared_count: int | None) -> int | None:
         """Note a local rank's sealed put; return the step before if this put is the first to repeat its chunks."""
         shard = shelved.shard
         now = Newest(shard, shelved.digests, shared_count)
@@ -159,7 +159,7 @@ class Twins:
                 if is_apart and shard in (own.shard, copy.shard):
                     self._compare(own, copy)
 
-    def _compare(self, own: Newest, other: Shelved) -> None:
+    def _compare(self, own: Newest, other: StoredReplica) -> None:
         """Learn of two ranks that their chunks are equal, or tell that declared twins' are not."""
         job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
         if own.shared_count is None:

@@ -58,7 +58,7 @@ class Lane:
                 each.pace(max(self.pace_min, self.bytes_per_s // len(self._sending)))
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Lower the calling thread's priority: it moves or digests bulk bytes, and training has the processors first.
 
     Not for threads of heartbeats or of a rank's calls (R28). Relative, because Ray starts actors at a nice value of

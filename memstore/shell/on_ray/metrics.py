@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from memstore.core.report.event_ring import Happening
+from memstore.core.report.event_ring import StoreEvent
 from memstore.core.report.metrics import METRICS, Metric, Sample, counted, holder_gauges, holder_growth, status_gauges
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
@@ -67,7 +67,7 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
     """Begin to export what the controller knows, until `stopping`."""
     instruments = Instruments(controller.config.store)
 
-    def count(happening: Happening) -> None:
+    def count(happening: StoreEvent) -> None:
         instruments.record(counted(happening))
 
     def stand() -> None:

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import chunk_hasher
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.peer_messages import ChunkRun, decode_run
 from memstore.errors import ProtocolError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
 
@@ -74,8 +74,8 @@ def send_run(
 
 
 def receive_run(
-    channel: Channel, vault: Vault, draft: Draft, indices: Sequence[int], *, take: Callable[[int], list[int]],
-    damage: Damage, timeout_s: float,
+    channel: Channel, vault: ReplicaStore, draft: IncomingReplica, indices: Sequence[int], *,
+    take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
 
@@ -110,7 +110,7 @@ def receive_run(
     return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], sum(size for _, _, size, _ in came))
 
 
-def _sizes(channel: Channel, vault: Vault, frame: Frame, count: int) -> tuple[int, ...]:
+def _sizes(channel: Channel, vault: ReplicaStore, frame: Frame, count: int) -> tuple[int, ...]:
     """Return the sizes a frame names; ProtocolError unless they are 1 to `count` that fit slots and its bulk."""
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()

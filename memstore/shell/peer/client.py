@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
 from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.net.pacing import Lane, give_way
+from memstore.shell.net.pacing import Lane, lower_thread_priority
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
-from memstore.shell.peer.outgoing_shard import Shipment
+from memstore.shell.peer.outgoing_shard import OutgoingReplica
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -62,7 +62,7 @@ class Peer:
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
         self._damage = damage
-        self._workers = ThreadPoolExecutor(self._streams, f"memstore-peer-{host_id}", give_way)
+        self._workers = ThreadPoolExecutor(self._streams, f"memstore-peer-{host_id}", lower_thread_priority)
         self.is_closed = False
         self.sent_bytes = 0
 
@@ -166,7 +166,7 @@ class Peer:
     # -- push ---------------------------------------------------------------------------------
 
     def send_chunks(
-        self, shipment: Shipment, chunks: Sequence[int], *, sender: str, throttle: Callable[[int], None],
+        self, shipment: OutgoingReplica, chunks: Sequence[int], *, sender: str, throttle: Callable[[int], None],
         gate: SendGate | None = None,
     ) -> None:  # fmt: skip
         """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
@@ -186,7 +186,12 @@ class Peer:
                 send(batch)
 
     def _send_batch(
-        self, shipment: Shipment, sender: str, throttle: Callable[[int], None], gate: SendGate | None, batch: list[int]
+        self,
+        shipment: OutgoingReplica,
+        sender: str,
+        throttle: Callable[[int], None],
+        gate: SendGate | None,
+        batch: list[int],
     ) -> None:
         chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
         request = ChunkBatch(
@@ -223,7 +228,7 @@ class Peer:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_into(self, vault: Vault, draft: Draft, digest: str, want: Sequence[int]) -> list[int]:
+    def fetch_into(self, vault: ReplicaStore, draft: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
         """Pull chunks into the draft over several streams; return the indices that came damaged or not at all.
 
         Raises:
@@ -236,7 +241,7 @@ class Peer:
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         return bad
 
-    def _fetch_batch(self, vault: Vault, draft: Draft, digest: str, batch: list[int]) -> list[int]:
+    def _fetch_batch(self, vault: ReplicaStore, draft: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:

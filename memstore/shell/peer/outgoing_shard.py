@@ -12,18 +12,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.errors import PeerRefused
-from memstore.shell.arena.replica_store import PIN_S, Vault
+from memstore.shell.arena.replica_store import PIN_S, ReplicaStore
 from recovery.inventory import ShardId
 
 DIGEST_S = 60.0  # longest wait for this host's own digests
 
 
-class Stored:
+class SealedReplica:
     """A replica on the shelf, pinned until it is released."""
 
-    def __init__(self, vault: Vault, shelved: Shelved, pin: int) -> None:
+    def __init__(self, vault: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
         self.vault, self.shelved, self._pin = vault, shelved, pin
         self.shard, self.digest = shelved.shard, shelved.spec.digest
         self.sizes = [shelved.spec.chunk_nbytes(i) for i in range(shelved.spec.chunks_count)]
@@ -41,7 +41,7 @@ class Stored:
         return self.vault.manifest(self.shelved)
 
     @property
-    def stored(self) -> Shelved:
+    def stored(self) -> StoredReplica:
         """Return the stored replica."""
         return self.shelved
 
@@ -58,17 +58,17 @@ class Stored:
         self.vault.unpin(self.shelved, self._pin)
 
 
-class Fresh:
+class StreamingReplica:
     """A shard that this host is digesting now. The sealing thread calls add, seal and fail; pushes call the rest."""
 
     digest = ""  # not known before the last chunk is digested
 
-    def __init__(self, vault: Vault, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, vault: ReplicaStore, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
         self.vault, self.shard = vault, shard
         self.slots, self.sizes = list(slots), list(sizes)
         self._changed = threading.Condition()
         self._known: list[bytes] = []
-        self._shelved: Shelved | None = None
+        self._shelved: StoredReplica | None = None
         self._readers = 0  # pushes that have begun and not ended
         self._pins: list[int] = []
         self._why = ""
@@ -79,7 +79,7 @@ class Fresh:
             self._known.append(digest)
             self._changed.notify_all()
 
-    def seal(self, shelved: Shelved) -> None:
+    def seal(self, shelved: StoredReplica) -> None:
         """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
         with self._changed:
             deadline_s = self.vault.clock.monotonic() + PIN_S
@@ -99,7 +99,7 @@ class Fresh:
             self._readers += 1
 
     @property
-    def stored(self) -> Shelved | None:
+    def stored(self) -> StoredReplica | None:
         """Return the stored replica, if there is one yet."""
         return self._shelved
 
@@ -132,7 +132,7 @@ class Fresh:
         """Return the manifest as soon as the shard is sealed; PeerRefused if the put failed here."""
         return self.vault.manifest(self.sealed())
 
-    def sealed(self) -> Shelved:
+    def sealed(self) -> StoredReplica:
         """Return the stored replica as soon as there is one; PeerRefused if the put failed here."""
         self._wait(self.is_settled)
         if self._shelved is None:
@@ -155,16 +155,16 @@ class Fresh:
                 raise PeerRefused(f"the put failed on its own host: {self._why}", is_final=True)
 
 
-Shipment = Stored | Fresh
+OutgoingReplica = SealedReplica | StreamingReplica
 
 
 class OutgoingShards:
     """The replicas of one host that pushes may send."""
 
-    def __init__(self, vault: Vault) -> None:
+    def __init__(self, vault: ReplicaStore) -> None:
         self._vault = vault
 
-    def outgoing(self, shard: ShardId, digest: str) -> Stored | None:
+    def outgoing(self, shard: ShardId, digest: str) -> SealedReplica | None:
         """Pin a replica for a push; None if it is not here, or dropped."""
         pinned = self._vault.pin(shard, digest)
-        return Stored(self._vault, *pinned) if pinned is not None else None
+        return SealedReplica(self._vault, *pinned) if pinned is not None else None

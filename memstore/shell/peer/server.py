@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.arena.replica_index import Draft, Shelved
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.codec import Message
 from memstore.core.wire.error_message import ErrorMessage
@@ -42,9 +42,9 @@ from memstore.core.wire.peer_messages import (
     decode_request,
 )
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.pacing import give_way
+from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from recovery.inventory import Copy, ShardId
@@ -62,7 +62,7 @@ Key = tuple[str, ShardId]  # sender and shard
 class Incoming:
     """A draft that a peer feeds: all connections of that life of it, and when the draft was last heard of."""
 
-    draft: Draft
+    draft: IncomingReplica
     channels: set[Channel]
     heard_s: float
 
@@ -71,8 +71,9 @@ class PeerServer:
     """What a holder does for its peers."""
 
     def __init__(
-        self, vault: Vault, host_id: str, *, is_fenced: Callable[[str, int], bool], on_sealed: Callable[[Copy], None],
-        before_offer: Callable[[ShardId], None] = lambda shard: None, damage: Damage | None = None,
+        self, vault: ReplicaStore, host_id: str, *, is_fenced: Callable[[str, int], bool],
+        on_sealed: Callable[[Copy], None], before_offer: Callable[[ShardId], None] = lambda shard: None,
+        damage: Damage | None = None,
     ) -> None:  # fmt: skip
         self.vault = vault
         self.host_id = host_id
@@ -88,7 +89,7 @@ class PeerServer:
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
-        give_way()
+        lower_thread_priority()
         try:
             host = identity.get("host")
             if type(host) is not str:
@@ -286,7 +287,7 @@ class PeerServer:
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _pinned(self, request: FetchManifest | FetchChunks | Verify) -> tuple[Shelved, int]:
+    def _pinned(self, request: FetchManifest | FetchChunks | Verify) -> tuple[StoredReplica, int]:
         pinned = self.vault.pin(request.shard.id, request.digest)
         if pinned is None:
             raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")

@@ -16,7 +16,7 @@ from memstore.config import Config
 from memstore.errors import MemstoreError, PeerUnreachable
 from memstore.shell.arena.folder import commands_for
 from memstore.shell.arena.lock import process_start_time
-from memstore.shell.rank.holder_link import CONNECT_S, RankLink
+from memstore.shell.rank.holder_link import CONNECT_S, HolderLink
 
 ASK_S = 30.0
 
@@ -41,7 +41,7 @@ class Tool:
             raise PeerUnreachable(f"no holder runs at {folder}: {advice}")
         start = process_start_time(os.getpid()) or 0
         nonce = f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}"
-        self.link = RankLink(folder, nonce=nonce, is_tool=True, connect_s=connect_s)
+        self.link = HolderLink(folder, nonce=nonce, is_tool=True, connect_s=connect_s)
 
     def __enter__(self) -> Tool:
         return self

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from memstore.errors import ClosedError, PeerTimeout
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
 log = logging.getLogger("memstore")
@@ -47,7 +47,7 @@ def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float
         lock.release()
 
 
-def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def collective(link: HolderLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Ask, withdraw when the deadline passes, and take the result if it is already decided.
 
     Raises:
@@ -73,7 +73,7 @@ def collective(link: RankLink, verb: str, body: dict[str, Any], timeout_s: float
     return answer_of(future)
 
 
-def ask_with_all(link: RankLink, verb: str, body: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+def ask_with_all(link: HolderLink, verb: str, body: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
     """Ask what nobody can withdraw from.
 
     Raises:
@@ -102,7 +102,7 @@ class RollCall:
     Attributes: words (who has come, who is awaited), is_complete (all ranks have come), as of the last look.
     """
 
-    def __init__(self, link: RankLink, verb: str, body: dict[str, Any], limit_s: float) -> None:
+    def __init__(self, link: HolderLink, verb: str, body: dict[str, Any], limit_s: float) -> None:
         """The call is made already; `limit_s` is what the log says."""
         self._link, self._verb, self._job, self._limit_s = link, verb, str(body["job"]), limit_s
         self._name = "agree of" if body.get("is_agreement") else _NAMES.get(verb, f"{verb} of")

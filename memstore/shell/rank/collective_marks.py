@@ -1,6 +1,7 @@
 """A rank's marks of its collectives, in a small file for its host's holder: no call and no wait for any of them (R11).
 
-The layout is in core/network/marks_layout.py; the holder reads it with `MarkReader` (holder/marks_reader.py).
+The layout is in core/network/marks_layout.py; the holder reads it with `CollectiveMarksReader`
+(holder/marks_reader.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
 from memstore.core.network.marks_layout import FILE_BYTES, PREFIX, RING
 
 if TYPE_CHECKING:
-    from memstore.shell.rank.holder_link import RankLink
+    from memstore.shell.rank.holder_link import HolderLink
 
 log = logging.getLogger("memstore")
 
 
-class Marks:
+class CollectiveMarks:
     """The rank's end. Any thread may mark; collectives may overlap."""
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: HolderLink) -> None:
         self._link = link
         self._lock = threading.RLock()  # a signal's handler may put
         self.has_iterations = False  # somebody marks them; else every put does

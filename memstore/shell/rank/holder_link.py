@@ -48,7 +48,7 @@ RECONNECT_S = 0.1
 REFUSED_S = 2.0  # a refusal is an answer: it is not asked about ten times a second
 
 
-class RankLink(LeasedSlots):
+class HolderLink(LeasedSlots):
     """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
@@ -389,7 +389,7 @@ class RankLink(LeasedSlots):
 
 
 _LIVES = itertools.count(1)
-_LINKS: weakref.WeakSet[RankLink] = weakref.WeakSet()
+_LINKS: weakref.WeakSet[HolderLink] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:

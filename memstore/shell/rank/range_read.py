@@ -19,7 +19,7 @@ from memstore.core.format.layout import pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
 from memstore.shell.arena.page_locks import PageHold
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors.slot_stream import address_of, copy_bytes
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
@@ -63,7 +63,7 @@ class OpenRanges:
     attempt: int
     views: dict[int, memoryview]  # by chunk
     pin: int
-    link: RankLink
+    link: HolderLink
     hold: PageHold
 
     def copy(self, offset: int, address: int, nbytes: int) -> None:
@@ -97,7 +97,7 @@ class OpenRanges:
 class ShardRanges:
     """Reads of one job through one link; `attempt` chooses among steps of one number, None leaves it to the lineage."""
 
-    def __init__(self, link: RankLink, job: str, timeout_s: float = 600.0, attempt: int | None = None) -> None:
+    def __init__(self, link: HolderLink, job: str, timeout_s: float = 600.0, attempt: int | None = None) -> None:
         self.link, self.job, self.timeout_s, self.attempt = link, job, timeout_s, attempt
 
     def ask(

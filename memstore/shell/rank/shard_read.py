@@ -17,7 +17,7 @@ from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDrop
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import Views
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
@@ -25,7 +25,7 @@ from memstore.shell.threads.answers import answer_of
 MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
 
 
-def pin_views(link: RankLink, views: Views, device: int) -> None:
+def pin_views(link: HolderLink, views: Views, device: int) -> None:
     """Let a CUDA device read these chunks where they lie."""
     link.mapping.pin_at([address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device)
 
@@ -33,7 +33,7 @@ def pin_views(link: RankLink, views: Views, device: int) -> None:
 class StagedShard:
     """The slots that an answer to a get names; pinned until `close`."""
 
-    def __init__(self, link: RankLink, manifest: Manifest, answer: dict[str, Any]) -> None:
+    def __init__(self, link: HolderLink, manifest: Manifest, answer: dict[str, Any]) -> None:
         self.link, self.manifest = link, manifest
         self._slots: list[int | None] = list(answer["slots"])
         self._pin, self._hold = answer["pin"], link.mapping.open().reading()
@@ -99,7 +99,7 @@ class ShardRead:
         RecoveryError: there is no such shard, or some chunk has no good copy.
     """
 
-    def __init__(self, link: RankLink, body: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, link: HolderLink, body: dict[str, Any], timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
         self._until_s = time.monotonic() + timeout_s
         self._manifest: Manifest | None = None

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from memstore.errors import ConfigError, MemstoreError
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
 log = logging.getLogger("memstore")
@@ -63,7 +63,7 @@ class SigtermWatch:
     """Of one process, for all its stores; installed while one is watched."""
 
     def __init__(self) -> None:
-        self._limits_s: dict[RankLink, float] = {}
+        self._limits_s: dict[HolderLink, float] = {}
         self._is_on = False
         self._former: Handler = signal.SIG_DFL
         self._former_fd = -1
@@ -73,7 +73,7 @@ class SigtermWatch:
         self._own = 0  # signals sent by this thread whose byte is still to come
         self._masks: dict[int, set[int]] = {}  # of threads that fork, by id
 
-    def watch(self, link: RankLink, limit_s: float) -> None:
+    def watch(self, link: HolderLink, limit_s: float) -> None:
         """Have SIGTERM make the newest committed step of a store's job durable, within `limit_s`; 0: not.
 
         In the main thread only.
@@ -93,7 +93,7 @@ class SigtermWatch:
         self._is_on = True
         signal.signal(signal.SIGTERM, self._on_signal)
 
-    def unwatch(self, link: RankLink) -> None:
+    def unwatch(self, link: HolderLink) -> None:
         """Forget a store, after what a signal began has ended; with the last one what was there before is there again.
 
         Outside the main thread nothing can be put back: then a signal is passed on at once.
@@ -188,7 +188,7 @@ class SigtermWatch:
     def _persist(self) -> None:
         """Ask for all stores at once; return when all are answered, or their time is over."""
         began_s = time.monotonic()
-        asked: list[tuple[RankLink, float, Future[dict[str, Any]]]] = []
+        asked: list[tuple[HolderLink, float, Future[dict[str, Any]]]] = []
         for link, limit_s in list(self._limits_s.items()):
             if not link.fenced_by and not link.closed.is_set():
                 body = {"job": link.job, "step": None, "within_s": limit_s * ANSWER_PART}

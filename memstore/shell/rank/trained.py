@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 
 SAY_S = 1.0
 
@@ -17,7 +17,7 @@ SAY_S = 1.0
 class TrainedWord:
     """A rank's side. No round trip, and nothing is waited for."""
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: HolderLink) -> None:
         self._link = link
         self._said_s = -SAY_S
         self._said: tuple[int, int] = (-1, -1)  # attempt, step

@@ -15,7 +15,7 @@ from types import FrameType
 from memstore.errors import ConfigError
 
 
-class UnderWay:
+class ReentrancyGuard:
     """The verbs of one store that are under way, by thread."""
 
     def __init__(self, job: str) -> None:

@@ -1,7 +1,7 @@
 """One real state machine among thousands of hosts, without time, delays or bytes, to measure what a step costs it.
 
 `CatalogWorld` shows what the controller decides; this shows how much work that is. Events are those that holders send:
-one report a seal, one acknowledgement a fact. Only the time inside `Catalog.handle` is counted.
+one report a seal, one acknowledgement a fact. Only the time inside `ControllerMachine.handle` is counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -36,7 +36,7 @@ CHUNKS = 64  # of every shard
 class CatalogFleet:
     """`hosts_count` hosts in racks of 32, `ranks_per_host` ranks on each, one attempt of one job, connected.
 
-    `handle_s` grows by the processor seconds spent in `Catalog.handle`.
+    `handle_s` grows by the processor seconds spent in `ControllerMachine.handle`.
     """
 
     def __init__(self, hosts_count: int, *, ranks_per_host: int = 8, replicas: int = 2, **config: Any) -> None:
@@ -51,7 +51,7 @@ class CatalogFleet:
         self.committed: set[int] = set()  # steps whose commit every host was told
         self.answers: list[Answer] = []
         self._told: dict[int, int] = {}
-        self.catalog = Catalog(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)
+        self.catalog = ControllerMachine(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)
         self.handle(LeaseRenewed(1e9))
         for number, host in enumerate(self.hosts):
             labels = {"rack": f"r{number // 32}"}

@@ -1,7 +1,7 @@
 """One real state machine among fake holders, on virtual time: seeded delays, crashes and returns, no threads.
 
-`CatalogWorld` is a shell around `Catalog.handle`, as the controller actor is. It delivers messages in order per
-session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put, so that
+`CatalogWorld` is a shell around `ControllerMachine.handle`, as the controller actor is. It delivers messages in order
+per session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put, so that
 `check_restored` can compare.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -64,7 +64,7 @@ class CatalogWorld:
         self.durable = Durable()
         self.put_digests: dict[ShardId, str] = {}
         self.notes: list[str] = []
-        self.catalog: Catalog | None = None
+        self.catalog: ControllerMachine | None = None
         self.term = 0
         self.has_lease = True
         self.skew_s = 0.0  # how far the next controller's wall clock is ahead
@@ -121,7 +121,7 @@ class CatalogWorld:
     def start_controller(self) -> None:
         """Start a controller of the next term: it knows which hosts were announced, and dials them all."""
         self.term += 1
-        self.catalog = Catalog(
+        self.catalog = ControllerMachine(
             term=self.term, now=self.now, wall_offset_s=1e9 + self.skew_s, rules=self.rules,
             expected_hosts=sorted(self.holders),
         )  # fmt: skip
@@ -360,7 +360,7 @@ class CatalogWorld:
     # -- what is true -------------------------------------------------------------------------
 
     @property
-    def served(self) -> Catalog:
+    def served(self) -> ControllerMachine:
         """The state machine of the controller that lives; LookupError if none does."""
         if self.catalog is None:
             raise LookupError("no controller is alive")

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from memstore.cli import main
 from memstore.cli.events import LINES, line
-from memstore.core.report.event_ring import KINDS, PROBLEMS, ROUTINE, Chronicle
+from memstore.core.report.event_ring import KINDS, PROBLEMS, ROUTINE, RecentEvents
 from memstore.shell.controller.event_log import WAITING_MAX, EventLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -140,7 +140,7 @@ def test_a_log_that_hangs_costs_lines_never_the_controller(tmp_path: Path) -> No
     """Nobody reads the pipe that the file is: the queue fills, the rest is dropped and counted (R11)."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    log, chronicle = EventLog(str(pipe)), Chronicle(1)
+    log, chronicle = EventLog(str(pipe)), RecentEvents(1)
     for step in range(2 * WAITING_MAX):
         chronicle.add("host_dead", 0.0, host="h1", step=step)
         began_s = time.monotonic()
@@ -158,7 +158,7 @@ def test_a_log_that_hangs_costs_lines_never_the_controller(tmp_path: Path) -> No
 
 def test_routine_lines_are_debug_and_the_rest_info(caplog: pytest.LogCaptureFixture) -> None:
     """A commit a step would drown a console; a death must be seen there."""
-    log, chronicle = EventLog(""), Chronicle(1)
+    log, chronicle = EventLog(""), RecentEvents(1)
     with caplog.at_level(logging.DEBUG, logger="memstore.events"):
         chronicle.add("commit", 0.0, job="a", step=1)
         chronicle.add("host_dead", 0.0, host="h1")
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_counted(
 ) -> None:
     """The controller goes on; the count is in what `memstore events` answers."""
     caplog.set_level(logging.WARNING, logger="memstore")
-    log, chronicle = EventLog(str(tmp_path / "no" / "folder")), Chronicle(1)
+    log, chronicle = EventLog(str(tmp_path / "no" / "folder")), RecentEvents(1)
     for _ in range(3):
         chronicle.add("host_dead", 0.0, host="h1")
     log.take(chronicle)

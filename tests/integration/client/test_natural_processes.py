@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memstore.client.dcp.writer import DcpWriter
-from memstore.client.shared_shard import NaturalReplicas
+from memstore.client.shared_shard import SharedShard
 from memstore.errors import ConfigError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -213,7 +213,7 @@ def test_dcps_writer_refuses_shards_and_every_tensor_has_its_name() -> None:
     """What a message about an overlapped copy calls it: on a copier, and on a rank that stores its own alone."""
     state, own = {"weight": torch.zeros(1 << 16)}, {"seen": torch.zeros(1 << 15)}
     for rank, names in (0, ["state['weight']", "own['seen']"]), (1, ["own['seen']"]):
-        natural = NaturalReplicas(0, 1, (0,), rank)
+        natural = SharedShard(0, 1, (0,), rank)
         plan = natural.plan(state, own, 1 << 16)
         assert [plan.name_at(offset) for offset, _ in plan.placed] == names
     with pytest.raises(ConfigError, match="connect without shard="):

@@ -18,7 +18,7 @@ from memstore.errors import CommitError
 from memstore.shell.codec import decode, verified_stream
 from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.device import deferred_device_copy
-from memstore.shell.device.deferred_copy import LateCopy
+from memstore.shell.device.deferred_copy import DeferredCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
 from memstore.shell.tensors.memory import Source, leaf_of_tensor
 from memstore.testing.clusters.processes import ProcessCluster
@@ -61,7 +61,7 @@ def _flat(source: Source) -> Source:
     return Source(source.nbytes, None, flat)
 
 
-def under_way(store: Store) -> LateCopy:
+def under_way(store: Store) -> DeferredCopy:
     late = store.puts.overlap._late
     assert late is not None
     return late[0]

@@ -74,7 +74,7 @@ def test_an_error_before_the_copy_starts_gives_the_room_back(
 ) -> None:
     """Between the bytes that are copied at once and the thread."""
     with monkeypatch.context() as patch:
-        patch.setattr(overlap_module, "LateCopy", raising(OSError("bad")))
+        patch.setattr(overlap_module, "DeferredCopy", raising(OSError("bad")))
         with pytest.raises(OSError, match="bad"):
             store.put(0, {"w": weight}, overlap=[weight])
     check_that_nothing_is_lost(store, 1, weight)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memstore.client.connect import connect
-from memstore.client.prepare import Preparation
+from memstore.client.prepare import PutPreparation
 from memstore.client.store import Store
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.shell.codec.interpreter import TURN_S
@@ -91,7 +91,7 @@ def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: p
 def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may answer before the thread that asks goes on."""
     heard: list[dict[str, int]] = []
-    monkeypatch.setattr(Preparation, "on_room", lambda _, body: heard.append(body))
+    monkeypatch.setattr(PutPreparation, "on_room", lambda _, body: heard.append(body))
     with ranks(cluster, 1) as (store,):
         link, at_once = store.puts.link, {"done_bytes": 1, "wanted_bytes": 2}
         ask = link.call_soon
@@ -247,7 +247,7 @@ def test_a_preparation_whose_pages_never_come_ends_as_closed(
     cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed while it waits for its leases: ClosedError, no word of a peer that did not answer."""
-    monkeypatch.setattr(Preparation, "_held_count", lambda _: 0)
+    monkeypatch.setattr(PutPreparation, "_held_count", lambda _: 0)
     with ranks(cluster, 1) as (store,):
         preparation = store.prepare(CHUNK)
         preparation._answer.result(WAIT_S)

@@ -30,10 +30,10 @@ from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.report.problems import problems
 from memstore.errors import ConfigError, ProtocolError
-from memstore.shell.holder.marks_reader import MarkReader
+from memstore.shell.holder.marks_reader import CollectiveMarksReader
 from memstore.shell.holder.send_gate import Traffic, _cut
 from memstore.shell.net.socket_options import Flight
-from memstore.shell.rank.collective_marks import Marks
+from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 HOSTS = {"near": {"rack": "r1"}, "far": {"rack": "r2", "memstore": "replica"}}
@@ -145,14 +145,14 @@ def link(tmp_path: Path) -> FakeLink:
     return FakeLink(tmp_path)
 
 
-def opened(link: FakeLink) -> MarkReader:
+def opened(link: FakeLink) -> CollectiveMarksReader:
     """Open the newest file as the holder would."""
-    return MarkReader(link.folder, link.files[-1])
+    return CollectiveMarksReader(link.folder, link.files[-1])
 
 
 def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
     """Overlapping collectives are one busy span; the file loses its name when it is opened."""
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.put()
     assert link.files == []  # nobody marks collectives: nothing to tell
     marks.begin()
@@ -172,7 +172,7 @@ def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
 
 def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None:
     """Its connection is another one; what was under way is told by its end."""
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     link.channel = object()
     marks.end()
@@ -185,7 +185,7 @@ def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None
 
 def test_marks_that_were_overwritten_are_lost_and_the_newest_count(link: FakeLink) -> None:
     """A holder that did not look for three rings' time: what is busy now is known, the iteration is not."""
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.iteration()
     reader = opened(link)
     reader.read()
@@ -201,7 +201,7 @@ def test_marks_that_were_overwritten_are_lost_and_the_newest_count(link: FakeLin
 
 def test_a_mark_that_is_not_there_yet_is_waited_for(link: FakeLink) -> None:
     """The count became visible before the mark, which is an old one of a ring ago: not taken."""
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     reader = opened(link)
     marks._words[0] = 2
@@ -215,7 +215,7 @@ def test_a_mark_that_is_not_there_yet_is_waited_for(link: FakeLink) -> None:
 
 def test_a_collective_that_was_given_up_is_forgotten(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its future never completes, and training goes on in another group: its collectives are marked."""
-    marks = Marks(link)  # type: ignore[arg-type]
+    marks = CollectiveMarks(link)  # type: ignore[arg-type]
     now = time.monotonic()
     marks.begin()
     reader = opened(link)
@@ -242,7 +242,7 @@ def test_marks_that_cannot_be_told_leave_nothing_behind(
         raise OSError(errno.ENOSPC, "no room")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    marks = Marks(link)  # type: ignore[arg-type]
+    marks = CollectiveMarks(link)  # type: ignore[arg-type]
     for _ in range(3):
         marks.begin()
         marks.end()
@@ -264,14 +264,14 @@ def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
     (tmp_path / "marks-link").symlink_to(tmp_path / "slots")
     (tmp_path / "marks-folder").mkdir()
     with pytest.raises(ProtocolError):
-        MarkReader(tmp_path, name)
+        CollectiveMarksReader(tmp_path, name)
     assert (tmp_path / "slots").exists()
 
 
 def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: FakeLink) -> None:
     """It harms nobody, and holds nothing back."""
     traffic = Traffic(tmp_path, 60.0)
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     file = os.open(tmp_path / link.files[0], os.O_RDWR)
     traffic.watch("rank", link.files[0])
@@ -287,7 +287,7 @@ def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: 
 def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) -> None:
     """Its link has ended in the middle of a collective."""
     traffic = Traffic(tmp_path, 60.0)
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     traffic.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
@@ -302,7 +302,7 @@ def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) 
 def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: FakeLink) -> None:
     """Who waits for idle time leaves the host's limit to the others."""
     traffic = Traffic(tmp_path, 60.0)
-    marks: Any = Marks(link)  # type: ignore[arg-type]
+    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     marks.end()
     traffic.watch("rank", link.files[0])

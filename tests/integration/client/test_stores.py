@@ -21,7 +21,7 @@ from memstore.admin.stores import ASK_S, others_here, stores_here
 from memstore.cli import main
 from memstore.config import Config
 from memstore.errors import PeerUnreachable, RecoveryError
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import ProcessCluster
 
 
@@ -115,10 +115,10 @@ def test_stores_that_hang_are_asked_beside_the_others_within_one_limit(
     """Each holder is connected to while all others still wait for that; those that are stopped cost one limit."""
     met, limits = threading.Barrier(4), []
 
-    def meet(*place: Any, **how: Any) -> RankLink:
+    def meet(*place: Any, **how: Any) -> HolderLink:
         met.wait(20)
         limits.append(how["connect_s"])
-        return RankLink(*place, **how)
+        return HolderLink(*place, **how)
 
     with (
         ProcessCluster(tmp_path / "a", {"h1": {}, "h2": {}}, arena_dir=str(arena_dir)) as hangs,
@@ -135,7 +135,7 @@ def test_stores_that_hang_are_asked_beside_the_others_within_one_limit(
             store.put(7, {"a": 1}).wait("committed", 20)
         for cluster, host in ((hangs, "h1"), (hangs, "h2"), (too, "h3")):
             cluster.signal_holder(host, signal.SIGSTOP)
-        monkeypatch.setattr(memstore.shell.rank.admin_link, "RankLink", meet)
+        monkeypatch.setattr(memstore.shell.rank.admin_link, "HolderLink", meet)
         found = {store.store: (store.is_live, store.jobs) for store in stores_here(answers.config)}
         assert found[answers.config.store] == (True, {"train": 7})
         assert found[hangs.config.store] == found[too.config.store] == (True, {})

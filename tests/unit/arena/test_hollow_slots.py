@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelf
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError
 from memstore.shell.arena import arena as arena_module
@@ -23,7 +23,7 @@ from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_headers import SlotHeaders
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from recovery.inventory import ShardId
@@ -39,8 +39,8 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-def open_vault(folder: Path) -> Vault:
-    return Vault.open(folder, limit_bytes=LIMIT, chunk_bytes=CHUNK)
+def open_vault(folder: Path) -> ReplicaStore:
+    return ReplicaStore.open(folder, limit_bytes=LIMIT, chunk_bytes=CHUNK)
 
 
 def on_disk(folder: Path) -> int:
@@ -48,7 +48,7 @@ def on_disk(folder: Path) -> int:
     return (folder / "arena").stat().st_blocks * 512 // CHUNK
 
 
-def put(vault: Vault, job: str, step: int, count: int = 3) -> ShardId:
+def put(vault: ReplicaStore, job: str, step: int, count: int = 3) -> ShardId:
     """Lease, write and seal a shard of a job that has reserved room; what else was leased goes back."""
     shard = ShardId(job, 1, step, 0)
     slots = vault.lease(ME, job, 0, 1)
@@ -62,8 +62,8 @@ def put(vault: Vault, job: str, step: int, count: int = 3) -> ShardId:
     return shard
 
 
-def share(slots: int) -> Share:
-    return Share(1, {0: slots}, 0)
+def share(slots: int) -> PeerShare:
+    return PeerShare(1, {0: slots}, 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -92,7 +92,7 @@ def test_a_slot_without_pages_is_given_to_nobody(seed: int) -> None:
 def test_what_present_jobs_have_reserved_is_not_spare() -> None:
     """Free slots beyond their shares are; a job that was removed keeps nothing."""
     table = SlotTable(12)
-    shelf = Shelf(table)
+    shelf = ReplicaIndex(table)
     assert shelf.spare_count() == 12
     shelf.set_share("a", share(5))
     shelf.set_share("b", share(4))
@@ -130,10 +130,10 @@ def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: 
 def test_a_refused_share_gives_its_room_back_and_guests_that_move_do_not(folder: Path) -> None:
     """The first put was refused elsewhere: the share is 0 again. Guests come and go with flapping hosts."""
     vault = open_vault(folder)
-    vault.claim("a", Share(1, {0: 8}, 8))
-    vault.claim("a", Share(1, {0: 8}, 2))
+    vault.claim("a", PeerShare(1, {0: 8}, 8))
+    vault.claim("a", PeerShare(1, {0: 8}, 2))
     assert on_disk(folder) == 16
-    vault.claim("a", Share(1, {0: 0}, 0))
+    vault.claim("a", PeerShare(1, {0: 0}, 0))
     assert on_disk(folder) == 0
     vault.close()
 
@@ -235,7 +235,7 @@ def test_room_that_somebody_else_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_p
         pytest.skip("only root can mount a file system")
     try:
         with scratch_folder(mounted) as folder:
-            vault = Vault.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
+            vault = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
             vault.claim("a", share(24))
             vault.claim("b", share(4))
             vault.drop_all([], ["a", 1])
@@ -280,7 +280,7 @@ class Writes:
         return counted
 
 
-def remove_and_claim(vault: Vault, shards: list[ShardId]) -> None:
+def remove_and_claim(vault: ReplicaStore, shards: list[ShardId]) -> None:
     """A job is removed, its room given back and claimed again for another: every write that there is."""
     vault.drop_all(shards, ["a", 1])
     vault.claim("c", share(10))

@@ -15,13 +15,13 @@ import torch
 
 from memstore.client import shared_shard as module
 from memstore.client.restore import OpenShard
-from memstore.client.shared_shard import NaturalReplicas, Read, load_natural
+from memstore.client.shared_shard import Read, SharedShard, load_natural
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
 from memstore.shell.codec.encode import copy_into
 from memstore.shell.codec.verified_stream import Views
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
 
@@ -35,7 +35,7 @@ class Staged:
     """What a rank of two put, of whom rank 0 copies the shared state: its chunks, of which some may be bad for good."""
 
     def __init__(self, rank: int, *, bad: Sequence[int] = ()) -> None:
-        natural = NaturalReplicas(0, 1, (0,), rank)
+        natural = SharedShard(0, 1, (0,), rank)
         plan = natural.plan(STATE, OWN, CHUNK_BYTES)
         data = np.zeros(plan.nbytes, np.uint8)
         self.chunks = [memoryview(data)[at : at + CHUNK_BYTES] for at in range(0, plan.nbytes, CHUNK_BYTES)]
@@ -152,8 +152,8 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
     monkeypatch.setattr(module, "ShardRanges", Ranges)
     monkeypatch.setattr(module, "ShardRead", read)
     monkeypatch.setattr(module, "collective", lambda *_: {"step": 7, "attempt": 2})
-    link = cast(RankLink, SimpleNamespace(job="job", folder=Path("h0")))
+    link = cast(HolderLink, SimpleNamespace(job="job", folder=Path("h0")))
     with pytest.raises(RecoveryError, match="far enough"):
-        NaturalReplicas(0, 1, (0,), 1).get_resized(link, {"step": None}, None, 1.0)
+        SharedShard(0, 1, (0,), 1).get_resized(link, {"step": None}, None, 1.0)
     assert asked == [(None, None), (2, 7)]
     assert reads == [{"job": "job", "step": 7, "of_attempt": 2, "rank": 1}]

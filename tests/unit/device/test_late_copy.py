@@ -18,8 +18,8 @@ from memstore.core.format.layout import decode_layout
 from memstore.core.format.tensor_paths import name_at
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.device import deferred_copy
-from memstore.shell.device.deferred_copy import SAMPLE_EVERY_BYTES, LateCopy, WatchedSource, digest_of, in_pieces
-from memstore.shell.device.optimizer_memory import SteadyMemory, optimizer_tensors
+from memstore.shell.device.deferred_copy import SAMPLE_EVERY_BYTES, DeferredCopy, WatchedSource, digest_of, in_pieces
+from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.tensors.memory import Source
 from memstore.shell.tensors.own_memory import copy_own, is_permitted
 from memstore.shell.tensors.slot_stream import Move
@@ -52,7 +52,7 @@ def watch(tensor: torch.Tensor, *, is_whole: bool = True) -> WatchedSource:
 
 def late(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], ends: list[str], wanted: list[bool], *, is_whole: bool = True
-) -> LateCopy:
+) -> DeferredCopy:
     """A copy of some tensors in moves of 4 KiB; `ends` gets why it ended."""
     rows = []
     for source, target in pairs:
@@ -62,7 +62,7 @@ def late(
         rows.append(
             (watch(source, is_whole=is_whole), [(target.data_ptr() + i, source.data_ptr() + i, 4 * KIB) for i in order])
         )
-    return LateCopy(
+    return DeferredCopy(
         rows, keep=pairs, is_wanted=lambda: all(wanted), on_end=ends.append, name_of=lambda number: f"tensor {number}"
     )
 
@@ -168,7 +168,7 @@ def test_samples_find_a_write_over_all_of_a_tensor_and_miss_one_of_a_part() -> N
     for how in ("all", "numpy"):
         source, target = torch.rand(1024, 1024), torch.zeros(1024, 1024)
         moves = [(target.data_ptr(), source.data_ptr(), source.nbytes)]
-        copy = LateCopy(
+        copy = DeferredCopy(
             [(watch(source, is_whole=False), moves)], keep=target, is_wanted=lambda: True, on_end=ends.append,
             name_of=lambda number: f"tensor {number}",
         )  # fmt: skip
@@ -219,7 +219,7 @@ def test_steady_memory_is_that_of_large_dense_tensors_whatever_looks_at_it() -> 
     optimizer.step()
     momentum = optimizer.state[weight]["momentum_buffer"]
     gaps = torch.ones(400, 200)[::2]
-    memory = SteadyMemory([*optimizer_tensors(optimizer), gaps])
+    memory = OptimizerMemory([*optimizer_tensors(optimizer), gaps])
 
     def owners(tensor: torch.Tensor, nbytes: int) -> tuple[torch.Tensor, ...]:
         return memory.owners_of(Source(nbytes, tensor.data_ptr(), tensor))
@@ -232,7 +232,7 @@ def test_steady_memory_is_that_of_large_dense_tensors_whatever_looks_at_it() -> 
     assert owners(gaps, 160_000) == ()
     assert owners(weight.clone(), 160_000) == ()
     assert memory.owners_of(Source(160_000, None, weight)) == ()
-    memory = SteadyMemory(weight)  # one tensor, not its rows
+    memory = OptimizerMemory(weight)  # one tensor, not its rows
     assert owners(weight, 160_000)[-1] is weight
 
 

@@ -12,8 +12,8 @@ import torch
 from lazy_device import LazyDevice
 
 from memstore.shell.device import deferred_device_copy
-from memstore.shell.device.deferred_copy import LateCopy, WatchedSource
-from memstore.shell.device.deferred_device_copy import LateFlights
+from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource
+from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
 
 FLIGHT_BYTES = 100
@@ -37,9 +37,9 @@ def write(source: torch.Tensor, target: torch.Tensor) -> DeviceWrite:
     return DeviceWrite(source, pieces)
 
 
-def late(pairs: list[Pair], made: LateFlights, ends: list[str]) -> LateCopy:
+def late(pairs: list[Pair], made: DeferredDeviceCopies, ends: list[str]) -> DeferredCopy:
     sources = [WatchedSource((s,), s.untyped_storage(), is_whole=False) for s, _ in pairs]
-    return LateCopy(
+    return DeferredCopy(
         [(source, []) for source in sources], keep=pairs, is_wanted=lambda: True, on_end=ends.append,
         name_of=lambda number: f"tensor {number}", flights=made,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def late(pairs: list[Pair], made: LateFlights, ends: list[str]) -> LateCopy:
 def test_the_copy_thread_keeps_two_flights_under_way(device: LazyDevice) -> None:
     """The third is ordered when the first has arrived; at the end all bytes are in their place."""
     source, target = pair(10 * FLIGHT_BYTES)
-    made = LateFlights([write(source, target)])
+    made = DeferredDeviceCopies([write(source, target)])
     most = []
     device.before_copies = lambda: most.append(device.ordered - device.arrived)
     made.work()
@@ -59,7 +59,7 @@ def test_the_copy_thread_keeps_two_flights_under_way(device: LazyDevice) -> None
 def test_the_fence_orders_the_rest_and_the_stream_waits_not_the_host(device: LazyDevice) -> None:
     """After it nothing is left to order; whoever looks for the end waits for all of it."""
     source, target = pair(7 * FLIGHT_BYTES)
-    made = LateFlights([write(source, target)])
+    made = DeferredDeviceCopies([write(source, target)])
     assert made.order_rest(time.monotonic() + WAIT_S)
     assert (device.ordered, device.arrived, device.told) == (7, 0, [])
     made.hold_current()
@@ -71,7 +71,7 @@ def test_the_fence_orders_the_rest_and_the_stream_waits_not_the_host(device: Laz
 def test_a_fence_past_its_deadline_says_so_and_drop_leaves_the_rest(device: LazyDevice) -> None:
     """One flight is ordered, and the end comes with it."""
     source, target = pair(5 * FLIGHT_BYTES)
-    made = LateFlights([write(source, target)])
+    made = DeferredDeviceCopies([write(source, target)])
     assert not made.order_rest(0.0)
     made.drop()
     made.work()
@@ -82,7 +82,7 @@ def test_a_fence_past_its_deadline_says_so_and_drop_leaves_the_rest(device: Lazy
 def test_memory_that_is_gone_ends_the_copy_for_everybody(device: LazyDevice) -> None:
     """Found by a fence or by the thread: the reason reaches the end, and nothing is taken for a whole copy."""
     pairs = [pair(FLIGHT_BYTES), pair(FLIGHT_BYTES)]
-    made = LateFlights([write(*one) for one in pairs])
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
     ends: list[str] = []
     copy = late(pairs, made, ends)
     pairs[1][0].untyped_storage().resize_(0)
@@ -102,7 +102,7 @@ def test_memory_that_is_gone_ends_the_copy_for_everybody(device: LazyDevice) -> 
 def test_a_change_behind_the_fence_is_no_change(device: LazyDevice, is_changed_before: bool) -> None:
     """The counters are looked at when the sources are released, though the copies arrive later."""
     pairs = [pair(3 * FLIGHT_BYTES)]
-    made = LateFlights([write(*one) for one in pairs])
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
     ends: list[str] = []
     copy = late(pairs, made, ends)
     if is_changed_before:
@@ -121,7 +121,7 @@ def test_a_copy_that_nobody_began_ends_when_it_is_stopped(device: LazyDevice) ->
     """No thread has it that would end it, and its slots are free."""
     pairs = [pair(3 * FLIGHT_BYTES)]
     ends: list[str] = []
-    copy = late(pairs, LateFlights([write(*one) for one in pairs]), ends)
+    copy = late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends)
     copy.stop("it could not be started")
     assert copy.ended.is_set()
     assert ends == ["it could not be started"]
@@ -144,7 +144,7 @@ def test_a_thread_chooses_the_device_before_it_orders_or_waits(
     seen = []
     device.before_copies = lambda: seen.append(list(chosen))
     source, target = pair(3 * FLIGHT_BYTES)
-    LateFlights([write(source, target)]).work()
+    DeferredDeviceCopies([write(source, target)]).work()
     assert torch.equal(source, target)
     assert seen
     assert all(one == [source.device] for one in seen)
@@ -153,7 +153,7 @@ def test_a_thread_chooses_the_device_before_it_orders_or_waits(
 def test_a_stopped_copy_ends_when_what_was_ordered_has_arrived(device: LazyDevice) -> None:
     """Before that the slots are not free: the device still writes into them."""
     pairs = [pair(9 * FLIGHT_BYTES)]
-    made = LateFlights([write(*one) for one in pairs])
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
     ends: list[str] = []
     copy = late(pairs, made, ends)
     assert not made.order_rest(0.0)

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from memstore.client.checkpoint import read_shard
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
 from memstore.errors import IntegrityError
 from memstore.shell.codec.encode import copy_into, plan_state
-from memstore.shell.holder.chunk_notifier import Herald
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.holder.chunk_notifier import ChunkNotifier
+from memstore.shell.rank.holder_link import HolderLink
 from recovery.inventory import ShardId
 
 
 def test_a_herald_tells_each_chunk_once() -> None:
     """The manifest goes out at once, even alone; a chunk is named when it has come, and never again."""
     said: list[dict[str, Any]] = []
-    draft = Draft(ShardId("job", 1, 2, 0), [b"d"] * 4, [None] * 4, 1)
-    herald = Herald(said.append, 7, b"manifest", draft)
+    draft = IncomingReplica(ShardId("job", 1, 2, 0), [b"d"] * 4, [None] * 4, 1)
+    herald = ChunkNotifier(said.append, 7, b"manifest", draft)
     herald.tell()
     herald.tell()
     assert said == [{"k": "came", "read": 7, "manifest": b"manifest", "chunks": []}]
@@ -80,4 +80,4 @@ def put(step: int) -> tuple[bytes, list[bytearray]]:
 def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:
     """The controller came back while step 10 was read and chose step 11: no bytes of 10 under the name of 11."""
     with pytest.raises(IntegrityError, match=r"step=11.*was chosen while.*step=10"):
-        read_shard(cast(RankLink, Asked(put(10), put(11)[0])), {"job": "job"}, None, 60.0)
+        read_shard(cast(HolderLink, Asked(put(10), put(11)[0])), {"job": "job"}, None, 60.0)

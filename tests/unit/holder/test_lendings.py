@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
 
-from memstore.core.arena.share import Share
+from memstore.core.arena.share import PeerShare
 from memstore.errors import CommitError, ConfigError
 from memstore.shell.arena import replica_store
 from memstore.shell.holder import lease_transfer, rank_server
-from memstore.shell.holder.rank_connections import RankLink as ServedLink
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.holder.rank_connections import RankConnection as ServedLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import wait_for
 
 
@@ -61,7 +61,7 @@ def test_a_stranger_is_refused(site: Site) -> None:
     assert stranger["error"] == "ConfigError"
     assert f"is no child of process {os.getpid()}" in stranger["message"]
     with pytest.raises(ConfigError, match="no process has joined as 'nobody'"):
-        RankLink(site.holder.folder, nonce="nobody/1", job="job", rank=0, parent="nobody", attempt=1)
+        HolderLink(site.holder.folder, nonce="nobody/1", job="job", rank=0, parent="nobody", attempt=1)
     room.abandon()
     wait_for(site.is_whole, "the whole share")
 
@@ -202,7 +202,7 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
     """The answer has come, the save process has not looked yet, the link breaks: the slots stay its own (R8)."""
     monkeypatch.setattr(rank_server, "check_child", lambda *_: None)
     room = site.lend()
-    heir = RankLink(site.holder.folder, nonce="n/0/5", job="job", rank=0, parent="n", attempt=1)
+    heir = HolderLink(site.holder.folder, nonce="n/0/5", job="job", rank=0, parent="n", attempt=1)
     answer = heir.call("adopt", {"step": STEP}, WAIT_S)
     old = heir.channel
     old.abort()
@@ -218,7 +218,7 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
 @pytest.mark.parametrize("where", ["save process", "digest"])
 def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """What a save process has, or what is handed over and being digested, still counts for the rank (R10)."""
-    site.holder.vault.claim("job", Share(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    site.holder.vault.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
     room, may_go = site.stage(), threading.Event()
     if where == "digest":
         real = replica_store.chunk_digest

@@ -205,7 +205,7 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     owner = next(iter(site.vault.table.leases))
     store.close()
     connections = site.holders["a"].connections
-    again = memstore.client.connect.RankLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
+    again = memstore.client.connect.HolderLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
     try:
         with connections.lock:
             link = connections.links[again.nonce]

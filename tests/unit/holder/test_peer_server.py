@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from memstore.core.arena.share import Share
+from memstore.core.arena.share import PeerShare
 from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import Abort, Admitted, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
@@ -48,9 +48,9 @@ class Moments:
 
 
 @pytest.fixture
-def vault() -> Iterator[Vault]:
+def vault() -> Iterator[ReplicaStore]:
     with scratch_folder() as folder:
-        made = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         yield made
         made.close()
 
@@ -66,11 +66,13 @@ def offer(server: PeerServer, sender: str, shard: ShardId, digest: str | None = 
 
 
 @pytest.mark.parametrize("is_reserved", [True, False])
-def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.MonkeyPatch, is_reserved: bool) -> None:
+def test_two_offers_at_once_share_no_room(
+    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch, is_reserved: bool
+) -> None:
     """Room for one shard, offered two: one is admitted and one refused, with a share and without (R10, R13)."""
     server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
     if is_reserved:
-        vault.claim("job", Share(1, {}, 2))
+        vault.claim("job", PeerShare(1, {}, 2))
     else:
         vault.ensure_free(2)
     moments, real = Moments(), vault.shelf.guest_refusal
@@ -94,7 +96,9 @@ def test_two_offers_at_once_share_no_room(vault: Vault, monkeypatch: pytest.Monk
     assert offer(server, "c", ShardId("job", 1, 7, 2)) == Admitted()
 
 
-def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(
+    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An offer of a shard that retention drops at that moment is taken as new, and no copy is reported (R13)."""
     reported: list[Any] = []
     server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
@@ -128,10 +132,10 @@ class Line:
         self.replies.put(message)
 
 
-def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
+def test_a_draft_outlives_the_connection_that_offered_it(vault: ReplicaStore) -> None:
     """A peer's pushes share its connections and it closes surplus ones: only with the last one its drafts go (R13)."""
     server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
-    vault.claim("job", Share(1, {}, 2))
+    vault.claim("job", PeerShare(1, {}, 2))
     shard = ShardId("job", 1, 7, 1)
     identity = {"host": "b", "incarnation": 1}
     first, second, older = Line(), Line(), Line()
@@ -152,7 +156,7 @@ def test_a_draft_outlives_the_connection_that_offered_it(vault: Vault) -> None:
 
 
 def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(
-    vault: Vault, monkeypatch: pytest.MonkeyPatch
+    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Growth for another job, or for puts to come, takes minutes for hundreds of gigabytes (R10, D107)."""
     vault.ensure_free(2)
@@ -165,7 +169,7 @@ def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(
 
     monkeypatch.setattr(vault.arena, "grow", slow)
     with ThreadPoolExecutor(2) as pool:
-        claim = pool.submit(vault.claim, "other", Share(1, {0: 4}, 2, 1, 1))
+        claim = pool.submit(vault.claim, "other", PeerShare(1, {0: 4}, 2, 1, 1))
         assert begun.wait(60.0)
         restore = pool.submit(lambda: (vault.ensure_free(2), vault.take_slots_growing(2))[1])
         try:

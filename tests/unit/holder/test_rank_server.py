@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from memstore.config import Config
-from memstore.core.arena.replica_index import Shelved
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_to_wire
@@ -27,7 +27,7 @@ from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.admin_link import store_root
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
@@ -41,8 +41,8 @@ RANK = """
 import signal, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.rank.holder_link import RankLink
-link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
+from memstore.shell.rank.holder_link import HolderLink
+link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 link.wait_free(2, 15.0)
 link.call_soon("steps", {})
 link.outbox.put(lambda: print("ready", flush=True))
@@ -54,8 +54,8 @@ FULL_RANK = """
 import os, resource, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.rank.holder_link import RankLink
-link = RankLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
+from memstore.shell.rank.holder_link import HolderLink
+link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 lowest = os.dup(0)
 os.close(lowest)
 resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -208,7 +208,7 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
 # -- pid namespaces ---------------------------------------------------------------------------------
 
 
-def stored(site: Site) -> tuple[Shelved, dict[str, Any]]:
+def stored(site: Site) -> tuple[StoredReplica, dict[str, Any]]:
     """Store a shard of one chunk; return it, and the controller's answer that names it."""
     vault, shard = site.holder.vault, ShardId("job", 1, 2, 0)
     vault.ensure_free(1)
@@ -260,12 +260,12 @@ def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
 
 def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank from another pid namespace gets the ConfigError itself and no lease; a tool connects (R8)."""
-    site.holder.vault.claim("job", Share(1, {0: 2}, 0))
+    site.holder.vault.claim("job", PeerShare(1, {0: 2}, 0))
     monkeypatch.setattr(rank_server, "process_start_time", lambda pid: None)
     with pytest.raises(ConfigError, match="pid namespace"):
-        RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+        HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert site.leased() == 0
-    RankLink(site.holder.folder, nonce="tool", is_tool=True).close()
+    HolderLink(site.holder.folder, nonce="tool", is_tool=True).close()
 
 
 # -- reaping ----------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
 
 def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
     """A rank whose link ended keeps leases and calls; once it is proved dead both go, and it is said (R8, R20)."""
-    site.holder.vault.claim("job", Share(1, {0: 2}, 0))
+    site.holder.vault.claim("job", PeerShare(1, {0: 2}, 0))
     command = [sys.executable, "-c", RANK, str(site.holder.folder)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as rank:
         try:
@@ -312,8 +312,8 @@ def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> N
 
 def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     """Neither its broken link nor a reap at any moment costs a living rank a slot it fills (R8)."""
-    site.holder.vault.claim("job", Share(1, {0: 3}, 0))
-    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    site.holder.vault.claim("job", PeerShare(1, {0: 3}, 0))
+    link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = link.acquire(Tenant(), 3, WAIT_S)
         assert taken is not None
@@ -349,7 +349,7 @@ def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) ->
 
 def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
-    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         with site.holder.connections.lock:  # the welcome is read before the link is known
             link.attempt = site.holder.connections.links["n"].attempt = 2
@@ -375,8 +375,8 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
     """Slots beyond the mapping are granted and viewed after a holder with more room; older views stay good (R9)."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
-    site.begin(4).vault.claim("job", Share(1, {0: 2}, 0))
-    link = RankLink(site.holder.folder, nonce="n", job="job", rank=0)
+    site.begin(4).vault.claim("job", PeerShare(1, {0: 2}, 0))
+    link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = link.acquire(Tenant(), 2, WAIT_S)
         assert taken is not None
@@ -385,7 +385,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         site.holder.close()
         vault = site.begin(64).vault
         wait_for(lambda: link.channel is not channel, "the next holder")
-        vault.claim("job", Share(1, {0: 8}, 8))
+        vault.claim("job", PeerShare(1, {0: 8}, 8))
         site.holder.connections.grant_job("job")
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
@@ -406,7 +406,7 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin(4).vault.ensure_free(4)
-    link = RankLink(site.holder.folder, nonce="n", is_tool=True)
+    link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
     try:
         with link.view(3) as before:
             site.holder.close()

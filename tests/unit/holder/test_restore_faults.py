@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder import fetch, persist, push, stage
@@ -17,10 +17,10 @@ from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.replica_store import VERIFY_AGE_S, Vault
+from memstore.shell.arena.replica_store import VERIFY_AGE_S, ReplicaStore
 from memstore.shell.holder import fork
 from memstore.shell.holder.holder import Holder
-from memstore.shell.holder.rank_connections import RankLink
+from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.peer.client import Peer
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -38,7 +38,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
         yield found
 
 
-def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:
+def seal(vault: ReplicaStore, shard: ShardId, fills: bytes = b"\1\2\3\4") -> StoredReplica:
     """Store a shard of one chunk per fill byte, as a rank's put would."""
     vault.ensure_free(len(fills))
     slots = vault.take_slots(len(fills))
@@ -49,14 +49,14 @@ def seal(vault: Vault, shard: ShardId, fills: bytes = b"\1\2\3\4") -> Shelved:
     )
 
 
-def rot(vault: Vault, shelved: Shelved, index: int) -> None:
+def rot(vault: ReplicaStore, shelved: StoredReplica, index: int) -> None:
     """Flip a bit of a sealed chunk behind everybody's back."""
     slot = shelved.slots[index]
     assert slot is not None
     vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
-def age(vault: Vault) -> None:
+def age(vault: ReplicaStore) -> None:
     """Everything was verified too long ago to be trusted unseen."""
     for slot in vault.table.slots:
         slot.verified_s -= 2 * VERIFY_AGE_S
@@ -69,7 +69,7 @@ def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     return found
 
 
-def order(shelved: Shelved, number: int = 1) -> dict[str, Any]:
+def order(shelved: StoredReplica, number: int = 1) -> dict[str, Any]:
     """Stage the whole shard from host a."""
     return {
         "job": "train", "round": number, "rank": 0, "shard": shard_to_wire(shelved.shard), "attempt": 2,
@@ -151,7 +151,7 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], mo
     """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
     a, _ = pair
     shelved = seal(a.vault, SHARD)
-    checked: list[Shelved] = []
+    checked: list[StoredReplica] = []
     monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
     for number in (1, -1):
         assert a.runner.run(stage.stage(a.state, order(shelved, number), SHARD)) == {}
@@ -251,7 +251,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     assert not shelved.pins
 
 
-def damage_manifest(holder: Holder, shelved: Shelved) -> None:
+def damage_manifest(holder: Holder, shelved: StoredReplica) -> None:
     """Flip a bit in the file of a manifest."""
     path = holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     data = bytearray(path.read_bytes())
@@ -267,7 +267,7 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     shelved = seal(a.vault, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
     damage_manifest(a, shelved)
-    link = RankLink(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
+    link = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     monkeypatch.setattr(a.connections, "of_job", lambda job: [link])
     reports = reports_of(a, monkeypatch)
     a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})

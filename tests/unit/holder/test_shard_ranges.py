@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
-from memstore.shell.rank.holder_link import RankLink
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.testing.clusters.processes import wait_for
@@ -40,7 +40,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
         yield found
 
 
-def seal(vault: Vault, fills: bytes = FILLS, shard: ShardId = SHARD) -> Shelved:
+def seal(vault: ReplicaStore, fills: bytes = FILLS, shard: ShardId = SHARD) -> StoredReplica:
     """Store a shard of one chunk per fill byte."""
     vault.ensure_free(len(fills))
     slots = vault.take_slots(len(fills))
@@ -49,14 +49,14 @@ def seal(vault: Vault, fills: bytes = FILLS, shard: ShardId = SHARD) -> Shelved:
     return vault.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
 
 
-def rot(vault: Vault, shelved: Shelved, index: int) -> None:
+def rot(vault: ReplicaStore, shelved: StoredReplica, index: int) -> None:
     """Flip a bit of a sealed chunk behind everybody's back."""
     slot = shelved.slots[index]
     assert slot is not None
     vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
-def order(shelved: Shelved, chunks: list[list[int]], number: int = -1, **changes: Any) -> dict[str, Any]:
+def order(shelved: StoredReplica, chunks: list[list[int]], number: int = -1, **changes: Any) -> dict[str, Any]:
     """Stage some chunks from host a, as the controller would order it."""
     return {
         "job": "train", "round": number, "rank": 3, "shard": shard_to_wire(shelved.shard), "attempt": 2,
@@ -82,7 +82,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = Peer.fetch_into
 
-    def noted(self: Peer, vault: Vault, draft: Any, digest: str, chunks: list[int]) -> list[int]:
+    def noted(self: Peer, vault: ReplicaStore, draft: Any, digest: str, chunks: list[int]) -> list[int]:
         found.extend(chunks)
         return real(self, vault, draft, digest, chunks)
 
@@ -222,14 +222,14 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 class Reader:
     """A link to host b, with this test in the controller's place."""
 
-    def __init__(self, holder: Holder, shelved: Shelved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, holder: Holder, shelved: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
         monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
-        self.link = RankLink(holder.folder, nonce="reader", job="train", is_tool=True)
+        self.link = HolderLink(holder.folder, nonce="reader", job="train", is_tool=True)
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: Shelved, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def relay(self, shelved: StoredReplica, call_id: int, verb: str, body: dict[str, Any]) -> None:
         self.count += 1
         bad = stage(self.holder, order(shelved, body["chunks"], -self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": -self.count}

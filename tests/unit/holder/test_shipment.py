@@ -11,7 +11,7 @@ from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder
-from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -44,7 +44,7 @@ class Gate:
 
     def __init__(self, holder: Holder, slots: list[int]) -> None:
         self.holder, self.slots = holder, slots
-        self.fresh = Fresh(holder.vault, SHARD, slots, chunk_sizes(len(slots) * CHUNK_BYTES, CHUNK_BYTES))
+        self.fresh = StreamingReplica(holder.vault, SHARD, slots, chunk_sizes(len(slots) * CHUNK_BYTES, CHUNK_BYTES))
         self.digested = threading.Semaphore(0)
         real = self.fresh.add
 
@@ -121,15 +121,15 @@ def test_a_slot_recycled_under_a_push_costs_a_second_send_only(
     """Bytes that changed between digest and send are refused by the peer and sent again from where they lie (R14)."""
     a, b = pair
     slots = handed_over(a, range(CHUNKS))
-    real = Fresh.view
+    real = StreamingReplica.view
     spoilt = bytearray(CHUNK_BYTES)
 
-    def view(self: Fresh, index: int) -> memoryview | None:
+    def view(self: StreamingReplica, index: int) -> memoryview | None:
         if index == 1 and not b.peer_server.damage.stats()["digest_errors"]:
             return memoryview(spoilt)
         return real(self, index)
 
-    monkeypatch.setattr(Fresh, "view", view)
+    monkeypatch.setattr(StreamingReplica, "view", view)
     gate = Gate(a, slots)
     for _ in range(CHUNKS):
         gate.digested.release()

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelved
-from memstore.shell.arena.replica_store import Vault
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import shared_shards as module
 from memstore.shell.holder.shared_shards import Twins
 from memstore.testing.clusters.scratch_folder import scratch_folder
@@ -40,16 +40,16 @@ class CountedWaits(threading.Condition):
 @pytest.fixture
 def twins() -> Iterator[Twins]:
     with scratch_folder() as folder:
-        vault = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        vault = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         made = Twins(vault, threading.Event(), lambda shard, event: None)
         made.changed = CountedWaits()
         yield made
         vault.close()
 
 
-def shelved(rank: int, step: int, attempt: int = 1) -> Shelved:
+def shelved(rank: int, step: int, attempt: int = 1) -> StoredReplica:
     spec = ShardSpec("", 2 * CHUNK_BYTES, CHUNK_BYTES, 2, 2)
-    return Shelved(ShardId("job", attempt, step, rank), spec, DIGESTS, [None, None])
+    return StoredReplica(ShardId("job", attempt, step, rank), spec, DIGESTS, [None, None])
 
 
 def learn(twins: Twins, step: int) -> None:

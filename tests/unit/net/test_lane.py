@@ -18,7 +18,7 @@ import pytest
 from memstore.core.wire.frame import Kind
 from memstore.errors import PeerTimeout
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.pacing import BULK_NICE, CHUNK_S, Lane, give_way
+from memstore.shell.net.pacing import BULK_NICE, CHUNK_S, Lane, lower_thread_priority
 from memstore.shell.net.socket_options import SO_MAX_PACING_RATE, TC_PRIO_FILLER, flight, pace
 from memstore.testing.clusters.processes import wait_for
 
@@ -124,7 +124,7 @@ def test_a_thread_that_gives_way_leaves_the_others_alone() -> None:
 
     def work() -> None:
         for _ in range(3):
-            give_way()
+            lower_thread_priority()
             found.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)

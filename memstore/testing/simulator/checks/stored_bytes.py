@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.testing.simulator.checks.drops import Drops
 from memstore.testing.simulator.checks.fences import Fences
@@ -78,7 +78,7 @@ class StoredBytes:
             if int(holder.memory.headers[number].state) == SEALED:
                 raise Violation("R6", f"{holder.host_id} adopted slot {number}, whose bytes are not its digest's")
 
-    def read(self, holder: Holder, shelved: Shelved, index: int) -> None:
+    def read(self, holder: Holder, shelved: StoredReplica, index: int) -> None:
         """Look at a chunk of a pinned replica that is read: its slot must not have been used again (R7)."""
         number = shelved.slots[index]
         if number is not None and bytes(holder.memory.headers[number].digest) != shelved.digests[index]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.messages import (
     Answer,
     DrainsSeen,
@@ -78,7 +78,7 @@ class SimController:
         self.world, self.checker, self.term, self.name = world, checker, term, f"controller-{term}"
         self.is_alive, self.is_frozen = True, False
         self.sessions: dict[str, SimSession] = {}
-        self.catalog = Catalog(
+        self.catalog = ControllerMachine(
             term=term,
             now=world.now,
             wall_offset_s=WALL_S + skew_s,

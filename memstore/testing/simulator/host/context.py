@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
@@ -47,5 +47,5 @@ class HostContext(TwinHolder, Protocol):
     def report(self, kind: str, body: Body) -> None:
         """Send a report to the controller."""
 
-    def sealed(self, copy: Copy | Shelved) -> None:
+    def sealed(self, copy: Copy | StoredReplica) -> None:
         """Report a copy as it is now."""

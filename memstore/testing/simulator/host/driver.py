@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
-from memstore.core.arena.replica_index import Draft, StagedKey
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
@@ -19,7 +19,7 @@ from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import Body
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
-from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import PeerLink, connect
 from memstore.testing.simulator.world.virtual_time import Wait
@@ -112,7 +112,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.SendChunks) -> Waits[None]:
-        shipment, chunks = cast(Shipment, effect.source), list(effect.chunks)
+        shipment, chunks = cast(OutgoingReplica, effect.source), list(effect.chunks)
         for batch in [chunks[i : i + BATCH_CHUNKS] for i in range(0, len(chunks), BATCH_CHUNKS)]:
             yield lambda: shipment.has_digests(batch)  # noqa: B023
             offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
@@ -156,7 +156,7 @@ class Driver:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part
 
-    def _is_bad(self, draft: Draft, index: int, data: bytes) -> bool:
+    def _is_bad(self, draft: IncomingReplica, index: int, data: bytes) -> bool:
         """Keep a chunk that came; True if it is not what the draft expects, or nothing came."""
         if not data:
             return True
@@ -184,7 +184,7 @@ class Driver:
         return self.vault.manifest(effect.shelved)
 
     @_perform.register
-    def _(self, effect: effects.OpenDraft) -> Waits[Draft]:
+    def _(self, effect: effects.OpenDraft) -> Waits[IncomingReplica]:
         yield FILE_S
         self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
         return self.vault.open_draft(
@@ -212,13 +212,13 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.ReadManifest) -> Waits[bytes]:
-        shipment = cast(Shipment, effect.source)
+        shipment = cast(OutgoingReplica, effect.source)
         yield shipment.is_settled
         return shipment.manifest()
 
     @_perform.register
     def _(self, effect: effects.AwaitDigest) -> Waits[str]:
-        fresh = cast(Fresh, effect.source)
+        fresh = cast(StreamingReplica, effect.source)
         yield fresh.is_settled
         return fresh.sealed().spec.digest
 

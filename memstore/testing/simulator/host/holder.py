@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.holder.fences import JobFences
@@ -27,7 +27,7 @@ from memstore.core.wire.messages import (
     shard_from_wire,
 )
 from memstore.errors import CapacityError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
@@ -69,7 +69,7 @@ class SimHolder:
         self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         memory.is_cut, memory.crash_in = False, None
-        self.vault = Vault(
+        self.vault = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
@@ -143,7 +143,7 @@ class SimHolder:
         """Report something done."""
         self.tell(Report(self.host_id, kind, body))
 
-    def sealed(self, copy: Copy | Shelved, put: Body | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:

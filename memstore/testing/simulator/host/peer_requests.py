@@ -12,7 +12,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
 from memstore.errors import PeerRefused, PeerUnreachable
 from memstore.shell.net.channel import Frame
-from memstore.shell.peer.outgoing_shard import Fresh, Shipment
+from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.world.memory import Crashed
 from memstore.testing.simulator.world.virtual_time import Wait
@@ -25,7 +25,7 @@ class Request:
 
     authenticated = True
 
-    def __init__(self, sender: HostContext, target: HostContext, source: Shipment | None = None) -> None:
+    def __init__(self, sender: HostContext, target: HostContext, source: OutgoingReplica | None = None) -> None:
         self.sender, self.target, self.source = sender, target, source
         self.peer = f"simulated:{sender.host_id}"
         self.sent: list[tuple[codec.Message, bytes]] = []
@@ -85,7 +85,7 @@ class Request:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
         index = self.lack.pop(0)
         assert self.source is not None
-        if isinstance(self.source, Fresh):
+        if isinstance(self.source, StreamingReplica):
             self.target.twins.travels(self.source.shard, index)
         if self.is_cut and not self.lack:
             raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
@@ -120,7 +120,7 @@ class PeerLink:
     holder: HostContext
     peer: HostContext
 
-    def ask(self, request: codec.Request[R], source: Shipment | None = None) -> Generator[Wait, None, R]:
+    def ask(self, request: codec.Request[R], source: OutgoingReplica | None = None) -> Generator[Wait, None, R]:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
         yield from self._travel()
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.core.holder import push as procedure
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
-from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
 from recovery.inventory import ShardId
@@ -17,7 +17,7 @@ class Pusher:
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
 
-    def replicate(self, shard: ShardId, digest: str, fresh: Fresh | None = None) -> bool:
+    def replicate(self, shard: ShardId, digest: str, fresh: StreamingReplica | None = None) -> bool:
         """Push to every target; False if there are none."""
         targets = self.holder.twins.targets(shard)
         for push in procedure.replicate(self.state, shard, digest, targets, fresh):

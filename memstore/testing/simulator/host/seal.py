@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import copy_to_wire
-from memstore.shell.peer.outgoing_shard import Fresh
+from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
@@ -26,7 +26,7 @@ DIGEST_S = 0.004  # a chunk
 
 
 @dataclass(eq=False)
-class RankLink:
+class RankConnection:
     """The link of a simulated rank: a rank that comes back on another one is the same process."""
 
     process: Rank
@@ -39,7 +39,7 @@ class RankLink:
 class Digested:
     """A fresh shard whose digests are known: the vault digests it once more when it stores it."""
 
-    def __init__(self, fresh: Fresh) -> None:
+    def __init__(self, fresh: StreamingReplica) -> None:
         self.seal = fresh.seal
 
     def add(self, digest: bytes) -> None:
@@ -84,7 +84,7 @@ class Sealer:
             **body, "step": step, "slots": slots, "nbytes": len(slots) * vault.chunk_bytes,
             "arena": vault.arena_identity, "sample": {"chunks": body["seen"]},
         }  # fmt: skip
-        put = procedure.add(self.state, RankLink(rank, rank.owner, rank.job, rank.rank), whole)
+        put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), whole)
         if put is not None:
             self.holder.twins.began(put.shard)
             self.driver.start(procedure.run(self.state, put))
@@ -101,16 +101,16 @@ class Sealer:
         is_seen = mapped_arena.are_seen(self.holder, list(effect.slots), {"seen": effect.seen["chunks"]})
         return [] if is_seen else [0]
 
-    def _open_fresh(self, effect: effects.OpenFresh) -> Waits[Fresh]:
+    def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
         yield from ()
-        return Fresh(self.holder.vault, effect.shard, effect.slots, effect.sizes)
+        return StreamingReplica(self.holder.vault, effect.shard, effect.slots, effect.sizes)
 
     def _replicate(self, effect: effects.Replicate) -> Waits[bool]:
         yield from ()
-        return self.pusher.replicate(effect.shard, effect.digest, cast("Fresh | None", effect.fresh))
+        return self.pusher.replicate(effect.shard, effect.digest, cast("StreamingReplica | None", effect.fresh))
 
-    def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[Shelved]:
-        holder, fresh, body = self.holder, cast(Fresh, effect.fresh), effect.body
+    def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[StoredReplica]:
+        holder, fresh, body = self.holder, cast(StreamingReplica, effect.fresh), effect.body
         for slot, nbytes in zip(effect.slots, fresh.sizes, strict=True):
             yield DIGEST_S
             fresh.add(chunk_digest(holder.vault.arena.view(slot, nbytes)))
@@ -139,13 +139,13 @@ class Sealer:
 
     def _tell_level(self, effect: effects.TellLevel) -> Waits[None]:
         yield from ()
-        rank = cast(RankLink, effect.link).process
+        rank = cast(RankConnection, effect.link).process
         if rank.attempt == effect.attempt:
             rank.rise(effect.step, effect.level)
 
     def _grant(self, effect: effects.Grant) -> Waits[None]:
         yield from ()
-        self.holder.grant(cast(RankLink, effect.link).process)
+        self.holder.grant(cast(RankConnection, effect.link).process)
 
     def _tell_fenced(self, effect: effects.TellFenced) -> Waits[None]:
         yield from ()

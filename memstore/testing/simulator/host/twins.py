@@ -10,7 +10,7 @@ import threading
 from collections.abc import Generator
 from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder
@@ -99,7 +99,7 @@ class SimTwins(Twins):
         """It is sealed, or will never be."""
         self.began_s.pop(shard, None)
 
-    def put(self, shelved: Shelved, shared_count: int | None) -> int | None:
+    def put(self, shelved: StoredReplica, shared_count: int | None) -> int | None:
         """A local rank's put is sealed; return the step before if this one repeats its chunks: never here."""
         if not self.world.scenario.has_twins:
             return None

@@ -13,7 +13,7 @@ from msgspec import structs
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.job import Job
 from memstore.core.commit.commits import Steps
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.durable.write_state import MARKER
 from memstore.core.durable.writes import DurableOrders
 from memstore.core.journal.fact_log import FactLog
@@ -143,7 +143,7 @@ def reports_counted_twice() -> Any:
          Fault(3.0, "slow-link", (2,), for_s=6.0, count=8))  # fmt: skip
 def fact_not_replicated() -> Any:
     """A fact takes effect when the first journal has it."""
-    return patch.object(Catalog, "_is_enough", lambda self, hosts, fact: bool(hosts))
+    return patch.object(ControllerMachine, "_is_enough", lambda self, hosts, fact: bool(hosts))
 
 
 @planted("fact-not-written", "R16", "R16")

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
 from memstore.core.repair import repair
 from memstore.core.wire.messages import shard_from_wire, shard_to_wire
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.fork import make
 from memstore.testing.simulator.host import fork
 from memstore.testing.simulator.planted.bug import planted
@@ -46,7 +46,7 @@ def pins_not_repaired() -> Any:
 def fork_takes_the_references() -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
-    def moved(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
             is_new = vault.shelf.find(shard_from_wire(item[2])) is None
             for made in make(vault, [item]):
@@ -62,7 +62,7 @@ def fork_takes_the_references() -> Any:
 def fork_frees_its_origin() -> Any:
     """A fork drops the origin's replica once the new job's is there."""
 
-    def moved(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
             for made in make(vault, [item]):
                 vault.drop(shard_from_wire(item[0]))
@@ -75,7 +75,7 @@ def fork_frees_its_origin() -> Any:
 def fork_of_another_step() -> Any:
     """A fork is made of another step of its origin than the one that was named."""
 
-    def other(vault: Vault, shards: Collection[Any]) -> Iterator[Shelved]:
+    def other(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
             wanted = shard_from_wire(item[0])
             held = sorted(s for s, _ in vault.shelf.shards if (s.job, s.rank) == (wanted.job, wanted.rank))

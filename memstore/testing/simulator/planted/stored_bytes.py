@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.arena.replica_index import OWN_DRAFT, Draft, Shelf, Shelved
+from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.shell.arena import adoption
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
@@ -36,13 +36,13 @@ class _Equal:
 def digest_skipped_on_arrival() -> Any:
     """A chunk from a peer is kept without comparing its digest."""
 
-    def keep(self: Vault, draft: Draft, came: Any) -> list[int]:
+    def keep(self: ReplicaStore, draft: IncomingReplica, came: Any) -> list[int]:
         for index, number, nbytes, _ in came:
             self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
         self.flush()
         return []
 
-    return patch.object(Vault, "keep_chunks", keep)
+    return patch.object(ReplicaStore, "keep_chunks", keep)
 
 
 @planted("adoption-trusts-headers", "R6", "R6", Fault(5.0, "flip-at-rest", (0,), count=16),
@@ -56,20 +56,20 @@ def adoption_trusts_headers() -> Any:
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def digest_skipped_on_staging() -> Any:
     """A restore hands local bytes to the rank without digesting them again."""
-    return patch.object(Vault, "verify", lambda self, shelved: sorted(shelved.missing))
+    return patch.object(ReplicaStore, "verify", lambda self, shelved: sorted(shelved.missing))
 
 
 @planted("bad-slot-not-condemned", "R30", "R23 R6 R29", Fault(4.5, "kill-rank"),
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def bad_slot_not_condemned() -> Any:
     """A slot with bad bytes stays in its replicas and is served."""
-    return patch.object(Shelf, "condemn", lambda self, number: [])
+    return patch.object(ReplicaIndex, "condemn", lambda self, number: [])
 
 
 @planted("scrub-finds-nothing", "R30", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
 def scrub_finds_nothing() -> Any:
     """The scrub skips slots."""
-    return patch.object(Vault, "verify_slot", lambda self, number: [])
+    return patch.object(ReplicaStore, "verify_slot", lambda self, number: [])
 
 
 @planted("scrub-passes-manifests", "R30", "R29", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS)
@@ -82,13 +82,13 @@ def scrub_passes_manifests() -> Any:
 def have_without_a_reference() -> Any:
     """An offered chunk that is here already is counted without a reference of its own."""
 
-    def hold(self: Shelf, draft: Draft, index: int, nbytes: int) -> int | None:
+    def hold(self: ReplicaIndex, draft: IncomingReplica, index: int, nbytes: int) -> int | None:
         number = self.table.lookup(draft.digests[index], nbytes)
         if number is not None and draft.slots[index] is None:
             draft.slots[index] = number
         return number
 
-    return patch.object(Shelf, "hold_known", hold)
+    return patch.object(ReplicaIndex, "hold_known", hold)
 
 
 @planted("index-keeps-freed-slots", "R6", "R6")
@@ -101,49 +101,49 @@ def index_keeps_freed_slots() -> Any:
 def free_before_unlink() -> Any:
     """A dropped replica's slots are freed before its manifest is unlinked."""
 
-    def discard(self: Vault, gone: list[Shelved]) -> None:
+    def discard(self: ReplicaStore, gone: list[StoredReplica]) -> None:
         for shelved in gone:
             self.shelf.free(shelved)
             self.flush()
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
 
-    return patch.object(Vault, "_discard", discard)
+    return patch.object(ReplicaStore, "_discard", discard)
 
 
 @planted("ack-before-the-manifest", "R7", "I4")
 def ack_before_the_manifest() -> Any:
     """A replica is acknowledged although its manifest was never stored."""
-    finish = Vault.finish
+    finish = ReplicaStore.finish
 
-    def unsaved(self: Vault, name: str, data: bytes) -> Shelved:
+    def unsaved(self: ReplicaStore, name: str, data: bytes) -> StoredReplica:
         if name == OWN_DRAFT:
             return finish(self, name, data)
         with patch.object(self.manifests, "save", lambda name, data: None):
             return finish(self, name, data)
 
-    return patch.object(Vault, "finish", unsaved)
+    return patch.object(ReplicaStore, "finish", unsaved)
 
 
 @planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15, tries=3)
 def manifest_before_the_chunks() -> Any:
     """The manifest is stored before the headers of its slots say sealed."""
-    finish, flush = Vault.finish, Vault.flush
-    finishing: list[Vault] = []
+    finish, flush = ReplicaStore.finish, ReplicaStore.flush
+    finishing: list[ReplicaStore] = []
 
-    def late(self: Vault) -> None:
+    def late(self: ReplicaStore) -> None:
         kept = {n for n in self.table.dirty if self.table.slots[n].state is SlotState.SEALED and self not in finishing}
         self.table.dirty -= kept
         flush(self)
         self.table.dirty |= kept
 
-    def early(self: Vault, name: str, data: bytes) -> Shelved:
+    def early(self: ReplicaStore, name: str, data: bytes) -> StoredReplica:
         finishing.append(self)
         try:
             return finish(self, name, data)
         finally:
             finishing.clear()
 
-    return patch.multiple(Vault, finish=early, flush=late)
+    return patch.multiple(ReplicaStore, finish=early, flush=late)
 
 
 @planted("stale-hand-over", "R8", "R6 R7 R8", *CRASHES, step_s=0.15, tries=3)
@@ -175,7 +175,7 @@ def drafts_kept() -> Any:
          step_s=0.15, tries=5)  # fmt: skip
 def fence_keeps_drafts() -> Any:
     """A fence leaves half-received shards of older attempts alone."""
-    return patch.object(Shelf, "abort_older", lambda self, job, attempt: [])
+    return patch.object(ReplicaIndex, "abort_older", lambda self, job, attempt: [])
 
 
 @planted("offer-ignores-fence", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
@@ -195,27 +195,27 @@ def offer_ignores_fence() -> Any:
 def pin_ignored() -> Any:
     """A replica is freed although a reader has pinned it."""
 
-    def drop(self: Shelf, shard: Any, *how: Any) -> list[Shelved]:
+    def drop(self: ReplicaIndex, shard: Any, *how: Any) -> list[StoredReplica]:
         return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
 
-    return patch.object(Shelf, "drop", drop)
+    return patch.object(ReplicaIndex, "drop", drop)
 
 
 @planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"))
 def drop_leaves_staged() -> Any:
     """A drop leaves the pin of a staged replica, so its slots stay in use until the pin's deadline."""
-    drop = Shelf.drop
+    drop = ReplicaIndex.drop
 
-    def forgetful(self: Shelf, shard: Any, *how: Any) -> list[Shelved]:
+    def forgetful(self: ReplicaIndex, shard: Any, *how: Any) -> list[StoredReplica]:
         staged, self.staged = self.staged, {}
         gone = drop(self, shard, *how)
         self.staged = staged
         return gone
 
-    return patch.object(Shelf, "drop", forgetful)
+    return patch.object(ReplicaIndex, "drop", forgetful)
 
 
 @planted("peer-copies-refused", "R10", "I16")
 def peer_copies_refused() -> Any:
     """A host refuses every copy of a peer for want of room."""
-    return patch.object(Shelf, "guest_refusal", lambda self, shard, count: "guest share full")
+    return patch.object(ReplicaIndex, "guest_refusal", lambda self, shard, count: "guest share full")

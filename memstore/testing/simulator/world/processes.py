@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.controller.machine import Catalog
+from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.wire.messages import Event, HostInfo, HostUp
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.virtual_time import Process
@@ -26,7 +26,7 @@ class Controller(Protocol):
     """A controller, as holders and checks see it."""
 
     term: int
-    catalog: Catalog
+    catalog: ControllerMachine
 
     @property
     def sessions(self) -> Mapping[str, Session]:
@@ -59,7 +59,7 @@ class Holder(Process, Protocol):
     host_id: str
     info: HostInfo
     memory: Memory
-    vault: Vault
+    vault: ReplicaStore
     peer_server: PeerServer
     term: int  # the highest term of a controller that it has obeyed
     session: Session | None

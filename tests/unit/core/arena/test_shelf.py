@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memstore.core.arena.replica_index import Shelf, Shelved
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import ReplicaIndex, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -22,8 +22,8 @@ class Shelves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = SlotTable(16)
-        self.shelf = Shelf(self.table)
-        self.pins: list[tuple[Shelved, int]] = []
+        self.shelf = ReplicaIndex(self.table)
+        self.pins: list[tuple[StoredReplica, int]] = []
 
     @rule(
         sender=st.sampled_from(SENDERS), shard=st.sampled_from(SHARDS), attempt=st.integers(1, 2),
@@ -134,7 +134,7 @@ Shelves.TestCase.settings = settings(max_examples=80, stateful_step_count=30, de
 TestShelves = Shelves.TestCase
 
 
-def shelved(shelf: Shelf, shard: ShardId, count: int) -> Shelved:
+def shelved(shelf: ReplicaIndex, shard: ShardId, count: int) -> StoredReplica:
     """Store a shard of `count` chunks."""
     digests = [f"{shard.step}-{shard.rank}-{n}".encode().ljust(16) for n in range(count)]
     draft = shelf.open_draft("h", shard, digests, attempt=1)
@@ -147,8 +147,8 @@ def shelved(shelf: Shelf, shard: ShardId, count: int) -> Shelved:
 
 def test_ranks_and_guests_cannot_starve_each_other() -> None:
     """Leases come from the rank's share and copies from the guests' share, whatever the other one uses (R10)."""
-    shelf = Shelf(SlotTable(20))
-    shelf.set_share("job", Share(1, {0: 4}, guest_slots=4))
+    shelf = ReplicaIndex(SlotTable(20))
+    shelf.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
     assert shelf.leasable("job", 0, leased_count=0) == 4
     shelved(shelf, SHARDS[1], 3)  # rank 1 is a guest
     assert shelf.leasable("job", 0, leased_count=0) == 4
@@ -161,35 +161,35 @@ def test_ranks_and_guests_cannot_starve_each_other() -> None:
 
 def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None:
     """Two ranks' large shards do not keep eight ranks from their first put; the excess comes on top (R10, R27)."""
-    shelf = Shelf(SlotTable(20))
+    shelf = ReplicaIndex(SlotTable(20))
     shelved(shelf, SHARDS[0], 6)  # the helper's shards are of a world of 2
     shelved(shelf, SHARDS[1], 6)
-    share = Share(2, {0: 2, 4: 2}, guest_slots=5, world_size=8, versions=2)
+    share = PeerShare(2, {0: 2, 4: 2}, guest_slots=5, world_size=8, versions=2)
     assert shelf.slots_needed("job", share) == 9 + 12 - 9 // 3
     shelf.set_share("job", share)
     assert [shelf.leasable("job", rank, leased_count=0) for rank in (0, 4)] == [2, 2]
     assert shelf.used_by_guests("job") == 0
-    shelf.set_share("job", Share(2, {0: 2, 4: 2}, guest_slots=5, world_size=2, versions=2))
+    shelf.set_share("job", PeerShare(2, {0: 2, 4: 2}, guest_slots=5, world_size=2, versions=2))
     assert shelf.leasable("job", 0, leased_count=0) == 0
 
 
 def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     """Neither a kept step of another world size nor guests beyond their part leave a rank without slots (R9, R10)."""
-    shelf = Shelf(SlotTable(8))
+    shelf = ReplicaIndex(SlotTable(8))
     shelved(shelf, SHARDS[0], 3)  # the helper's shards are of a world of 2
-    shelf.set_share("job", Share(2, {0: 3}, guest_slots=0, world_size=7))
+    shelf.set_share("job", PeerShare(2, {0: 3}, guest_slots=0, world_size=7))
     assert (shelf.leasable("job", 0, leased_count=0), shelf.spare_count()) == (3, 2)
-    assert shelf.slots_needed("new", Share(1, {0: 1}, guest_slots=0)) == 3 + 3 - 3 // 2 + 1
-    shelf.set_share("job", Share(2, {4: 3}, guest_slots=2, world_size=2))  # rank 0 is a guest
+    assert shelf.slots_needed("new", PeerShare(1, {0: 1}, guest_slots=0)) == 3 + 3 - 3 // 2 + 1
+    shelf.set_share("job", PeerShare(2, {4: 3}, guest_slots=2, world_size=2))  # rank 0 is a guest
     assert (shelf.leasable("job", 4, leased_count=0), shelf.spare_count()) == (3, 2)
-    shelf.set_share("job", Share(2, {4: 1}, guest_slots=2, world_size=2))
+    shelf.set_share("job", PeerShare(2, {4: 1}, guest_slots=2, world_size=2))
     assert shelf.spare_count() == 4
 
 
 def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     """Copies of a job without a share here take free slots that no share was promised."""
-    shelf = Shelf(SlotTable(10))
-    shelf.set_share("job", Share(1, {0: 4}, guest_slots=4))
+    shelf = ReplicaIndex(SlotTable(10))
+    shelf.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
     other = ShardId("other", 1, 1, 0)
     assert shelf.guest_refusal(other, 2) is None
     assert "2 slots are free, 3 needed" in str(shelf.guest_refusal(other, 3))
@@ -197,23 +197,23 @@ def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
 
 def test_what_another_job_holds_beyond_its_share_is_nobodys_room() -> None:
     """A restored step may be larger than the share of who restored it; the arena grows by it for the next job (R10)."""
-    shelf = Shelf(SlotTable(20))
-    shelf.set_share("job", Share(1, {0: 1}, guest_slots=1))
-    asked = Share(1, {0: 4}, guest_slots=4)
+    shelf = ReplicaIndex(SlotTable(20))
+    shelf.set_share("job", PeerShare(1, {0: 1}, guest_slots=1))
+    asked = PeerShare(1, {0: 4}, guest_slots=4)
     shelved(shelf, SHARDS[0], 2)
     assert shelf.slots_needed("new", asked) == 2 + 8
     shelved(shelf, SHARDS[1], 7)
     assert shelf.slots_needed("new", asked) == 2 + 7 + 8
-    assert shelf.slots_needed("job", Share(1, {0: 1}, guest_slots=1)) == 2
+    assert shelf.slots_needed("job", PeerShare(1, {0: 1}, guest_slots=1)) == 2
 
 
 def test_a_removed_job_gives_its_room_back() -> None:
     """Its share counts for nobody any more; one that a newer attempt of the name has claimed since stays (R10)."""
-    shelf = Shelf(SlotTable(8))
-    shelf.set_share("old", Share(3, {0: 4}, guest_slots=4))
-    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 16
+    shelf = ReplicaIndex(SlotTable(8))
+    shelf.set_share("old", PeerShare(3, {0: 4}, guest_slots=4))
+    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
     shelf.drop_share("old", 2)
-    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 16
+    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
     shelf.drop_share("old", 3)
-    assert shelf.slots_needed("new", Share(1, {0: 4}, guest_slots=4)) == 8
+    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 8
     shelf.drop_share("unknown", 1)

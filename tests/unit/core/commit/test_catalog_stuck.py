@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelved
-from memstore.core.arena.share import Share
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.cluster.facts import StepAbandoned
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import copy_to_wire
 from memstore.core.wire.peer_messages import Admitted, Offer
 from memstore.errors import CapacityError
-from memstore.shell.arena.replica_store import Vault
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.server import DRAFT_IDLE_S, PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.controller.catalog_holder import FakeHolder
@@ -233,16 +233,16 @@ class LateClock:
 
 
 @pytest.fixture
-def vault() -> Iterator[Vault]:
+def vault() -> Iterator[ReplicaStore]:
     """A vault with room for eight chunks."""
     with scratch_folder() as folder:
-        made = Vault.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         made.ensure_free(8)
         yield made
         made.close()
 
 
-def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
+def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: ReplicaStore) -> None:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
     vault.clock = clock = LateClock()
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
@@ -255,7 +255,7 @@ def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: Vault) -> None:
     assert not vault.shelf.drafts
 
 
-def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_chunks_come_back_into_a_full_file_system(vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is there already: mending a copy writes none, so that it needs no room for one (R30)."""
     slots = vault.take_slots(2)
     for number in slots:
@@ -278,7 +278,7 @@ def test_lost_chunks_come_back_into_a_full_file_system(vault: Vault, monkeypatch
     assert vault.verify(kept) == []
 
 
-def put(vault: Vault, step: int, fills: list[int]) -> Shelved:
+def put(vault: ReplicaStore, step: int, fills: list[int]) -> StoredReplica:
     """Store a shard of one chunk per fill, as a rank's put does."""
     slots = vault.take_slots(len(fills))
     for number, fill in zip(slots, fills, strict=True):
@@ -288,9 +288,9 @@ def put(vault: Vault, step: int, fills: list[int]) -> Shelved:
     )
 
 
-def test_damage_of_a_shared_slot_is_told_of_every_replica(vault: Vault) -> None:
+def test_damage_of_a_shared_slot_is_told_of_every_replica(vault: ReplicaStore) -> None:
     """Two steps share a chunk that rots: verifying one reports the other as well, so that both are mended (R30)."""
-    told: list[Shelved] = []
+    told: list[StoredReplica] = []
     vault.on_hurt = told.append
     one, other = put(vault, 1, [1, 2]), put(vault, 2, [1, 3])
     number = one.slots[0]
@@ -300,15 +300,17 @@ def test_damage_of_a_shared_slot_is_told_of_every_replica(vault: Vault) -> None:
     assert (told, other.missing) == ([other], {0})
 
 
-def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: Vault) -> None:
+def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: ReplicaStore) -> None:
     """The first try broke and its abort was lost: its room is the second try's (R13)."""
-    vault.claim(JOB, Share(1, {}, 4))
+    vault.claim(JOB, PeerShare(1, {}, 4))
     server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
     replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
     assert [type(reply) for reply in replies] == [Admitted, Admitted]
 
 
-def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_removed_while_its_room_grows_leaves_no_share(
+    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The claim under way would put the share back after its removal: the removal waits for it (R10)."""
     go, inside, grow = threading.Event(), threading.Event(), vault.room.grow_to
 
@@ -318,7 +320,7 @@ def test_a_job_removed_while_its_room_grows_leaves_no_share(vault: Vault, monkey
         grow(slots_count, *args)
 
     monkeypatch.setattr(vault.room, "grow_to", slow)
-    claiming = threading.Thread(target=vault.claim, args=(JOB, Share(1, {0: 4}, 0)))
+    claiming = threading.Thread(target=vault.claim, args=(JOB, PeerShare(1, {0: 4}, 0)))
     removing = threading.Thread(target=vault.drop_all, args=([], [JOB, 1]))
     claiming.start()
     assert inside.wait(10.0)

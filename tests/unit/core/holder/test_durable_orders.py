@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects, persist
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.state import HolderState, Limits
@@ -18,7 +18,7 @@ from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 SPEC = ShardSpec("d", 16, 8, 2, 1)
-SHELVED = Shelved(SHARD, SPEC, (b"0", b"1"), [4, 5])
+SHELVED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Host:
     meanwhile: Callable[[], None] = lambda: None  # happens while a slice waits for its turn
     done: list[Effect] = field(default_factory=list)
     reports: list[tuple[str, Body]] = field(default_factory=list)
-    reported_copies: list[Shelved] = field(default_factory=list)
+    reported_copies: list[StoredReplica] = field(default_factory=list)
     pins: int = 0
     pins_at_write: list[int] = field(default_factory=list)
 
@@ -52,11 +52,11 @@ class Host:
             sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
         )  # fmt: skip
 
-    def pin(self, shard: ShardId, digest: str) -> tuple[Shelved, int] | None:
+    def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
         self.pins += self.is_here
         return (SHELVED, 1) if self.is_here else None
 
-    def unpin(self, shelved: Shelved, pin: int) -> None:
+    def unpin(self, shelved: StoredReplica, pin: int) -> None:
         self.pins -= 1
 
     def play(self, *procedures: Steps[Any]) -> None:

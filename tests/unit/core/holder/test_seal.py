@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memstore.core.arena.replica_index import Shelved
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, seal
 from memstore.core.holder.effects import Effect, Steps
@@ -17,7 +17,7 @@ from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
-SHELVED = Shelved(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
+SHELVED = StoredReplica(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Fresh:
 class Host:
     """A holder whose store has what the test puts there."""
 
-    known: Shelved | None = None
+    known: StoredReplica | None = None
     errors: dict[type[Effect], Exception] = field(default_factory=dict)
     differing: list[int] = field(default_factory=list)
     meanwhile: Callable[[], None] = lambda: None  # happens during every wait
@@ -53,7 +53,7 @@ class Host:
     freed: list[int] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
     done: list[Effect] = field(default_factory=list)
-    reported: list[Shelved] = field(default_factory=list)
+    reported: list[StoredReplica] = field(default_factory=list)
     chunk_bytes: int = 8
     arena_identity: str = "here"
 
@@ -66,7 +66,7 @@ class Host:
             is_stopping=lambda: False,
         )  # fmt: skip
 
-    def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[Shelved | None, bool]:
+    def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
         is_mine = slots is not None and self.leased.issuperset(slots)
         self.leased.difference_update(slots or () if is_mine else ())
         return self.known, is_mine

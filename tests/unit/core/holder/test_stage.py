@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memstore.core.arena.replica_index import Draft
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.holder import effects, fetch
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
@@ -41,7 +41,7 @@ class Host:
     meanwhile: Callable[[], None] = lambda: None  # happens during every wait
 
     def __post_init__(self) -> None:
-        self.draft = Draft(SHARD, [b"0", b"1"], [None, None], 1)
+        self.draft = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda kind, body: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
@@ -154,7 +154,7 @@ def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
     assert (len(problems), len(host.asked)) == (1, 2)
 
 
-def arrivals(draft: Draft, every: int) -> Iterator[None]:
+def arrivals(draft: IncomingReplica, every: int) -> Iterator[None]:
     """Bring a chunk at every so manyth look."""
     while True:
         for _ in range(every - 1):

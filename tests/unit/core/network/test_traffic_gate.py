@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memstore.core.network.chunk_fit import PIECE_MIN_BYTES, Link, piece_bytes
 from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, WINDOW, IdleSpans, Kind
-from memstore.core.network.send_gate import CHUNK_HOLD_S, PIECE_S, RATE_KEPT_S, TURN_S, TrafficGate
+from memstore.core.network.send_gate import CHUNK_HOLD_S, PIECE_S, RATE_KEPT_S, TURN_S, SendSchedule
 
 RATE = 100e6
 LINK = Link(RATE, 0.0002, 1 << 20)
@@ -20,7 +20,7 @@ LINK = Link(RATE, 0.0002, 1 << 20)
 class Rank:
     """A rank that computes and reduces in turns, on a clock of its own: tells the gate's profile what it does."""
 
-    def __init__(self, gate: TrafficGate, pattern: list[tuple[float, float]], jitter: float = 0.0, seed: int = 0):
+    def __init__(self, gate: SendSchedule, pattern: list[tuple[float, float]], jitter: float = 0.0, seed: int = 0):
         self.pattern, self.jitter, self.random = pattern, jitter, random.Random(seed)
         self.spans = gate.ranks.setdefault("rank", IdleSpans())
         self.marks = self._marks()
@@ -52,7 +52,7 @@ class Rank:
         return self.spans.marked_s
 
 
-def push(gate: TrafficGate, rank: Rank, now: float, nbytes: int, step: int, limit_s: float = 1e9):
+def push(gate: SendSchedule, rank: Rank, now: float, nbytes: int, step: int, limit_s: float = 1e9):
     """Send one put over a link of RATE; return (when the kernel took the last byte, bytes on the wire while busy)."""
     sending = gate.begin(now, "job", 0, (1, step))
     left, wire_free_s, beside = nbytes, now, 0
@@ -95,7 +95,7 @@ def test_a_piece_is_worth_its_cost_or_the_last(room_s, left) -> None:
 
 def test_a_profile_is_learned_after_a_few_iterations_and_is_a_low_quantile() -> None:
     """Jitter of a tenth: four in five spans are at least as long as expected."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     rank = Rank(gate, [(0.05, 0.02), (0.03, 0.01)], jitter=0.1)
     rank.run(LEARN_MIN)
     assert rank.spans.expected == ()
@@ -108,7 +108,7 @@ def test_a_profile_is_learned_after_a_few_iterations_and_is_a_low_quantile() -> 
 
 def test_a_new_pattern_is_learned_anew() -> None:
     """Another number of collectives: the old profile is dropped at once, the new one is there as soon as learned."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     rank = Rank(gate, [(0.05, 0.02)])
     rank.run(10)
     assert len(rank.spans.expected) == 2
@@ -121,7 +121,7 @@ def test_a_new_pattern_is_learned_anew() -> None:
 
 def test_a_span_that_grew_or_shrank_is_learned_within_the_window() -> None:
     """The same pattern, other lengths."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     rank = Rank(gate, [(0.05, 0.02)])
     rank.run(20)
     rank.pattern = [(0.01, 0.02)]
@@ -150,7 +150,7 @@ PATTERNS = st.lists(st.tuples(st.floats(0.02, 0.1), st.floats(0.005, 0.05)), min
 @given(PATTERNS, st.floats(0.1, 0.6), st.integers(0, 5))
 def test_nothing_goes_beside_a_collective_while_idle_time_suffices(pattern, load, seed) -> None:
     """Jitter of a twentieth: each put ends within its iteration, next to nothing is sent into a busy span."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     rank = Rank(gate, pattern, jitter=0.05, seed=seed)
     nbytes = int(load * sum(idle_s for idle_s, _ in pattern) * RATE)
     total = 0
@@ -166,7 +166,7 @@ def test_nothing_goes_beside_a_collective_while_idle_time_suffices(pattern, load
 @given(PATTERNS)
 def test_a_put_without_enough_idle_time_ends_when_the_next_begins_and_is_told(pattern) -> None:
     """Twice what fits: released by the next put, so it ends soon after; the reason names what is needed and found."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     rank = Rank(gate, pattern)
     now = rank.run(10)
     idle_s = sum(idle for idle, _ in pattern)
@@ -185,7 +185,7 @@ def test_a_put_without_enough_idle_time_ends_when_the_next_begins_and_is_told(pa
 
 def test_what_is_short_is_told_until_a_put_of_that_rank_fits() -> None:
     """Not by the other rank's puts, not by one that had nothing to send, not after the rank is gone."""
-    gate = TrafficGate(3.0)
+    gate = SendSchedule(3.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.BUSY, 0.0)
     for step in (1, 2):
@@ -207,7 +207,7 @@ def test_what_is_short_is_told_until_a_put_of_that_rank_fits() -> None:
 
 def test_no_profile_sends_when_not_busy() -> None:
     """The first iterations: pieces go while no collective is under way, and none while one is."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     spans = gate.ranks["rank"] = IdleSpans()
     spans.mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -219,7 +219,7 @@ def test_no_profile_sends_when_not_busy() -> None:
 
 def test_what_waits_in_the_kernel_bounds_what_goes() -> None:
     """A collective that begins unforeseen waits for two pieces at most."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -236,7 +236,7 @@ def test_what_waits_in_the_kernel_bounds_what_goes() -> None:
 
 def test_a_stream_that_is_stuck_loses_its_turn() -> None:
     """Its peer is gone, and its thread waits in the kernel: the others go on."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -248,7 +248,7 @@ def test_a_stream_that_is_stuck_loses_its_turn() -> None:
 @pytest.mark.parametrize("way", ["hold", "hang", "chunk", "silence", "none"])
 def test_marks_hold_nothing_for_ever(way: str) -> None:
     """A put too old, a collective that hangs, a chunk under way, marks that ceased, no marks: the bytes go."""
-    gate = TrafficGate(3.0)
+    gate = SendSchedule(3.0)
     spans = IdleSpans()
     sending = gate.begin(0.0, "job", 0, (1, 0))
     now, held_s = 0.001, 0.0
@@ -277,7 +277,7 @@ def test_marks_hold_nothing_for_ever(way: str) -> None:
 def test_the_rate_is_measured_from_what_was_acknowledged() -> None:
     """Ten times slower or faster than first guessed, the pieces follow: each holds the link for PIECE_S."""
     for rate in (12.5e6, 1.25e9):
-        gate = TrafficGate(60.0)
+        gate = SendSchedule(60.0)
         gate.ranks["rank"] = IdleSpans()
         gate.ranks["rank"].mark(Kind.IDLE, 0.0)
         sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -292,7 +292,7 @@ def test_the_rate_is_measured_from_what_was_acknowledged() -> None:
 
 def test_a_link_that_stalls_is_not_measured_as_one_without_a_rate() -> None:
     """A peer's kernel acknowledges nothing for a second: nothing fails, and then the bytes go on."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -307,7 +307,7 @@ def test_a_link_that_stalls_is_not_measured_as_one_without_a_rate() -> None:
 
 def test_a_rate_too_low_is_forgotten() -> None:
     """Pieces that no span has room for would never be sent, nor measured."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     spans = Rank(gate, [(0.02, 0.01)]).spans
     spans.mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -320,7 +320,7 @@ def test_a_rate_too_low_is_forgotten() -> None:
 
 def test_what_goes_beside_does_not_count_for_the_rate() -> None:
     """A copy that is let go fills its own kernel's queue at once; the other one's pieces stay small."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     old, new = gate.begin(0.0, "job", 0, (1, 0)), gate.begin(0.0, "job", 0, (1, 1))
@@ -336,7 +336,7 @@ def test_what_goes_beside_does_not_count_for_the_rate() -> None:
 
 def test_a_stream_whose_peer_takes_nothing_loses_its_turn() -> None:
     """It goes on asking; the others go on sending."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -352,7 +352,7 @@ def test_a_stream_whose_peer_takes_nothing_loses_its_turn() -> None:
 @pytest.mark.parametrize("rtt_s", [0.0, 0.002, 0.02])
 def test_a_long_way_does_not_starve_a_copy(rtt_s: float) -> None:
     """What is on its way does not wait: most of an idle link is used, however late acknowledgements come."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))
@@ -373,7 +373,7 @@ def test_a_long_way_does_not_starve_a_copy(rtt_s: float) -> None:
 
 def test_a_burst_that_the_link_allows_once_is_not_its_rate() -> None:
     """Few bytes pass a token bucket at once, and are acknowledged at the next look."""
-    gate = TrafficGate(60.0)
+    gate = SendSchedule(60.0)
     gate.ranks["rank"] = IdleSpans()
     gate.ranks["rank"].mark(Kind.IDLE, 0.0)
     sending = gate.begin(0.0, "job", 0, (1, 0))

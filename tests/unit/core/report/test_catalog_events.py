@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from memstore.core.report.event_ring import KEPT, PAGE, Chronicle
-from memstore.core.report.recorder import Observer
+from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
+from memstore.core.report.recorder import EventRecorder
 from memstore.core.wire.messages import Heard, Report, copy_to_wire
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
@@ -22,7 +22,7 @@ def told(world: CatalogWorld, *kinds: str) -> list[dict[str, Any]]:
 
 def test_a_mistake_in_telling_undoes_nothing() -> None:
     """Whatever is told is told aside: all that the catalog calls but `add`, of what its own parts tell."""
-    calls = [method for name, method in vars(Observer).items() if not name.startswith("_") and name != "add"]
+    calls = [method for name, method in vars(EventRecorder).items() if not name.startswith("_") and name != "add"]
     assert [method.__name__ for method in calls if not hasattr(method, "__wrapped__")] == []
 
 
@@ -234,7 +234,7 @@ def test_nonsense_from_a_rank_is_counted_as_nothing(put: Any) -> None:
 
 def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> None:
     """Routine and rare happenings have rooms of their own; who asks for what is gone is told so."""
-    chronicle = Chronicle(3)
+    chronicle = RecentEvents(3)
     chronicle.add("host_dead", 0.0, host="h1")
     for step in range(3 * KEPT):
         chronicle.add("commit", float(step), job="a" if step % 2 else "b", step=step)
@@ -252,7 +252,7 @@ def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> N
     assert len(read) == 1 + KEPT // 2
     assert (page["next"], page["is_gap"]) == (chronicle.last_seq, False)
     assert chronicle.page(first.seq, None)["is_gap"]
-    assert Chronicle(4).page(chronicle.last_seq, None)["is_gap"]  # the one who knew the rest is gone
+    assert RecentEvents(4).page(chronicle.last_seq, None)["is_gap"]  # the one who knew the rest is gone
 
 
 def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:

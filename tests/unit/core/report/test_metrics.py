@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memstore.core.report.event_ring import KINDS, Happening
+from memstore.core.report.event_ring import KINDS, StoreEvent
 from memstore.core.report.metrics import (
     METRICS,
     Sample,
@@ -151,4 +151,4 @@ def test_a_happening_without_numbers_counts_nothing_by_itself(kind: str) -> None
         "durable_failed", "durable_abandoned", "host_dead", "unchanged", "twins_differ",
     }  # fmt: skip
     if kind not in numbered:
-        assert counted(Happening(1, kind, 0.0, job="a")) == []
+        assert counted(StoreEvent(1, kind, 0.0, job="a")) == []
