@@ -1,8 +1,8 @@
 """One real state machine among fake holders, on virtual time: seeded delays, crashes and returns, no threads.
 
 `CatalogWorld` is a shell around `ControllerMachine.handle`, as the controller actor is. It delivers messages in order
-per session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put, so that
-`check_restored` can compare.
+per session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put,
+so that `check_restored` can compare.
 """
 
 from __future__ import annotations
