@@ -9,8 +9,9 @@ import itertools
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.share import share_from_wire
 from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.holder import drop, fork, room, stage
+from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState, Limits
@@ -26,9 +27,7 @@ from memstore.core.wire.messages import (
     copy_to_wire,
     shard_from_wire,
 )
-from memstore.errors import CapacityError
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
@@ -38,7 +37,6 @@ from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
-from memstore.testing.simulator.host.fork import fork
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
@@ -51,7 +49,7 @@ from recovery.inventory import Copy, ShardId
 Body = dict[str, Any]
 REAP_S = 0.5
 SLOTS_MAX = 400
-LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
+LATE_SHARE, LATE_MAX_S = 0.05, 5.0  # of orders that wait for a thread
 
 
 class SimHolder:
@@ -248,7 +246,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        drop_unknown_shares(self.vault, body["jobs"])
+        self.vault.keep_shares(body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
@@ -258,20 +256,13 @@ class SimHolder:
         self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
 
     def _on_grow(self, body: Body) -> None:
-        """Time is all that it saves."""
+        self.driver.start(room.grow(self.state, body))
 
     def _on_reserve(self, body: Body) -> None:
-        job, share = str(body["job"]), share_from_wire(body)
-        reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
-        try:
-            self.vault.claim(job, share)
-        except CapacityError as exc:
-            reply.update(ok=False, why=str(exc))
-        self.report("reserved", reply)
-        self.grant_job(job)
+        self.driver.start(room.reserve(self.state, body))
 
     def _on_fork(self, body: Body) -> None:
-        self.spawn(fork(self, body))
+        self._later((fork.look if body["what"] == "look" else fork.make)(self.state, body))
 
     def _on_push(self, body: Body) -> None:
         is_repair = bool(body["is_repair"])
@@ -283,19 +274,11 @@ class SimHolder:
         self.stager.order(body)
 
     def _on_check(self, body: Body) -> None:
-        if not self.stager.has_staged(body):
-            error = ["RecoveryError", "what was staged is gone: call get() again"]
-            self.report("checked", {k: body[k] for k in ("job", "round", "rank")} | {"ok": False, "error": error})
-            return
-        for rank in self.ranks.values():
-            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
-                why = rank.check(lambda: self.stager.manifest_of(body))
-                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
-                self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+        self.driver.start(stage.check(self.state, body))
 
     def _on_level(self, body: Body) -> None:
         step, level = int(body["step"]), str(body["level"])
-        for rank in self._ranks_of(body):
+        for rank in self.ranks_of(body):
             if level in ("committed", "durable"):
                 self.checker.commits.told_committed(rank, step, is_degraded=bool(body["degraded"]))
             rank.rise(step, level)
@@ -304,37 +287,25 @@ class SimHolder:
                 for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
                     rank.tickets[old] = "superseded"
 
-    def _ranks_of(self, body: Body) -> list[Rank]:
+    def ranks_of(self, body: Body) -> list[Rank]:
         mine = (body["job"], body["attempt"])
         return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
 
     def _on_abandon(self, body: Body) -> None:
-        key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
-        shelf = self.vault.shelf
-        names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
-        for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
-            for draft in [k for k in shelf.drafts if k[0] == shard]:
-                shelf.abort_draft(draft[1], draft[0])
-            self.vault.drop(shard)
-        self.vault.flush()
-        for rank in self._ranks_of(body):
-            rank.rise(int(body["step"]), str(body["level"]))
-            rank.resume_step = max(rank.resume_step, int(body["resume"]))
-        self.grant_job(key[0])
+        self._later(drop.abandon(self.state, body))
 
     def _on_drop(self, body: Body) -> None:
-        self.spawn(self._drop(body))
+        self._later(drop.drop(self.state, body))
 
-    def _drop(self, body: Body) -> Thread:
-        if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
-            yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
-        shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
-        self.vault.drop_all(shards, removed)
-        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
-        if removed:
-            self.twins.forget(str(removed[0]), int(removed[1]))
-        for job in sorted({shard.job for shard in shards}):
-            self.grant_job(job)
+    def _later(self, steps: Steps[None]) -> None:
+        """Run a procedure on a thread that may be busy: a session may end meanwhile."""
+
+        def late() -> Thread:
+            if self.world.rng.random() < LATE_SHARE:
+                yield self.world.rng.uniform(0.0, LATE_MAX_S)
+            yield from self.driver.run(steps)
+
+        self.spawn(late())
 
     def _on_persist(self, body: Body) -> None:
         self.persister.order(body)
