@@ -6,16 +6,16 @@ It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around t
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.holder import drop, fork, room, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
+from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.journal.records import entry_from_record, whole_order
 from memstore.core.wire.messages import (
     Event,
     FactAck,
@@ -41,7 +41,13 @@ from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.host.twins import SimTwins
-from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
+from memstore.testing.simulator.world.memory import (
+    MachineClock,
+    Memory,
+    MemoryArena,
+    MemoryJournal,
+    MemoryManifests,
+)
 from memstore.testing.simulator.world.processes import Rank, Session
 from memstore.testing.simulator.world.virtual_time import Thread
 from recovery.inventory import Copy, ShardId
@@ -59,9 +65,9 @@ class SimHolder:
         self.world, self.checker = world, checker
         self.info, self.memory, self.host_id = info, memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
-        self.session: Session | None = None
-        self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
         self.fences = JobFences()
+        term = read_journal(memory.journal, self.fences)
+        self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
         self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
@@ -72,7 +78,6 @@ class SimHolder:
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
         self.vault.on_hurt = self.sealed
-        self._read_journal()
         self.peer_server = PeerServer(
             self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
@@ -98,25 +103,28 @@ class SimHolder:
         """Run one of its threads."""
         self.world.spawn(work, self)
 
-    def _read_journal(self) -> None:
-        for record in self.memory.journal:
-            entry = entry_from_record(record)
-            self.term = max(self.term, entry.term)
-            if isinstance(entry.fact, AttemptOpened):
-                self.fences.open(entry.fact.job, entry.fact.attempt)
-
     # -- the controller's session ---------------------------------------------------------------
 
     def accept(self, session: Session) -> bool:
-        """Obey the controller of the highest term only (R17)."""
-        if session.controller.term < self.term:
-            return False
-        self.term = session.controller.term
-        old, self.session = self.session, session
-        self.pages.clear()
+        """Use a session from now on; False if this holder obeys a controller of a higher term (R17)."""
+        is_obeyed, old = self.sessions.begin(session, session.controller.term)
         if old is not None:
             old.replaced()
-        return True
+        return is_obeyed
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
+        return self.sessions.current
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+        return self.sessions.term
+
+    def _fact_written(self, seq: int) -> None:
+        self.checker.commits.journalled(self)
+        self.tell(FactAck(self.host_id, seq))
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory, journal, processes (R16)."""
@@ -218,6 +226,7 @@ class SimHolder:
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
+        self.sessions.facts.retry()
         self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
@@ -234,10 +243,7 @@ class SimHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        if (whole := whole_order(self.pages, body)) is not None:
-            self.memory.write_facts(whole)
-            self.checker.commits.journalled(self)
-            self.tell(FactAck(self.host_id, int(whole["seq"])))
+        self.sessions.facts.take(body)
 
     def _on_clock(self, body: Body) -> None:
         self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
@@ -316,5 +322,11 @@ class SimHolder:
     def _on_ask(self, body: Body) -> None:
         self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
 
-    def _on_exit(self, body: Body) -> None:
-        self.world.kill_holder(self.host_id)
+    def _on_dropped(self, body: Body) -> None:
+        self.memory.stories[str(body["job"])] = str(body["story"])
+
+    def _on_outdated(self, body: Body) -> None:
+        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, int(body["above"])))
+        self.view.clear()
+        if self.session is not None:
+            self.session.reset()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
+from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.messages import Event, HostInfo, HostUp
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.server import PeerServer
@@ -61,8 +62,15 @@ class Holder(Process, Protocol):
     memory: Memory
     vault: ReplicaStore
     peer_server: PeerServer
-    term: int  # the highest term of a controller that it has obeyed
-    session: Session | None
+    sessions: Sessions[Session]
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
 
     @property
     def is_serving(self) -> bool:
