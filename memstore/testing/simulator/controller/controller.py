@@ -13,7 +13,6 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     Note,
-    RankCall,
     Report,
     Tell,
     Tick,
@@ -145,8 +144,7 @@ class SimController:
             return
         self.sessions[holder.host_id] = session
         session.report(replace(holder.hello(), asked_s=self.world.now))
-        for call_id, verb, body in holder.open_calls():
-            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+        holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
         """End a session; with `why` the state machine is told, as of a reset connection (R28)."""

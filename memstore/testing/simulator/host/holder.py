@@ -5,7 +5,6 @@ It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from memstore.core.wire.messages import (
     shard_from_wire,
 )
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
@@ -50,7 +50,7 @@ from memstore.testing.simulator.world.memory import (
 )
 from memstore.testing.simulator.world.processes import Rank, Session
 from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy
 
 Body = dict[str, Any]
 REAP_S = 0.5
@@ -70,8 +70,7 @@ class SimHolder:
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
-        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
+        self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
         memory.is_cut, memory.crash_in = False, None
         self.vault = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
@@ -136,10 +135,6 @@ class SimHolder:
         """The inventory."""
         return list(self.vault.shelf.copies(self.host_id, job))
 
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Calls that no controller has answered yet."""
-        return [(n, verb, body) for n, (_, _, verb, body) in sorted(self.calls.items())]
-
     def tell(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
         if self.session is not None and self.is_up:
@@ -172,32 +167,24 @@ class SimHolder:
         return stale
 
     def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
-        """Relay a question; asked again on a new link it is the same question."""
-        known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
-        number = known or next(self.call_ids)
-        self.calls[number] = (rank, call_id, verb, body)
-        self.tell(RankCall(self.host_id, number, verb, dict(body)))
+        """Relay a question."""
+        self.calls.ask(Call(rank.owner, rank.nonce, call_id, verb, dict(body)))
 
     def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
         """The controller answered; a get's answer carries the bytes' place, pinned."""
-        rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
-        if rank is None or rank.is_dead:
+        call = self.calls.take(number)
+        rank = self.ranks.get(call.nonce) if call is not None else None
+        if call is None or rank is None or rank.is_dead:
             return
         if "excerpt" in body and error is None:
             body, error = self.stager.read_part(rank, body)
         elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
-        rank.answered(call_id, body, error)
+        rank.answered(call.rank_id, body, error)
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
         self.sealer.take_over(rank, step, slots, body)
-
-    def put_failed(self, shard: ShardId, body: Body) -> None:
-        """Ask the controller to have the step given up on all ranks alike (R12)."""
-        number = next(self.call_ids)
-        self.calls[number] = (None, 0, "skip", body)
-        self.tell(RankCall(self.host_id, number, "skip", body))
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -222,7 +209,7 @@ class SimHolder:
         self.vault.flush()
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
-            self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
+            self.calls.forget(rank.owner)
             self.tell(RankGone(self.host_id, nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()

@@ -13,13 +13,13 @@ from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import copy_to_wire
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.world.processes import Rank
-from recovery.inventory import ShardId
 
 Body = dict[str, Any]
 DIGEST_S = 0.004  # a chunk
@@ -49,8 +49,7 @@ class Digested:
 class SealingHolder(HostContext, Protocol):
     """A holder, as its sealer sees it."""
 
-    def put_failed(self, shard: ShardId, body: Body) -> None:
-        """Ask the controller to have the step given up on all ranks alike."""
+    calls: Calls
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -135,7 +134,7 @@ class Sealer:
         shard = effect.shard
         self.holder.twins.ended(shard)
         body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.holder.put_failed(shard, {**body, "is_failed": effect.is_failed})
+        self.holder.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
 
     def _tell_level(self, effect: effects.TellLevel) -> Waits[None]:
         yield from ()

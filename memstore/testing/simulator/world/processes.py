@@ -15,6 +15,7 @@ from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.messages import Event, HostInfo, HostUp
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.virtual_time import Process
@@ -63,6 +64,7 @@ class Holder(Process, Protocol):
     vault: ReplicaStore
     peer_server: PeerServer
     sessions: Sessions[Session]
+    calls: Calls  # that no controller has answered
 
     @property
     def term(self) -> int:
@@ -100,9 +102,6 @@ class Holder(Process, Protocol):
 
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
-
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Return the questions of ranks that no controller has answered: id, verb, body."""
 
     def obey(self, kind: str, body: Body) -> None:
         """Carry out an order."""
