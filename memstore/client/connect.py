@@ -19,6 +19,7 @@ from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_name
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
+from memstore.core.wire.rank_messages import Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
@@ -203,10 +204,10 @@ def check_shard(shard: int | None, shards: int | None) -> None:
         )  # fmt: skip
 
 
-def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+def fitted_to_store(config: Config, welcome: Welcome) -> Config:
     """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
-    check_store_fields(config, welcome["store"])
-    config = config.with_defaults(welcome["job_defaults"])
+    check_store_fields(config, welcome.store)
+    config = config.with_defaults(welcome.job_defaults)
     check_sigterm(config.persist_on_sigterm_s, config.durable)
     return config
 

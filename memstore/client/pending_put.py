@@ -31,7 +31,7 @@ class PendingPut(Tenant):
         """It has no slots until `extend` takes some."""
         super().__init__()
         self.mapping = link.mapping  # of the slots: they are never written through a later one's
-        self.link, self.ticket, self.chunk_bytes = link, ticket, int(link.welcome["chunk_bytes"])
+        self.link, self.ticket, self.chunk_bytes = link, ticket, link.welcome.chunk_bytes
         self.slots: list[int] = []
         self.step = ticket.step
         self.attempt, self.world_size = link.attempt, world_size

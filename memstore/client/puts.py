@@ -39,7 +39,7 @@ class Puts:
 
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
-        self.chunk_bytes = int(link.welcome["chunk_bytes"])
+        self.chunk_bytes = link.welcome.chunk_bytes
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not handed over yet

@@ -153,9 +153,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     stale: tuple[Ordinal, ...]
     """Slots of those held that are not the rank's any more (R8)."""
     arena: str
-    host: str
-    folder: str
-    slots: Ordinal
     chunk_bytes: Positive
     store: dict[str, Setting]
     job_defaults: dict[str, Setting]

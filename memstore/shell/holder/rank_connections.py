@@ -11,6 +11,7 @@ from typing import Any
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
+from memstore.core.wire.codec import Message
 from memstore.core.wire.frame import Kind
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
@@ -28,8 +29,8 @@ class RankConnection:
     channel: Channel
     owner: Owner
     nonce: str = ""
-    job: str = ""
-    rank: int = -1
+    job: str = ""  # "": a tool's
+    rank: int = 0
     attempt: int = 0
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
@@ -37,7 +38,7 @@ class RankConnection:
     grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
-    def send(self, body: dict[str, Any]) -> None:
+    def send(self, body: Message | dict[str, Any]) -> None:
         """Send one event; a link that cannot take it is closed and will come back."""
         try:
             self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
@@ -61,7 +62,7 @@ class RankConnections:
     def of_job(self, job: str) -> list[RankConnection]:
         """Return the links of a job's ranks on this host."""
         with self.lock:
-            return [link for link in self.links.values() if link.job == job and link.rank >= 0]
+            return [link for link in self.links.values() if link.job == job]
 
     def current(self, link: RankConnection) -> RankConnection:
         """Return the link on which the same store is connected now."""
@@ -105,7 +106,7 @@ class RankConnections:
             with self.lock:
                 if self.links.get(link.nonce) is not link or link.channel.is_closed:
                     return
-                if not link.job or link.rank < 0 or link.attempt < self.context.fences.first(link.job) or link.parent:
+                if not link.job or link.attempt < self.context.fences.first(link.job) or link.parent:
                     return
                 heirs = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
                 slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt, heirs)

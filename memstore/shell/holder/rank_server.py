@@ -20,6 +20,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.rank_messages import RankHello, ToolHello, Welcome, decode_hello
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.shell.holder.context import HolderContext
@@ -52,17 +53,12 @@ class RankServer:
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
         """Read one link until it ends. Its leases stay: a rank's life is its pid, not its socket (R8, R20)."""
-        body = channel.recv(timeout_s=SEND_S).body
+        hello = decode_hello(channel.recv(timeout_s=SEND_S).data)
         try:
-            owner = owner_of(body, identity)
-            link = self._hello(channel, body, owner)
+            link = self._hello(channel, hello, owner_of(hello, int(identity["pid"])))
         except ConfigError as exc:
-            error = ErrorMessage.of(exc)
-            body = {"k": "refused", "error": error.error, "message": error.message, "context": error.context}
-            channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+            channel.send(Kind.EVENT, 0, ErrorMessage.of(exc), deadline_s=SEND_S)
             return
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
-            raise ProtocolError(f"{channel.peer}: a rank's first message is not understood: {str(exc)[:200]}") from exc
         self.sealer.start(link)
         try:
             while True:
@@ -79,10 +75,13 @@ class RankServer:
             for release in list(link.pins.values()):
                 release()
 
-    def _hello(self, channel: Channel, body: dict[str, Any], owner: Owner) -> RankConnection:
+    def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
         """Take the link; confirm which of the rank's slots are still its own (R8)."""
-        link = RankConnection(channel, owner, str(body["nonce"]), str(body.get("job", "")), int(body.get("rank", -1)))
-        link.attempt, link.parent = int(body.get("attempt", 0)), str(body.get("parent", ""))
+        link, held, is_ours = RankConnection(channel, owner, hello.nonce), tuple[int, ...](), True
+        if isinstance(hello, RankHello):
+            link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
+            # A rank filled the slots that it holds of another arena there, so none of them is its own here.
+            held, is_ours = hello.held, hello.arena == self.vault.arena.identity
         with self.connections.lock:
             if link.parent:
                 lender = self.connections.owners.get(link.parent)
@@ -95,21 +94,17 @@ class RankServer:
                 self.sealer.retire(old)
                 old.channel.abort()
             with self.vault.lock:
-                # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-                held, is_ours = [int(n) for n in body.get("held", ())], body.get("arena") == self.vault.arena.identity
-                _, stale = self.vault.table.confirm(owner, held if is_ours else [])
+                _, stale = self.vault.table.confirm(owner, held if is_ours else ())
                 self.vault.flush()
             link.send(
-                {
-                    "k": "welcome", "stale": stale if is_ours else held, "arena": self.vault.arena.identity,
-                    "host": self.context.host_id,
-                    "folder": str(self.context.folder), "slots": len(self.vault.table.slots),
-                    "chunk_bytes": self.vault.chunk_bytes, "store": self.context.config.store_fields(),
-                    "job_defaults": self.context.config.job_defaults(),
-                }
+                Welcome(
+                    stale=tuple(stale) if is_ours else held, arena=self.vault.arena.identity,
+                    chunk_bytes=self.vault.chunk_bytes, store=self.context.config.store_fields(),
+                    job_defaults=self.context.config.job_defaults(),
+                )
             )  # fmt: skip
             self.connections.links[link.nonce] = link
-            if not body.get("is_tool"):
+            if isinstance(hello, RankHello):
                 is_new, self.connections.owners[link.nonce] = link.nonce not in self.connections.owners, owner
                 if is_new:  # said after it is in the inventory: of two sessions, one has it
                     self.context.report("rank_here", {"nonce": link.nonce})
@@ -259,18 +254,17 @@ class RankServer:
         self.release_room()
 
 
-def owner_of(body: dict[str, Any], identity: dict[str, Any]) -> Owner:
-    """Return the process that connects, with the pid that the kernel gives: a rank may name one of its namespace (R8).
+def owner_of(hello: RankHello | ToolHello, pid: int) -> Owner:
+    """Return the process that connects; `pid` is the kernel's word: a rank may name one of its own namespace (R8).
 
     Raises:
         ConfigError: The rank's process cannot be seen from here, so its death could not be noticed.
     """
-    generation = xxhash.xxh3_64_intdigest(f"{body['nonce']}/{body.get('life', 0)}".encode())
-    pid = int(identity["pid"])
+    generation = xxhash.xxh3_64_intdigest(f"{hello.nonce}/{hello.life}".encode())
     start = process_start_time(pid) if pid > 0 else None
-    if start is None and not body.get("is_tool"):
+    if start is None and isinstance(hello, RankHello):
         raise ConfigError(
-            f"the holder cannot see the process that calls itself pid {body.get('pid')}: it runs in another pid "
+            f"the holder cannot see the process that calls itself pid {hello.pid}: it runs in another pid "
             "namespace. Run ranks in the holder's pid namespace, or with the host's (--pid=host)"
         )
     return Owner(max(pid, 0), start or 0, generation)

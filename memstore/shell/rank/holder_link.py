@@ -21,8 +21,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.rank_messages import RankHello, ToolHello, Welcome, decode_greeting
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -33,7 +36,6 @@ from memstore.errors import (
     TransportError,
 )
 from memstore.shell.arena.folder import commands_for
-from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.slot_sample import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
@@ -52,28 +54,23 @@ class HolderLink(LeasedSlots):
     """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
-        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
-        attempt: int = 0, connect_s: float = CONNECT_S,
+        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, parent: str = "", attempt: int = 0,
+        connect_s: float = CONNECT_S,
     ) -> None:  # fmt: skip
+        """Without a job it is a tool's link, which only asks."""
         super().__init__(RankMapping(folder, ""))
         self._connect_s = connect_s  # for all of a connection's beginning, each time
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
-        self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
         self.life = next(_LIVES)  # tells the leases of one process's stores apart
-        self._pid, self._start = (
-            os.getpid(),
-            process_start_time(os.getpid()) or 0,
-        )  # once: later there may be no descriptor
         self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
         self.heir = Tenant()  # gets what this process adopts
-        self.welcome: dict[str, Any] = {}
-        self.channel = self._connect()
+        self.channel, self.welcome = self._connect(None)
         _LINKS.add(self)
         self._threads = [
             threading.Thread(target=self._read_loop, name="memstore-link-read", daemon=True),
@@ -84,39 +81,36 @@ class HolderLink(LeasedSlots):
 
     # -- connection ---------------------------------------------------------------------------
 
-    def _connect(self) -> Channel:
+    def _hello(self) -> RankHello | ToolHello:
+        if not self.job:
+            return ToolHello(nonce=self.nonce, life=self.life, pid=os.getpid())
+        return RankHello(
+            nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
+            held=tuple(self.held()), arena=self.mapping.arena, parent=self.parent or None,
+        )  # fmt: skip
+
+    def _connect(self, before: Welcome | None) -> tuple[Channel, Welcome]:
         """Connect and say what we hold; drop what the holder says is no longer ours (R8)."""
         deadline_s = time.monotonic() + self._connect_s
         channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
-            channel.send(
-                Kind.EVENT, 0,
-                {
-                    "k": "hello", "nonce": self.nonce, "life": self.life, "pid": self._pid, "start": self._start,
-                    "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": self.held(),
-                    "arena": self.mapping.arena, "is_tool": self.is_tool, "parent": self.parent,
-                },
-                deadline_s=max(0.0, deadline_s - time.monotonic()),
-            )  # fmt: skip
-            welcome = channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).body
-            if welcome["k"] == "refused":
-                message = self.commands(str(welcome["message"]))
-                raise ErrorMessage(error=str(welcome["error"]), message=message, context=welcome["context"]).rebuilt()
-            if self.welcome and welcome["chunk_bytes"] != self.welcome["chunk_bytes"]:
+            channel.send(Kind.EVENT, 0, self._hello(), deadline_s=max(0.0, deadline_s - time.monotonic()))
+            welcome = decode_greeting(channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).data)
+            if isinstance(welcome, ErrorMessage):
+                raise msgspec.structs.replace(welcome, message=self.commands(welcome.message)).rebuilt()
+            if before is not None and welcome.chunk_bytes != before.chunk_bytes:
                 raise ConfigError(
-                    f"the holder in {self.folder} has chunk_bytes={welcome['chunk_bytes']} now, this process connected "
-                    f"with {self.welcome['chunk_bytes']}: restart it, or the store with the former value",
+                    f"the holder in {self.folder} has chunk_bytes={welcome.chunk_bytes} now, this process connected "
+                    f"with {before.chunk_bytes}: restart it, or the store with the former value",
                     field="chunk_bytes",
                 )
         except BaseException:
             channel.close()
             raise
-        self.welcome = welcome
-        arena = str(welcome["arena"])
-        if self.mapping.arena not in ("", arena):
+        if self.mapping.arena not in ("", welcome.arena):
             log.warning("memstore: the holder of this host has another arena: what was granted of the last one is void")
-        self.take_arena(RankMapping(self.folder, arena), welcome["stale"])
-        return channel
+        self.take_arena(RankMapping(self.folder, welcome.arena), welcome.stale)
+        return channel, welcome
 
     def commands(self, text: str) -> str:
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
@@ -142,7 +136,7 @@ class HolderLink(LeasedSlots):
         self.channel.close()
         while not self.closed.wait(RECONNECT_S):
             try:
-                self.channel = self._connect()
+                self.channel, self.welcome = self._connect(self.welcome)
             except TransportError:
                 continue
             except MemstoreError as exc:

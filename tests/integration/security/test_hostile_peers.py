@@ -357,10 +357,13 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
 
 # -- ranks: the same user, but not always the same sanity ------------------------------------------------
 
-HELLO = {"k": "hello", "nonce": "n", "pid": 1, "start": 1, "job": "other", "rank": 0}
+HELLO = {
+    "k": "rank_hello", "nonce": "n", "life": 1, "pid": 1, "job": "other", "rank": 0, "attempt": 0, "held": [],
+    "arena": "", "parent": None,
+}  # fmt: skip
 HELLOS: list[dict[str, Any]] = [
-    {}, {"k": "hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
-    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}},
+    {}, {"k": "rank_hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
+    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}}, {**HELLO, "extra": 1},
 ]  # fmt: skip
 EVENTS: list[dict[str, Any]] = [
     {}, {"k": None}, {"k": "call"}, {"k": "call", "id": 1, "verb": "status", "body": 5}, {"k": "unpin", "pin": "x"},

@@ -18,6 +18,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.rank_messages import RankHello, ToolHello, Welcome, decode_greeting
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -113,13 +114,17 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
     def connect(life: int, nonce: str = "n") -> Channel:
         channel = connect_unix(site.holder.folder / "holder.sock", timeout_s=WAIT_S)
         made.append(channel)
-        send(channel, {"k": "hello", "nonce": nonce, "life": life, "pid": ME, "start": 0, "held": []})
-        assert receive(channel)["k"] == "welcome"
+        channel.send(Kind.EVENT, 0, hello_of(nonce=nonce, life=life), deadline_s=WAIT_S)
+        assert isinstance(decode_greeting(channel.recv(timeout_s=WAIT_S).data), Welcome)
         return channel
 
     yield connect
     for channel in made:
         channel.close()
+
+
+def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
+    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
 
 
 def send(channel: Channel, body: dict[str, Any]) -> None:
@@ -252,9 +257,9 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
     """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
-        rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": 0})
-    assert rank_server.owner_of({"nonce": "n", "pid": 77, "is_tool": True}, {"pid": 0}).pid == 0
-    seen = rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": ME})
+        rank_server.owner_of(hello_of(pid=77), 0)
+    assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
+    seen = rank_server.owner_of(hello_of(pid=77), ME)
     assert (seen.pid, seen.start) == (ME, process_start_time(ME))
 
 
@@ -265,7 +270,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert site.leased() == 0
-    HolderLink(site.holder.folder, nonce="tool", is_tool=True).close()
+    HolderLink(site.holder.folder, nonce="tool").close()
 
 
 # -- reaping ----------------------------------------------------------------------------------------
@@ -406,7 +411,7 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin(4).vault.ensure_free(4)
-    link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
+    link = HolderLink(site.holder.folder, nonce="n")
     try:
         with link.view(3) as before:
             site.holder.close()
