@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import Level, PutReady, SlotSample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -336,7 +337,7 @@ class CompareSample(Effect):
 
     slots: Sequence[int]
     nbytes: int
-    seen: Body
+    seen: SlotSample
 
 
 @dataclass(frozen=True)
@@ -362,8 +363,7 @@ class DigestAndStore(Effect):
     """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
-    body: Body  # of the hand-over
-    slots: Sequence[int]
+    ready: PutReady
     fresh: FreshSource
 
 
@@ -422,7 +422,7 @@ class TellLevel(Effect):
     link: Link
     attempt: int
     step: int
-    level: str
+    level: Level
     reason: str
 
 

@@ -16,9 +16,21 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.frame import Kind
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
-from memstore.core.wire.rank_messages import RankHello, ToolHello, Welcome, decode_greeting
+from memstore.core.wire.rank_messages import (
+    Ask,
+    AskAnswered,
+    AskRefused,
+    Bye,
+    HolderEvent,
+    RankHello,
+    RankMessage,
+    ToolHello,
+    Welcome,
+    decode_greeting,
+    decode_holder_event,
+)
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -127,18 +139,23 @@ def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
     return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
 
 
-def send(channel: Channel, body: dict[str, Any]) -> None:
-    channel.send(Kind.EVENT, 0, body, deadline_s=WAIT_S)
+def send(channel: Channel, message: RankMessage) -> None:
+    channel.send(Kind.EVENT, 0, message, deadline_s=WAIT_S)
 
 
-def receive(channel: Channel) -> dict[str, Any]:
-    return channel.recv(timeout_s=WAIT_S).body
+def receive(channel: Channel) -> HolderEvent:
+    return decode_holder_event(channel.recv(timeout_s=WAIT_S).data)
+
+
+def answered(reply: dict[str, Any]) -> AskAnswered:
+    """The answer to the rank's first question."""
+    return AskAnswered(id=1, reply=pack_body(reply))
 
 
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, {"k": "call", "id": 1, "verb": "steps", "body": {}})
+    send(channel, Ask(id=1, verb="steps", body=pack_body({})))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1][0]
 
@@ -154,7 +171,7 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     assert second != first
     site.holder.ranks.answer(first, {"to": "the old store"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_who_connects_is_in_the_inventory_before_it_is_reported(
@@ -182,7 +199,7 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     second = ask(site, newer)
     site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
@@ -190,7 +207,7 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     leaving, staying = hello(life=1), hello(life=1, nonce="other")
     ask(site, leaving)
     kept = ask(site, staying)
-    send(leaving, {"k": "bye"})
+    send(leaving, Bye())
     wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
@@ -207,7 +224,7 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     site.holder.ranks.answer(first, {"turn": 1}, None)
     site.holder.ranks.answer(first, {"turn": 2}, None)
     site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
-    assert [receive(newer)["body"]["turn"] for _ in range(2)] == [1, 3]
+    assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------
@@ -250,7 +267,9 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, answer, None)
-    assert receive(channel)["error"][0] == "RecoveryError"
+    refused = receive(channel)
+    assert isinstance(refused, AskRefused)
+    assert refused.error == "RecoveryError"
     assert not shelved.pins
 
 
