@@ -18,6 +18,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import Level, PutReady, SlotSample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -359,7 +360,7 @@ class CompareSample(Effect):
 
     slots: Sequence[int]
     nbytes: int
-    seen: Body
+    seen: SlotSample
 
 
 @dataclass(frozen=True)
@@ -385,8 +386,7 @@ class DigestAndStore(Effect):
     """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
-    body: Body  # of the hand-over
-    slots: Sequence[int]
+    ready: PutReady
     fresh: FreshSource
 
 
@@ -445,7 +445,7 @@ class TellLevel(Effect):
     link: Link
     attempt: int
     step: int
-    level: str
+    level: Level
     reason: str
 
 

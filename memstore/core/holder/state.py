@@ -13,6 +13,7 @@ from memstore.core.format.manifest import Manifest
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import PutReady
 from recovery.inventory import ShardId, StepId
 
 
@@ -143,18 +144,18 @@ class HandOver:
     """A put that a rank handed over completely, and the fence of its job at that moment."""
 
     link: Link
-    body: Body
+    ready: PutReady
     fence: int
 
     @property
     def shard(self) -> ShardId:
         """Return the shard that it is to become."""
-        return ShardId(self.link.job, int(self.body["attempt"]), int(self.body["step"]), self.link.rank)
+        return ShardId(self.link.job, self.ready.attempt, self.ready.step, self.link.rank)
 
     @property
     def key(self) -> tuple[str, int, Owner]:
         """Return the key by which a fence and a goodbye wait for it."""
-        return self.link.job, int(self.body["attempt"]), self.link.owner
+        return self.link.job, self.ready.attempt, self.link.owner
 
 
 @dataclass

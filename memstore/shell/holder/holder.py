@@ -24,6 +24,7 @@ from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import HostInfo, copy_to_wire
+from memstore.core.wire.rank_messages import ToolHello
 from memstore.errors import TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
@@ -208,10 +209,8 @@ class Holder:
         """Say whether the lock's live owner has stopped answering on its own socket (R2)."""
         try:
             with contextlib.closing(connect_unix(self.folder / "holder.sock", timeout_s=FROZEN_AFTER_S)) as channel:
-                channel.send(
-                    Kind.EVENT, 0, {"k": "hello", "nonce": "lock-probe", "pid": 0, "start": 0, "is_tool": True},
-                    deadline_s=FROZEN_AFTER_S,
-                )  # fmt: skip
+                hello = ToolHello(nonce="lock-probe", life=0, pid=0)
+                channel.send(Kind.EVENT, 0, hello, deadline_s=FROZEN_AFTER_S)
                 channel.recv(timeout_s=FROZEN_AFTER_S)
             return False
         except TransportError:

@@ -229,7 +229,7 @@ class Reader:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
         monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
-        self.link = HolderLink(holder.folder, nonce="reader", job="train", is_tool=True)
+        self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
     def relay(self, shelved: StoredReplica, call_id: int, verb: str, body: dict[str, Any]) -> None:

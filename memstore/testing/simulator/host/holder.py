@@ -26,6 +26,7 @@ from memstore.core.wire.messages import (
     copy_to_wire,
     shard_from_wire,
 )
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
@@ -182,9 +183,9 @@ class SimHolder:
             body, error = self.stager.read(rank, body)
         rank.answered(call.rank_id, body, error)
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        self.sealer.take_over(rank, step, slots, body)
+        self.sealer.take_over(rank, ready)
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""

@@ -66,8 +66,8 @@ def seal_ignores_fence() -> Any:
     """A holder seals what a rank of a fenced attempt hands over."""
     add = seal.add
 
-    def unfenced(state: HolderState, link: Any, body: Any) -> HandOver | None:
-        put = add(state, link, body)
+    def unfenced(state: HolderState, link: Any, ready: Any) -> HandOver | None:
+        put = add(state, link, ready)
         return replace(put, fence=0) if put is not None else None
 
     return patch.multiple(seal, add=unfenced, TellFenced=_told_to_none)

@@ -14,6 +14,7 @@ from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
@@ -89,7 +90,7 @@ class Holder(Process, Protocol):
     def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
         """Relay a rank's question to the controller."""
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal what a rank has written into its slots."""
 
     def grant(self, rank: Rank) -> None:
