@@ -76,8 +76,8 @@ def lease(state: HolderState, link: Link) -> list[int]:
         return []
     if state.fences.is_fenced(link.job, link.attempt):
         return []
-    heirs = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
-    return state.store.lease(link.owner, link.job, link.rank, link.attempt, heirs)
+    stand_ins_for = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
+    return state.store.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
 
 
 def grant_job(state: HolderState, job: str) -> Steps[None]:

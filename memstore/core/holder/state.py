@@ -46,7 +46,7 @@ class Store(Protocol):
         Returns the shard too, if it is stored already.
         """
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, heirs: Sequence[Owner] = ()) -> list[int]:
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
         """Lease what the rank's share still allows beside what it and its heirs have."""
 
     def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
@@ -94,7 +94,7 @@ class Limits:
     """The store's settings that procedures use, in seconds."""
 
     suspect_after_s: float
-    repair_after_s: float
+    dead_after_s: float
 
 
 @dataclass(eq=False)

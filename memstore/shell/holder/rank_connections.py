@@ -78,7 +78,7 @@ class RankConnections:
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
-    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+    def notifier(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
         with self.context.changed:
             link = self.state.ranks.links.get(str(stream[0])) if stream else None

@@ -61,11 +61,11 @@ class RankServer:
         trained: TrainedSteps, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
-        self.context, self.state, self.vault = context, context.state, context.vault
+        self.context, self.state, self.replicas = context, context.state, context.replicas
         self.calls, self.sealer = calls, sealer
         self.traffic, self.trained, self.release_room = traffic, trained, release_room
         self.runner = runner.extended({effects.TellWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
-        self.lendings = LeaseTransfers(self.vault)
+        self.lendings = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class RankServer:
         config = self.context.config
         cast(RankConnection, effect.link).send(
             Welcome(
-                stale=tuple(effect.stale), arena=self.vault.arena.identity, chunk_bytes=self.vault.chunk_bytes,
+                stale=tuple(effect.stale), arena=self.replicas.arena.identity, chunk_bytes=self.replicas.chunk_bytes,
                 store=config.store_fields(), job_defaults=config.job_defaults(),
             )
         )  # fmt: skip

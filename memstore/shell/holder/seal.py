@@ -23,7 +23,7 @@ class Sealer:
     """The hand-overs of all links of one holder, and its fences."""
 
     def __init__(self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, twins: Twins) -> None:
-        self.context, self.vault = context, context.vault
+        self.context, self.replicas = context, context.replicas
         self.calls, self.pusher, self.twins = calls, pusher, twins
         self.meter = PutMeter()
         self.runner = runner.extended(
@@ -71,7 +71,7 @@ class Sealer:
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
         ready, shard = effect.ready, effect.shard
-        shelved = self.vault.seal_local(
+        shelved = self.replicas.seal_local(
             shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
             attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,

@@ -71,19 +71,19 @@ class SimHolder:
         self.view: set[str] = set()
         self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
         memory.is_cut, memory.crash_in = False, None
-        self.vault = ReplicaStore(
+        self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.vault.on_hurt = self.sealed
+        self.replicas.on_hurt = self.sealed
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
+            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         self.state = HolderState(
-            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
-            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up,
             is_alive=lambda owner: world.is_alive(owner.pid, owner.start), fences=self.fences,
         )  # fmt: skip
@@ -133,7 +133,7 @@ class SimHolder:
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
-        return list(self.vault.shelf.copies(self.host_id, job))
+        return list(self.replicas.index.copies(self.host_id, job))
 
     def tell(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
@@ -147,7 +147,7 @@ class SimHolder:
 
     def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
             body: Body = {"copies": [copy_to_wire(held)]}
@@ -167,7 +167,7 @@ class SimHolder:
     def join(self, rank: Rank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank), rank.mapping is self.memory.slots
-        hello = hello_of(rank, self.vault.arena_identity if is_ours else "")
+        hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
         self.memory.idle_s = 0.0
 
         def serve() -> Thread:
@@ -212,7 +212,7 @@ class SimHolder:
             if not link.is_open:
                 ranks.end(self.state, link)
         self.driver.start(ranks.reap(self.state))
-        self.vault.expire_pins()
+        self.replicas.expire_pins()
         partial_read.expire(self.state)
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
@@ -238,7 +238,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        self.vault.keep_shares(body["jobs"])
+        self.replicas.keep_shares(body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])

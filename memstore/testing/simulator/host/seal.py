@@ -55,7 +55,9 @@ class Sealer:
 
     def take_over(self, link: RankLink, ready: PutReady) -> None:
         """Seal a hand-over that came completely."""
-        ready = msgspec.structs.replace(ready, arena=self.holder.vault.arena_identity)  # its sample tells another one
+        ready = msgspec.structs.replace(
+            ready, arena=self.holder.replicas.arena_identity
+        )  # its sample tells another one
         put = procedure.add(self.state, link, ready)
         if put is not None:
             self.holder.twins.began(put.shard)
@@ -70,12 +72,12 @@ class Sealer:
 
     def _compare_sample(self, effect: effects.CompareSample) -> Waits[list[int]]:
         yield from ()
-        seen = b"".join(bytes(self.holder.vault.arena.view(number)) for number in effect.slots)
+        seen = b"".join(bytes(self.holder.replicas.arena.view(number)) for number in effect.slots)
         return [] if seen == effect.seen.digests else [0]
 
     def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
         yield from ()
-        return StreamingReplica(self.holder.vault, effect.shard, effect.slots, effect.sizes)
+        return StreamingReplica(self.holder.replicas, effect.shard, effect.slots, effect.sizes)
 
     def _replicate(self, effect: effects.Replicate) -> Waits[bool]:
         yield from ()
@@ -85,8 +87,8 @@ class Sealer:
         holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
         for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
             yield DIGEST_S
-            fresh.add(chunk_digest(holder.vault.arena.view(slot, nbytes)))
-        shelved = holder.vault.seal_local(
+            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
+        shelved = holder.replicas.seal_local(
             effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
             slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
@@ -111,6 +113,6 @@ class Sealer:
 
     def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
         yield from ()
-        copies = [copy_to_wire(c) for c in self.holder.vault.shelf.copies(self.holder.host_id, effect.job)]
+        copies = [copy_to_wire(c) for c in self.holder.replicas.index.copies(self.holder.host_id, effect.job)]
         self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
         self.holder.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
