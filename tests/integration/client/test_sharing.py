@@ -85,7 +85,7 @@ def read_from_far(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> N
             store.put(0, state(7)).wait("committed")
     with reader("other", config=config) as there_from_here:
         found = there_from_here.get(0, rank=0)
-        assert found.verdict == "peer"
+        assert found.source == "peer"
         assert np.array_equal(found.state["weights"], state(7)["weights"])
 
 
