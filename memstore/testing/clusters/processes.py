@@ -41,15 +41,21 @@ START_S = 30.0
 POLL_S = 0.02
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    """Poll until `condition()` is true and return its value; raise AssertionError with `what` after the limit."""
+def wait_for(
+    condition: Callable[[], Any], what: str, timeout_s: float = START_S, *, seen: Callable[[], object] = str
+) -> Any:
+    """Poll until `condition()` is true and return its value; after the limit raise AssertionError.
+
+    The error names `what` and shows `seen()`. The limit ends a wait that would never end: it may be far longer than
+    what is waited for takes.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what} {seen()}".rstrip())
         time.sleep(POLL_S)
 
 
