@@ -8,6 +8,7 @@ begins, so a cluster that a module shares is not held against its tests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 from _pytest import runner
 
+from memstore.testing.clusters import processes
+from memstore.testing.clusters.nursery import Nursery
 from memstore.testing.clusters.store_name import maker_pid
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
@@ -82,12 +85,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Modules(config, log)
 
 
+@functools.cache
+def cluster_nursery() -> Nursery:
+    """Return the process that forks holders and controllers; it ends with this process."""
+    return Nursery("memstore.testing.clusters.process_main")
+
+
+processes.shared_nursery = cluster_nursery
+
+
 def live_children() -> set[str]:
-    """Return "pid command" of this process's children that still run."""
+    """Return "pid command" of this process's children that still run, and of what its nursery forked."""
+    nursery_pids = {str(cluster_nursery().pid)} if cluster_nursery.cache_info().currsize else set()
     found = set()
-    for task in Path("/proc/self/task").iterdir():
+    for task in (path for pid in ("self", *nursery_pids) for path in Path(f"/proc/{pid}/task").iterdir()):
         with contextlib.suppress(OSError):
-            for pid in (task / "children").read_text().split():
+            for pid in {*(task / "children").read_text().split()} - nursery_pids:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if state not in "ZX" and not any(name in command for name in _KEPT_BY_PYTHON):
