@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # else Ray warns about a change to come, and warnings are errors
     OMP_NUM_THREADS="1",  # sums in one order on every machine
+    RAY_TMPDIR=f"/tmp/memstore-ray-{os.getpid()}",  # where Ray writes which cluster is the newest: each run has its own
 )
 # What a launcher or a shell may have left; a test that wants one of them sets it.
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
@@ -221,6 +223,7 @@ def _session_leaves_nothing_behind() -> Iterator[None]:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         pytest.fail("Ray is still initialised at the end of the run: a fixture does not shut it down", pytrace=False)
     left = left_behind(before)
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
     if left:
         pytest.fail("the run left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
 
