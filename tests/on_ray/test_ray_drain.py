@@ -16,7 +16,7 @@ from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(180)]
 NOTICE_S = 120
 
 
