@@ -220,6 +220,8 @@ def _session_leaves_nothing_behind() -> Iterator[None]:
     """The same for the whole run, when fixtures of every scope have ended."""
     before = set().union(*(check() for check in _CHECKS))
     yield
+    if cluster_nursery.cache_info().currsize:
+        cluster_nursery().close()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         pytest.fail("Ray is still initialised at the end of the run: a fixture does not shut it down", pytrace=False)
     left = left_behind(before)

@@ -47,7 +47,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     for pid, _ in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     wait_for(lambda: not any(is_alive(pid, start) for pid, start in victims), "killed ranks to be gone", 60.0)
 
 

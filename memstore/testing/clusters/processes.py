@@ -38,7 +38,7 @@ from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
-START_S = 30.0
+START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
 Process = subprocess.Popen[bytes] | ForkedProcess
 shared_nursery: Callable[[], Nursery] | None = None

@@ -175,7 +175,7 @@ def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder:
         vault.room.release()
         assert sorted(vault.table.free) == [1, 2]
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=120)
     vault.room.release()
     assert (vault.table.free, on_disk(folder)) == ([], 0)
     vault.close()
