@@ -79,8 +79,8 @@ def wait_all_free(holder: Holder) -> None:
     """Wait until every slot is free again."""
 
     def are_free() -> bool:
-        with holder.vault.lock:
-            return len(holder.vault.table.free) == len(holder.vault.table.slots)
+        with holder.replicas.lock:
+            return len(holder.replicas.table.free) == len(holder.replicas.table.slots)
 
     wait_for(are_free, "every slot to be free")
 
@@ -107,7 +107,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 ) -> None:
     """The connection ends or the chunks count as bad; the draft goes with its connection."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)
             ask_for_all(channel)
@@ -121,7 +121,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
     """Two whole chunks of a frame that was cut in the third are good; their slots come back with the draft."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as feeding, stranger(holder) as other:
             offer(other)
             ask_for_all(feeding)
@@ -131,7 +131,7 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
             feeding._sock.setblocking(False)  # type: ignore[union-attr]
             feeding.close()
-            draft = holder.vault.shelf.draft("z", ShardId("train", 1, 2, 0))
+            draft = holder.replicas.index.draft("z", ShardId("train", 1, 2, 0))
             assert draft is not None
             wait_for(lambda: draft.missing == [2, 3, 4, 5], "two chunks to be kept", seen=lambda: draft.missing)
         wait_all_free(holder)
@@ -140,14 +140,14 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
 def test_chunks_without_a_slot_are_asked_for_again() -> None:
     """Two slots for a frame of six: two are kept, four are named bad, the connection is in order."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)
-            taken = holder.vault.take_slots(len(holder.vault.table.free) - 2)
+            taken = holder.replicas.take_slots(len(holder.replicas.table.free) - 2)
             ask_for_all(channel)
             bulk = [memoryview(chunk) for chunk in CHUNKS]
             channel.send(Kind.CHUNK, 9, run(*[CHUNK_BYTES] * COUNT), bulk, deadline_s=5)
             assert received(channel) == BatchReceived(damaged=(2, 3, 4, 5))
             assert decode_reply(Ping(), channel.request(Ping(), timeout_s=5).data) == Done()
-        holder.vault.give_back(taken)
+        holder.replicas.give_back(taken)
         wait_all_free(holder)
