@@ -177,7 +177,7 @@ def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder:
         replicas.room.release()
         assert sorted(replicas.table.free) == [1, 2]
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=120)
+        process.wait(timeout=10)
     replicas.room.release()
     assert (replicas.table.free, on_disk(folder)) == ([], 0)
     replicas.close()
