@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
@@ -174,11 +174,11 @@ class RankConnections:
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
-    def check(self, body: dict[str, Any], shelved: StoredReplica) -> None:
+    def check(self, job: str, number: int, rank: int, manifest: bytes) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
-        for link in self.of_job(body["job"]):
-            if link.rank == body["rank"]:
-                link.send(CheckInto(round=body["round"], manifest=self.vault.manifest(shelved)))
+        for link in self.of_job(job):
+            if link.rank == rank:
+                link.send(CheckInto(round=number, manifest=manifest))
 
     def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""

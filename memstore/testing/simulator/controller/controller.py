@@ -114,14 +114,7 @@ class SimController:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell) and action.kind == "outdated":
-            holder.info = replace(
-                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
-            )
-            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
-        elif isinstance(action, Tell) and action.kind == "dropped":
-            holder.memory.stories[action.body["job"]] = action.body["story"]
-        elif isinstance(action, Tell):
+        if isinstance(action, Tell):
             holder.obey(action.kind, plain(action.body))
         else:
             holder.answer(action.call_id, plain(action.body), action.error)
@@ -161,8 +154,7 @@ class SimController:
         if session is None:
             return
         session.close()
-        if session.holder.session is session:
-            session.holder.session = None
+        session.holder.sessions.end(session)
         if why is not None:
             self.handle(HostLost(host, why))
 

@@ -6,12 +6,13 @@ file of theirs imports another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
+from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.messages import Event, HostInfo, HostUp
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -62,8 +63,15 @@ class Holder(Process, Protocol):
     memory: Memory
     vault: ReplicaStore
     peer_server: PeerServer
-    term: int  # the highest term of a controller that it has obeyed
-    session: Session | None
+    sessions: Sessions[Session]
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
 
     @property
     def is_serving(self) -> bool:
@@ -139,5 +147,5 @@ class Rank(Process, Protocol):
     def rise(self, step: int, level: str) -> None:
         """Set the level of a ticket, unless the ticket is further already."""
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or ""."""
