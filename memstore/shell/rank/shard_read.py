@@ -87,7 +87,7 @@ class ShardRead:
             return
         self._is_closed = True
         if self._number is not None:
-            self.link.hear_no_more(self._number)
+            self.link.unsubscribe(self._number)
         self.link.forget_call(self._future)
         if self._hold is not None:
             self._hold.close()

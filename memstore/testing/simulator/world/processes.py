@@ -61,7 +61,7 @@ class Holder(Process, Protocol):
     host_id: str
     info: HostInfo
     memory: Memory
-    vault: ReplicaStore
+    replicas: ReplicaStore
     peer_server: PeerServer
     sessions: Sessions[Session]
 
