@@ -46,7 +46,7 @@ class ShardBytes:
         """Return stream bytes, verified; nobody else has them.
 
         Raises:
-            RecoveryError: some chunk has no good copy. DigestMismatch: it changed under the copy.
+            RecoveryError, DigestMismatch: some chunk has no good copy. StepDropped: newer steps took its place.
             IntegrityError: the step was put anew meanwhile.
         """
         if not nbytes:

@@ -107,8 +107,8 @@ class DcpReader(StorageReader):
         """Bring every planned part here, copy it to where the planner says, verify.
 
         Raises:
-            RecoveryError: some chunk has no good copy. DigestMismatch: bytes changed under the copy; the state holds
-                wrong bytes then. PeerTimeout: a batch took too long.
+            RecoveryError, DigestMismatch: some chunk has no good copy; the state is unusable then. PeerTimeout: a batch
+                took too long.
         """
         self._fence()
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
