@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memstore.core.format.manifest import encode_manifest, shard_digest
+from memstore.core.format.manifest import decode_manifest, encode_manifest, shard_digest
 from memstore.core.holder.effects import OnStore, Steps, Warn
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import Body, shard_from_wire
@@ -26,7 +27,10 @@ def _look(state: HolderState, item: Any, digest: str, renamed: Any) -> Steps[lis
     if pinned is None:
         return [shard.rank, "", -1]
     try:
-        manifest = yield OnStore(partial(state.store.renamed, pinned[0], new))
+        manifest = decode_manifest((yield OnStore(partial(state.store.manifest, pinned[0]))))
+        chunks = manifest.chunks
+        yield OnStore(partial(state.store.verify_old, [c.digest for c in chunks], [c.nbytes for c in chunks]))
+        manifest = replace(manifest, shard=new)
         return [shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing)]
     except DigestMismatch:
         return [shard.rank, "", -1]  # of a copy whose manifest is damaged no fork is made

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
-from memstore.core.holder.effects import EnsureFree, OpenDraft, Steps, VerifySlots, WaitFor
+from memstore.core.holder.effects import OnStore, OpenDraft, Steps, WaitFor
 from memstore.core.holder.state import Excerpt, HolderState
 from memstore.core.wire.messages import Body, shard_from_wire, spec_from_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
@@ -64,8 +65,9 @@ def _stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
     draft = yield OpenDraft(name, shard, digests, sizes, int(body["attempt"]), wanted)
     is_kept = False
     try:
-        yield VerifySlots(_held(draft))  # what this host holds already is good, or it is fetched like the rest
-        yield EnsureFree(len(draft.missing))
+        # What this host holds already is good, or it is fetched like the rest.
+        yield OnStore(partial(state.store.verify_slots, _held(draft)))
+        yield OnStore(partial(state.store.ensure_free, len(draft.missing)))
         bad, problems = yield from fetch.chunks(state, _elsewhere(state, body), draft, sizes, until_s)
         if draft.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))

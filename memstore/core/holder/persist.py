@@ -8,13 +8,14 @@ The chunks of a slice are copied first: a pin that is held while storage hangs w
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.effects import (
     CopySlice,
     ListMarkers,
-    LoadManifest,
+    OnStore,
     OpenDurable,
     RemoveDurable,
     SliceTurn,
@@ -98,7 +99,7 @@ def _copied(
         raise IntegrityError(f"{shard} is not here any more")
     shelved, pin = pinned
     try:
-        manifest = yield LoadManifest(shelved)
+        manifest = yield OnStore(partial(state.store.manifest, shelved))
         chunks, bad = yield CopySlice(shelved, number)
         if bad is not None:
             yield Verify(shelved)

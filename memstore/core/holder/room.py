@@ -39,4 +39,4 @@ def grow(state: HolderState, body: Body) -> Steps[None]:
     """Have memory and streams for the puts that may follow a restore; this claims nothing."""
     yield BeginConnect(str(body["job"]))
     with contextlib.suppress(CapacityError):
-        yield OnStore(partial(state.store.prepare_room, str(body["job"]), share_from_wire(body)))
+        yield OnStore(partial(state.store.room.prepare, str(body["job"]), share_from_wire(body)))

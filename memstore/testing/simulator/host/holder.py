@@ -238,7 +238,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        self.replicas.keep_shares(body["jobs"])
+        self.replicas.room.keep_shares(body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
