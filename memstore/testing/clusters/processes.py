@@ -16,12 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import numpy as np
 
 from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
@@ -30,10 +28,11 @@ from memstore.core.journal.records import entry_from_record
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import Tool, store_root
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
@@ -246,7 +245,7 @@ class ProcessCluster:
     def inventory(self, host: str) -> dict[str, Any]:
         """Return what a host stores, read from its files: manifests, journal, and slots that hold bytes."""
         folder = self.arena(host)
-        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        table = slot_records(folder)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
         return {
             "manifests": self.manifests(host),
@@ -288,15 +287,8 @@ class ProcessCluster:
 
     def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
         """Ask the controller through any holder that runs."""
-        problems: list[str] = []
-        for host, process in self.holders.items():
-            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
-                try:
-                    with Tool(self.arena(host)) as tool:
-                        return tool.ask(verb, body, timeout_s)
-                except MemstoreError as exc:
-                    problems.append(f"{host}: {exc}")
-        raise MemstoreError(f"no holder answers: {problems}")
+        running = [host for host, process in self.holders.items() if process.poll() is None]
+        return ask_through([self.arena(host) for host in running], verb, body, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
@@ -338,6 +330,21 @@ class ProcessCluster:
     def logs(self) -> str:
         """Return all logs, for a failing test."""
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
+
+
+def ask_through(
+    folders: Iterable[Path], verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S
+) -> dict[str, Any]:
+    """Ask the controller through the first holder that answers, of those that own these arena folders."""
+    problems = []
+    for folder in folders:
+        if (folder / "holder.sock").exists():
+            try:
+                with Tool(folder) as tool:
+                    return dict(tool.ask(verb, body, timeout_s))
+            except (MemstoreError, OSError) as exc:
+                problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
+    raise MemstoreError(f"no holder answers: {problems}")
 
 
 def _named(manifests: dict[str, bytes]) -> set[bytes]:

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -161,6 +162,8 @@ class RankNursery:
         self._channel.settimeout(REPLY_S)
         self._channel.recv(1)  # everything is imported
         self._ranks: list[RankProcess] = []
+        self._lock = threading.Lock()  # several threads may start ranks
+        self.env: dict[str, str] = {}  # of every rank, beside what `start` gets
 
     def __enter__(self) -> RankNursery:
         return self
@@ -176,10 +179,10 @@ class RankNursery:
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
         mine, theirs = socket.socketpair()
-        with theirs:
-            birth = {"env": dict(env), "namespace": namespace}
+        with self._lock, theirs:
+            birth = {"env": {**self.env, **env}, "namespace": namespace}
             socket.send_fds(self._channel, [json.dumps(birth).encode()], [theirs.fileno()])
-        pid = int(self._channel.recv(32))
+            pid = int(self._channel.recv(32))
         process = RankProcess(pid, mine, rank)
         self._ranks.append(process)
         return process
@@ -195,29 +198,53 @@ class RankNursery:
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-class Rank:
-    """A rank that carries out the commands of one test."""
+class CommandedRank:
+    """A rank that carries out commands; `do_connect` carries out the command "connect"."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.lines = channel.makefile("rb")
         self.channel = channel
         self.store: Any = None
-        self.seed, self.kib = 1, 256
         self.tickets: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Answer commands until the test hangs up."""
+        """Answer commands until the other end hangs up."""
         for line in self.lines:
-            command = json.loads(line)
             try:
-                reply = {"ok": True, **getattr(self, "do_" + command.pop("do"))(**command)}
+                reply = {"ok": True, **self.answer(json.loads(line))}
             except Exception as exc:
                 reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
             self.say(reply)
 
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command and return its reply."""
+        reply: dict[str, Any] = getattr(self, "do_" + command.pop("do"))(**command)
+        return reply
+
     def say(self, reply: dict[str, Any]) -> None:
-        """Send one line to the test."""
+        """Send one line to the other end."""
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
+
+    def do_close(self) -> dict[str, Any]:
+        """Leave the job."""
+        self.store.close()
+        return {}
+
+
+def config_from(carried: Mapping[str, Any]) -> Any:
+    """Return the Config of which JSON has carried the fields; its lists were tuples."""
+    from memstore.config import Config
+
+    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in carried.items()}
+    return Config(**fields)
+
+
+class Rank(CommandedRank):
+    """A rank that carries out the commands of one test."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.seed, self.kib = 1, 256
 
     def do_connect(
         self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256,
@@ -225,11 +252,9 @@ class Rank:
     ) -> dict[str, Any]:  # fmt: skip
         """Join a job."""
         from memstore.client.connect import connect
-        from memstore.config import Config
 
         self.seed, self.kib = seed, kib
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-        self.store = connect(job, rank=rank, world_size=world_size, config=Config(**fields), **options)
+        self.store = connect(job, rank=rank, world_size=world_size, config=config_from(config), **options)
         return {"attempt": self.store.attempt}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -351,24 +376,14 @@ class Rank:
         self.store.unpin(name)
         return {}
 
-    def do_close(self) -> dict[str, Any]:
-        """Leave the job."""
-        self.store.close()
-        return {}
 
-
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    Rank(channel).run()
-
-
-def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
-    """Import everything once, then fork a rank for every request, until the test that started this ends."""
+def nursery_main(serve: Callable[[socket.socket], CommandedRank]) -> None:
+    """Import everything once, then fork a rank for every request, until the process that started this one ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ranks, so a killed one is gone at once
     import memstore.client.connect  # noqa: F401  (what the ranks need, imported before the first fork)
 
-    channel = socket.socket(fileno=fd)
+    channel = socket.socket(fileno=int(sys.argv[1]))
     channel.sendall(b"r")
     while True:
         message, fds, _, _ = socket.recv_fds(channel, 65536, 1)
@@ -382,7 +397,7 @@ def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -
         channel.sendall(str(pid).encode())
 
 
-def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], None]) -> None:
+def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], CommandedRank]) -> None:
     """Run the forked rank; never return."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -390,10 +405,10 @@ def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[s
         os.environ.update(birth["env"])
         if birth["namespace"]:
             enter(birth["namespace"])
-        serve(channel)
+        serve(channel).run()
     finally:
         os._exit(0)
 
 
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]))
+    nursery_main(Rank)
