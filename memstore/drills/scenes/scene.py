@@ -25,6 +25,7 @@ class Scene:
     """One fault on a victim rank, its host, or the hosts with a copy of its shard."""
 
     name: ClassVar[str]  # as in the catalogue
+    struck: ClassVar[str] = "rank {0.rank} on {0.home}"  # the victim as text, with the scene's attributes
     job_fields: ClassVar[Mapping[str, Any]] = {}  # fields of the scratch job's Config that override the person's
     puts_count = 12  # puts per rank during the fault, if ranks put during it
     pause_s = 0.25  # between two of these puts
@@ -144,7 +145,7 @@ class Scene:
 
     def victims(self) -> list[str]:
         """Return the names of the victims for the first line and for --json."""
-        return [f"rank {self.rank} on {self.home}", *self.hosts]
+        return [self.struck.format(self), *self.hosts]
 
     def dying(self) -> list[str]:
         """Return the hosts whose holders die."""

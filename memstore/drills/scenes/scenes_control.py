@@ -14,13 +14,12 @@ from memstore.errors import DrillError
 class ControllerScene(Scene):
     """A death of the controller of a term."""
 
+    struck = "the controller"
+
     def setup(self) -> None:
         super().setup()
         self.term = int(self.site.status()["term"])
         self.at, self.process = self.site.controller_process()
-
-    def victims(self) -> list[str]:
-        return ["the controller", *self.hosts]
 
     def kill_controller(self) -> str:
         """Kill it; return what was done, as text."""
@@ -68,9 +67,7 @@ class KillControllerRestore(ControllerScene, KillRank):
     """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
 
     name = "kill-controller-restore"
-
-    def victims(self) -> list[str]:
-        return [f"rank {self.rank} on {self.home}", "the controller during the restore"]
+    struck = "rank {0.rank} on {0.home}, and the controller during the restore"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         return KillRank.detected(self, body, injected_s)

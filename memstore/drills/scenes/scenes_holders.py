@@ -13,9 +13,7 @@ class KillHolder(Scene):
     """SIGKILL to the holder of one rank's host, while all ranks put; the arena stays for its successor."""
 
     name = "kill-holder"
-
-    def victims(self) -> list[str]:
-        return [f"the holder of {self.home}", *self.hosts[1:]]
+    struck = "the holder of {0.home}"
 
     def inject(self) -> str:
         if self.is_beyond:
@@ -75,10 +73,8 @@ class FreezeHolder(Scene):
     """A stop of the holder of one rank's host, while all ranks put; it goes on before it counts as dead."""
 
     name = "freeze-holder"
+    struck = "the holder of {0.home}"
     puts_count = 20
-
-    def victims(self) -> list[str]:
-        return [f"the holder of {self.home}"]
 
     def inject(self) -> str:
         process = self.holder(self.home)

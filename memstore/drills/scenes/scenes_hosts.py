@@ -136,13 +136,11 @@ class SecondFailure(KillHost):
 class RayletScene(Scene):
     """A fault of one host's raylet and of what is below it; Ray is started again on the host, over its memory."""
 
+    struck = "the raylet of {0.home}"
     left: tuple[str, list[Process]] | None = None  # the host, and the processes that Ray's next start ends
 
     def may_hit(self, holders: list[str]) -> bool:
         return self.site.may_lose(holders[:1])
-
-    def victims(self) -> list[str]:
-        return [f"the raylet of {self.home}"]
 
     def look(self) -> list[Process]:
         """Note raylet, holder and node of the host; return all processes of the host."""
@@ -186,13 +184,11 @@ class FreezeRaylet(RayletScene):
     """A zombie: all processes of a host are stopped until it counts as dead and training has gone on without it."""
 
     name = "freeze-raylet"
+    struck = "every process of {0.home}"
 
     def setup(self) -> None:
         super().setup()
         self.hosts = [self.home]
-
-    def victims(self) -> list[str]:
-        return self.hosts
 
     def leaves(self, host: str) -> bool:
         return True

@@ -25,6 +25,7 @@ PAYLOAD_MIN = 4096
 class NetworkScene(Scene):
     """A fault of a victim host's links; the cleanup mends every link."""
 
+    struck = "the links of {0.cut_text}"
     job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
 
     @property
@@ -39,13 +40,15 @@ class NetworkScene(Scene):
         """Return the hosts that are cut off."""
         return [self.home]
 
-    def victims(self) -> list[str]:
-        return [f"the links of {', '.join(self.cut)}"]
+    @property
+    def cut_text(self) -> str:
+        """Return the hosts that are cut off, as text."""
+        return ", ".join(self.cut)
 
     def wait_for_effect(self) -> str:
         for host in self.cut:
             self.net.check_silent_between(VIA, host)
-        return f"nothing arrives from {', '.join(self.cut)} (checked)"
+        return f"nothing arrives from {self.cut_text} (checked)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         """Return the status of the hosts that are cut off, once none of them counts as live."""
@@ -69,11 +72,9 @@ class PartitionOneWay(NetworkScene):
     """Loss of all packets from one host to the host with its copies; every other link works."""
 
     name = "partition-one-way"
+    struck = "what {0.home} sends to {0.holders[1]}"
     is_noticed = False  # both hosts still reach the controller; so it must suspect neither
     hold_s = 3.0
-
-    def victims(self) -> list[str]:
-        return [f"what {self.home} sends to {self.holders[1]}"]
 
     def inject(self) -> str:
         home, target = self.holders[:2]
@@ -136,7 +137,7 @@ class SwizzleClog(NetworkScene):
             self.site.unreachable_hosts.add(host)
             self.net.rig.cut(host)
             time.sleep(CUT_PAUSE_S)
-        return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {', '.join(self.cut)}"
+        return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {self.cut_text}"
 
     def recover(self) -> None:
         order = list(self.cut)
@@ -153,6 +154,7 @@ class FlipInTransit(NetworkScene):
     """Flipped bits in chunks on the way from a rank's host to the host with its copies."""
 
     name = "flip-in-transit"
+    struck = f"what {{0.home}} sends to {VIA}"
 
     def places(self) -> list[str]:
         """Return the live hosts with VIA first: what its peers send to VIA passes the proxy."""
@@ -160,9 +162,6 @@ class FlipInTransit(NetworkScene):
 
     def may_hit(self, holders: list[str]) -> bool:
         return VIA in holders[1:]
-
-    def victims(self) -> list[str]:
-        return [f"what {self.home} sends to {VIA}"]
 
     def errors_count(self, body: dict[str, Any]) -> int:
         """Return how many chunks have arrived at VIA with a wrong digest so far."""

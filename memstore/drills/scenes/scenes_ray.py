@@ -48,13 +48,11 @@ class RestartRay(RayScene):
     """SIGKILL to every process of every host at once; Ray is started again, and one host joins late."""
 
     name = "restart-ray"
+    struck = "Ray on every host, {0.late} late"
 
     def setup(self) -> None:
         super().setup()
         self.late = self.rng.choice([host for host in self.seats if host != self.own_site.head])
-
-    def victims(self) -> list[str]:
-        return [f"Ray on every host, {self.late} late"]
 
     def end_ray(self) -> int:
         return self.own_site.end_ray()
@@ -72,9 +70,7 @@ class HeadNode(RayScene):
     """SIGKILL to Ray's head. Without it every other raylet ends; then Ray is started again on the same hosts."""
 
     name = "head-node"
-
-    def victims(self) -> list[str]:
-        return [f"Ray's head on {self.own_site.head}"]
+    struck = "Ray's head on {0.own_site.head}"
 
     def end_ray(self) -> int:
         return self.own_site.end_head()

@@ -127,21 +127,24 @@ class TornManifest(CopyScene):
 
 
 class DurableScene(Scene):
-    """A fault of the scratch job's durable folder, which is undone by `mend`; then a newer durable step must come."""
+    """A fault of the scratch job's durable folder, which `cleanup` undoes; then a newer durable step must come."""
 
+    struck = "the durable directory of the scratch job"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
     puts_count = 16
     hold_s = 1.0
     durable_before = -1
     mounted: Path | None = None
 
-    def victims(self) -> list[str]:
-        return ["the durable directory of the scratch job"]
-
     @property
     def folder(self) -> Path:
         """Return the folder of the job's durable parts."""
         return Path(str(self.context.config.durable)) / self.job.name
+
+    def wait_newest_durable(self) -> None:
+        """Wait until the newest step from before the fault is durable."""
+        newest = self.context.report.step_before
+        self.site.wait_for("the newest step to be durable", lambda: self.job.status()["durable_step"] == newest)
 
     def note_durable(self) -> None:
         """Note the newest durable step, which a later one must follow."""
@@ -220,8 +223,8 @@ class DurableSlow(DurableScene):
     def setup(self) -> None:
         """Move the durable folder onto a file system of its own, while the store writes nothing there."""
         super().setup()
-        newest, options = self.context.report.step_before, self.context.options
-        self.site.wait_for("the newest step to be durable", lambda: self.job.status()["durable_step"] == newest)
+        options = self.context.options
+        self.wait_newest_durable()
         self.scratch = Path(tempfile.mkdtemp(prefix="memstore-drill-"))
         image, way = self.scratch / "image", self.scratch / "way"
         way.mkdir()
@@ -274,22 +277,19 @@ class DurableTorn(DurableScene):
     """A slice of the newest durable step that is cut short, and the loss of every copy of that shard in RAM."""
 
     name = "durable-torn"
+    struck = "rank {0.rank}'s part of durable step {0.newest}"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1, "durable_keep": 3}
 
     def setup(self) -> None:
         super().setup()
         self.hosts = list(self.holders)
-        newest = self.context.report.step_before
-        self.site.wait_for("the newest step to be durable", lambda: self.job.status()["durable_step"] == newest)
-        self.durable = sorted(row["step"] for row in self.job.status()["steps"] if row["durable"])
-        if len(self.durable) < 2:
-            raise DrillError(f"only step {newest} is durable: there is no older one to fall back on")
-
-    def victims(self) -> list[str]:
-        return [f"rank {self.rank}'s part of durable step {self.durable[-1]}", *self.hosts]
+        self.wait_newest_durable()
+        *self.older, self.newest = sorted(row["step"] for row in self.job.status()["steps"] if row["durable"])
+        if not self.older:
+            raise DrillError(f"only step {self.newest} is durable: there is no older one to fall back on")
 
     def inject(self) -> str:
-        step = self.durable[-1]
+        step = self.newest
         self.part = self.rng.choice(sorted(self.folder.glob(f"*/{step}/rank-{self.rank}.*")))
         before = self.part.stat().st_size
         self.left = int(before * self.rng.uniform(0.1, 0.9))
@@ -313,21 +313,19 @@ class DurableTorn(DurableScene):
 
     def check(self) -> None:
         restored = self.context.report.step_restored
-        if restored is not None and restored not in self.durable[:-1]:
-            self.broken(f"step {restored} was restored, whole are only the durable {self.durable[:-1]}")
+        if restored is not None and restored not in self.older:
+            self.broken(f"step {restored} was restored, whole are only the durable {self.older}")
 
 
 class ArenaFull(Scene):
     """A second job that asks for more arena memory than a host can ever give, while the first one trains."""
 
     name = "arena-full"
+    struck = "a second scratch job, too large for the arenas"
     is_noticed = False  # only the ranks that ask get an error; the store itself is healthy
     puts_count = 24
     hold_s = 1.0
     greedy: ScratchJob | None = None
-
-    def victims(self) -> list[str]:
-        return ["a second scratch job, too large for the arenas"]
 
     def inject(self) -> str:
         limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])

@@ -63,6 +63,7 @@ class TmpfsFull(TightScene):
     """No free page in the arenas' file system, while all ranks put: first manifests fail, and soon journal entries."""
 
     name = "tmpfs-full"
+    struck = "the file system of the arenas"
     puts_count = 16
     hold_s = 2.0
     filler: FullFileSystem | None = None
@@ -81,9 +82,6 @@ class TmpfsFull(TightScene):
         """Return the free bytes of the emptiest of the journals' last pages."""
         sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
         return max(-size % PAGE_BYTES for size in sizes)
-
-    def victims(self) -> list[str]:
-        return ["the file system of the arenas"]
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Fill the file system, then start the puts; else the first commit would open another page of the journals."""
@@ -130,13 +128,11 @@ class MemoryPressure(TightScene):
     """A task on one host, outside the store, that takes memory until Ray's memory monitor kills it."""
 
     name = "memory-pressure"
+    struck = "a task of the drill's own on {0.tight.pressed}"
     is_noticed = False  # the fault hits no process of the store
     puts_count = 32
     hold_s = 1.0
     hog: Any = None
-
-    def victims(self) -> list[str]:
-        return [f"a task of the drill's own on {self.tight.pressed}"]
 
     def inject(self) -> str:
         host, (used, total) = self.tight.pressed, memory_in_use(self.tight.arenas)

@@ -221,7 +221,4 @@ def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[Namespace
         cluster.controller_way = folder / "way0"
         cluster.controller_way.symlink_to(folder)
         site = NamespacesSite(stack.enter_context(cluster), rig, nursery)
-        try:
-            yield site
-        finally:
-            site.close()
+        yield stack.enter_context(contextlib.closing(site))

@@ -93,12 +93,11 @@ def embedded_site(hosts_count: int, arena_bytes: int, **fields: Any) -> Iterator
     config = config_or_usage(
         store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB, interface="127.0.0.1", **fields
     )
-    with EmbeddedCluster(racks(hosts_count), config=config) as cluster:
-        site = EmbeddedSite(cluster)
-        try:
-            yield site
-        finally:
-            site.close()
+    with (
+        EmbeddedCluster(racks(hosts_count), config=config) as cluster,
+        contextlib.closing(EmbeddedSite(cluster)) as site,
+    ):
+        yield site
 
 
 def place_problem(place: str) -> str | None:
@@ -143,10 +142,8 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
     """Open the user's cluster, after showing what will be touched and asking."""
     from memstore.drills.sites.site import Site
 
-    site = Site(config, given["address"])
-    try:
-        status = site.status()
-        victim = given.get("victim")
+    with contextlib.closing(Site(config, given["address"])) as site:
+        status, victim = site.status(), given.get("victim")
         if victim is not None:
             check_host(status, victim)
         hosts = [row["host"] for row in status["hosts"] if row["status"] == "live"]
@@ -157,8 +154,6 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
             is_agreed=given["yes"],
         )
         yield site
-    finally:
-        site.close()
 
 
 def confirm(words: str, *, is_agreed: bool) -> None:

@@ -119,9 +119,6 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
         }
         with environment(limits):
             cluster.add_node(pressed, labels[pressed])
-        site = TightSite(cluster, pressed, threshold)
-        try:
-            site.wait_hosts_live(list(labels))
-            yield site
-        finally:
-            site.close()
+        site = stack.enter_context(contextlib.closing(TightSite(cluster, pressed, threshold)))
+        site.wait_hosts_live(list(labels))
+        yield site
