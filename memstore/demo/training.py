@@ -144,7 +144,7 @@ def train(settings: dict[str, Any]) -> None:
         if got is not None:
             took_s = time.perf_counter() - started_s
             write(s.journal, Restored(
-                store.attempt, rank, got.step, got.nbytes, got.verdict, got.steps_lost, got.ranks_moved,
+                store.attempt, rank, got.step, got.nbytes, got.source, got.steps_lost, got.ranks_moved,
                 got.bytes_by_tier, got.seconds_by_phase, took_s, time.time(),
             ))  # fmt: skip
         for step in range(got.step + 1 if got else 0, s.steps):
