@@ -1,4 +1,4 @@
-"""assign_ranks() with real ranks: FSDP2 on hosts that were handed out anew restores locally and trains on alike (R27)."""
+"""assign_ranks() with real ranks: FSDP2 on hosts dealt out anew restores locally and trains on alike (R27)."""
 
 from __future__ import annotations
 

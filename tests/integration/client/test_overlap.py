@@ -147,7 +147,7 @@ def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> No
 def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
     """Another optimizer's parameters may change before the fence; so may everything if nothing is fenced."""
     one, other = Training(), Training()
-    with pytest.raises(ConfigError, match=r"store\.fence\(optimizer\)"):
+    with pytest.raises(ConfigError, match=r"store\.wait_before_step\(optimizer\)"):
         store.put(0, one.state(), overlap=True)
     store.wait_before_step(one.optimizer)
     store.wait_before_step(one.optimizer)  # twice is once

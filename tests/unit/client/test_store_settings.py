@@ -170,7 +170,7 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     found: list[int] = []
     slots = [SimpleNamespace(state=state) for state in (SlotState.SEALED, SlotState.FREE, SlotState.SEALED)]
     replicas = SimpleNamespace(
-        table=SimpleNamespace(slots=slots), replica_index=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
+        table=SimpleNamespace(slots=slots), index=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
         verify_slot=lambda n: found.append(n) or [],
     )  # fmt: skip
     pauses = Pauses()
