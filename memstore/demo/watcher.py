@@ -72,7 +72,7 @@ class Watcher(KeptUp):
         if not self._is_restore_shown and run.restored and len(run.restored) == len({j.rank for j in run.joined}):
             self._is_restore_shown, got = True, run.restored[0]
             self.print_line(
-                f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.source} · "
+                f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · "
                 f"{tiers_text(got.bytes_by_tier)} · every digest ok · {restore_seconds(run):.2f} s"
             )
         last = next((s for s in reversed(run.steps) if s.rank == 0), None)

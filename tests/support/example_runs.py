@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from repository import ROOT
 
 import memstore
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
 from memstore.testing.faults.processes import descendants, kill, wait_gone, with_start_times
 
 EXAMPLES = ROOT / "examples"
@@ -56,14 +56,17 @@ def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
 
 def wait_committed(cluster: EmbeddedCluster, job: str, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until a step is committed; return the newest one."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while True:
+    committed = -1
+
+    def look() -> bool:
+        nonlocal committed
         committed = newest_committed(cluster, job)
-        if committed >= step:
-            return committed
-        assert process.poll() is None, f"the ranks ended with {process.returncode} before step {step} was committed"
-        assert time.monotonic() < deadline_s, f"step {step} is not committed after {DEADLINE_S:g} s"
-        time.sleep(0.05)  # bounded by the deadline above
+        ended = f"the ranks ended with {process.returncode} before step {step} was committed"
+        assert committed >= step or process.poll() is None, ended
+        return committed >= step
+
+    wait_for(look, f"step {step} to be committed", DEADLINE_S)
+    return committed
 
 
 def command_of(example: str, cluster: EmbeddedCluster, job: str, *options: str) -> list[str]:

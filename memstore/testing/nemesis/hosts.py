@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.shell.arena import lock as arena_lock
-from memstore.testing.clusters.processes import ProcessCluster, ask_through
+from memstore.testing.clusters.processes import ProcessCluster, StartedProcess, ask_through
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.faults.processes import Process, kill, send, wait_gone, with_start_times
 from memstore.testing.nemesis.ledger import Harm, Ledger
@@ -78,7 +77,7 @@ class Hosts:
         process, owner = self.holder(host), arena_lock.owner(self.arena(host))
         return process is not None and owner is not None and owner.pid == process[0]
 
-    def outranked(self) -> list[subprocess.Popen[bytes]]:
+    def outranked(self) -> list[StartedProcess]:
         """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
@@ -212,7 +211,7 @@ class Hosts:
             if self._is_due("controller", not self.is_controller_down, self.cluster.controller):
                 self.start_controller()
 
-    def _is_due(self, who: str, is_wanted: bool, process: subprocess.Popen[bytes] | None) -> bool:
+    def _is_due(self, who: str, is_wanted: bool, process: StartedProcess | None) -> bool:
         """Return whether a process that is wanted ended some time ago."""
         now_s = time.monotonic()
         if not is_wanted or _running(process) is not None:
@@ -226,7 +225,7 @@ class Hosts:
         return True
 
 
-def _running(process: subprocess.Popen[bytes] | None) -> Process | None:
+def _running(process: StartedProcess | None) -> Process | None:
     if process is None or process.poll() is not None:
         return None
     return next(iter(with_start_times([process.pid])), None)

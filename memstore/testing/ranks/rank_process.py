@@ -11,15 +11,12 @@ store, so a restored state is compared with something that the store never saw.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -27,10 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from memstore.testing.clusters.namespaces import enter
+from memstore.testing.clusters.nursery import REPLY_S, Nursery, fork_children
 
-PR_SET_PDEATHSIG = 1
-REPLY_S = 60.0
 STEP_S = 0.02  # duration of a training step: without it a loop of skipped puts would end at once
 
 
@@ -147,22 +142,13 @@ def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list
     return found
 
 
-class RankNursery:
+class RankNursery(Nursery):
     """A process that has imported everything and forks ranks; a context manager whose ranks end with it."""
 
     def __init__(self, module: str = "memstore.testing.ranks.rank_process") -> None:
         """Start the process, which runs `module`; that must call `nursery_main`."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
-        self._channel = mine
-        self._channel.settimeout(REPLY_S)
-        self._channel.recv(1)  # everything is imported
+        super().__init__(module)
         self._ranks: list[RankProcess] = []
-        self._lock = threading.Lock()  # several threads may start ranks
         self.env: dict[str, str] = {}  # of every rank, beside what `start` gets
 
     def __enter__(self) -> RankNursery:
@@ -172,18 +158,12 @@ class RankNursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill_all()
-        self._channel.close()
-        self._process.kill()
-        self._process.wait(timeout=REPLY_S)
+        super().__exit__(kind, error, trace)
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
-        mine, theirs = socket.socketpair()
-        with self._lock, theirs:
-            birth = {"env": {**self.env, **env}, "namespace": namespace}
-            socket.send_fds(self._channel, [json.dumps(birth).encode()], [theirs.fileno()])
-            pid = int(self._channel.recv(32))
-        process = RankProcess(pid, mine, rank)
+        pid, channel = self.fork({**self.env, **env}, namespace=namespace)
+        process = RankProcess(pid, channel, rank)
         self._ranks.append(process)
         return process
 
@@ -378,36 +358,10 @@ class Rank(CommandedRank):
 
 
 def nursery_main(serve: Callable[[socket.socket], CommandedRank]) -> None:
-    """Import everything once, then fork a rank for every request, until the process that started this one ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ranks, so a killed one is gone at once
-    import memstore.client.connect  # noqa: F401  (what the ranks need, imported before the first fork)
+    """Import what every rank needs, then fork a rank for every request."""
+    import memstore.client.connect  # noqa: F401
 
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    channel.sendall(b"r")
-    while True:
-        message, fds, _, _ = socket.recv_fds(channel, 65536, 1)
-        if not message:
-            return
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            _rank_main(socket.socket(fileno=fds[0]), json.loads(message), serve)
-        os.close(fds[0])
-        channel.sendall(str(pid).encode())
-
-
-def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], CommandedRank]) -> None:
-    """Run the forked rank; never return."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(birth["env"])
-        if birth["namespace"]:
-            enter(birth["namespace"])
-        serve(channel).run()
-    finally:
-        os._exit(0)
+    fork_children(int(sys.argv[1]), lambda channel: serve(channel).run())
 
 
 if __name__ == "__main__":
