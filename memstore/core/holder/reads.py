@@ -50,6 +50,12 @@ def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     return pin
 
 
+def expire(state: HolderState) -> Steps[None]:
+    """Let go of what readers kept past their deadline, or did not take."""
+    yield OnStore(state.store.expire_pins)
+    partial_read.expire(state)
+
+
 def give_back(link: Link, pin: int) -> None:
     """End a loan; nothing if it is over."""
     link.pins.pop(pin, lambda: None)()

@@ -29,6 +29,9 @@ class Store(Protocol):
     def pin(self, shard: ShardId, digest: str, *, is_reader: bool = False) -> tuple[StoredReplica, int] | None:
         """Pin a replica; None if it is not here, or dropped. A reader's pin ends soon after a drop."""
 
+    def expire_pins(self) -> None:
+        """Release the pins of readers that are past their deadline."""
+
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
 
