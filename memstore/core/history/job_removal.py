@@ -22,7 +22,9 @@ from memstore.core.history.fork_request import Forks
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import DropJob
 from recovery.inventory import StepId
 
 CHECK_AGAIN_S = 600.0
@@ -156,7 +158,8 @@ class JobRemoval:
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()
-        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        shards = tuple(WireShard(fact.job, s.attempt, s.step, rank) for s, ranks in copies for rank in ranks)
+        order = DropJob(job=fact.job, attempt=fact.attempt, shards=shards)
         for host in state.hosts.live_ids():
-            self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
+            self.out.send(host, order)
         self.waiters.fill(fact, {"shards": len(shards)})

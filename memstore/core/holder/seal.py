@@ -12,7 +12,6 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
@@ -39,6 +38,7 @@ from memstore.core.holder.effects import (
 from memstore.core.holder.state import HandOver, HolderState
 from memstore.core.wire.measured import seconds
 from memstore.core.wire.messages import Body
+from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -96,8 +96,7 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
         return why
     before = yield NotePut(known, _shared(put))
     yield TellLevel(put.link, shard.attempt, shard.step, "sealed", "")
-    measured = _measured(put.body, state.now()) | ({} if before is None else {"unchanged_since": before})
-    state.sealed(known, measured)
+    state.sealed(known, _measured(put.body, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
         yield TellReplicated(shard)
@@ -188,13 +187,14 @@ def shared_count(body: Body, chunks_count: int) -> int | None:
     return value
 
 
-def _measured(body: Body, now: float) -> dict[str, Any]:
+def _measured(body: Body, now: float, before: int | None) -> PutTimes:
     """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """
     stall_s, began_s = seconds(body.get("stall_s")), seconds(body.get("began_s"))
-    return {"stall_s": stall_s, "age_s": now - began_s if 0.0 < began_s <= now else stall_s}
+    age_s = now - began_s if 0.0 < began_s <= now else stall_s
+    return PutTimes(stall_s=stall_s, age_s=age_s, unchanged_since=before)
 
 
 # -- fences -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ Declared, not in use yet: the processes still send these as plain maps (`docs/in
 
 from __future__ import annotations
 
-from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row
 from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireCopy, WireShard, WireStep
 from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
@@ -87,7 +86,8 @@ class Called(Message, frozen=True, tag="called"):
     """A rank, a tool, or the holder for a rank, asks something."""
 
     id: Ordinal
-    call: RankCall
+    verb: str
+    body: bytes
 
 
 # -- copies -------------------------------------------------------------------------------------------
@@ -295,7 +295,8 @@ Report = (
     | MarkersListed
     | MarkersUnread
     | RankArrived
+    | RankGone
 )
-HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | RankGone | Called | Report
+HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | Called | Report
 
 decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)

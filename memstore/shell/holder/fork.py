@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import Manifest, decode_manifest, encode_manifest, shard_digest, spec_of
-from memstore.core.wire.messages import Body, shard_from_wire
+from memstore.core.wire.orders import ForkedShard
+from memstore.core.wire.reports import ForkedDigest
 from memstore.errors import DigestMismatch
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 
-def look(vault: ReplicaStore, shards: Collection[Any]) -> list[list[Any]]:
-    """Digest again what was verified too long ago; return [rank, digest under the new id, chunks lacking] (R13)."""
-    found: list[list[Any]] = []
+def look(vault: ReplicaStore, shards: Iterable[ForkedShard]) -> Iterator[ForkedDigest]:
+    """Digest again what was verified too long ago; yield the digest under the new id of each shard that is here."""
     for item in shards:
-        shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
-        pinned = vault.pin(shard, digest)
+        pinned = vault.pin(item.shard.id, item.digest)
         if pinned is None:
-            found.append([shard.rank, "", -1])
             continue
         try:
-            manifest = _renamed(vault, pinned[0], new)
+            manifest = _renamed(vault, pinned[0], item.new.id)
             vault.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
-            found.append([shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing)])
+            yield ForkedDigest(item.shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing))
         except DigestMismatch:
-            found.append([shard.rank, "", -1])  # of a copy whose manifest is damaged no fork is made
+            pass  # of a copy whose manifest is damaged no fork is made
         finally:
             vault.unpin(*pinned)
-    return found
 
 
-def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+def make(vault: ReplicaStore, shards: Iterable[ForkedShard]) -> Iterator[StoredReplica]:
     """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
 
     A shard that is not here any more is left out. A fork's copy that lacks chunks, or its manifest, gets what is here
@@ -46,9 +42,9 @@ def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica
         CapacityError: There is no room for a manifest.
     """
     for item in shards:
-        shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
+        new = item.new.id
         with vault.lock:
-            shelved = vault.shelf.find(shard, digest)
+            shelved = vault.shelf.find(item.shard.id, item.digest)
             if shelved is None:
                 continue
             manifest = _renamed(vault, shelved, new)
@@ -61,11 +57,6 @@ def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica
                 known = vault.shelf.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
                 vault.flush()
         yield known
-
-
-def forked_body(body: Body, shards: list[list[Any]]) -> Body:
-    """Return the report of a look."""
-    return {"job": body["job"], "call": body["call"], "shards": shards}
 
 
 def drop_unknown_shares(vault: ReplicaStore, jobs: Collection[str]) -> None:

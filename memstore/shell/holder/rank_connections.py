@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.orders import AbandonStep, ChunkListener, OrderCheck, RaiseLevel
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
@@ -134,24 +135,26 @@ class RankConnections:
             if (link.rank, link.attempt) == (shard.rank, shard.attempt):
                 self.tell_level(link, shard.attempt, shard.step, "replicated", "")
 
-    def level(self, body: dict[str, Any]) -> None:
+    def level(self, order: RaiseLevel) -> None:
         """Send a job's ranks the level of a step."""
         message = {
-            "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
-            "reason": body.get("reason", ""), "degraded": bool(body.get("degraded")),
+            "k": "level", "attempt": order.attempt, "step": order.step, "level": order.level, "reason": order.reason,
+            "degraded": order.degraded,
         }  # fmt: skip
-        if body["level"] in ("committed", "durable"):
-            self.committed[body["job"]] = message
-        for link in self.of_job(body["job"]):
-            if link.attempt == body["attempt"]:
+        self.committed[order.job] = message
+        for link in self.of_job(order.job):
+            if link.attempt == order.attempt:
                 link.send(message)
 
-    def resume(self, body: dict[str, Any]) -> None:
+    def resume(self, order: AbandonStep) -> None:
         """Tell a job's ranks that a step was abandoned, and from which step all put again (R12)."""
-        told = {key: body[key] for key in ("attempt", "step", "level", "reason", "resume")}
-        for link in self.of_job(body["job"]):
-            if link.attempt == body["attempt"]:
-                link.send({"k": "level", "degraded": False, **told})
+        message = {
+            "k": "level", "attempt": order.attempt, "step": order.step, "level": order.level, "reason": order.reason,
+            "degraded": False, "resume": order.resume,
+        }  # fmt: skip
+        for link in self.of_job(order.job):
+            if link.attempt == order.attempt:
+                link.send(message)
 
     # -- what a rank is asked and told --------------------------------------------------------
 
@@ -160,19 +163,21 @@ class RankConnections:
         for link in self.of_job(job):
             link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
 
-    def check(self, body: dict[str, Any], shelved: StoredReplica) -> None:
+    def check(self, order: OrderCheck, shelved: StoredReplica) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
-        for link in self.of_job(body["job"]):
-            if link.rank == body["rank"]:
+        for link in self.of_job(order.job):
+            if link.rank == order.rank:
                 link.send(
-                    {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
+                    {"k": "check", "job": order.job, "round": order.round, "manifest": self.vault.manifest(shelved)}
                 )
 
-    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
-        """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
+    def herald(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+        """Return the herald of a reader on this host; None if it did not ask for one, or is gone."""
+        if listener is None:
+            return None
         with self.lock:
-            link = self.links.get(str(stream[0])) if stream else None
-        return ChunkNotifier(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
+            link = self.links.get(listener.nonce)
+        return ChunkNotifier(link.send, listener.number, manifest, draft) if link is not None else None
 
     def tell_twin(self, shard: ShardId, event: dict[str, Any]) -> None:
         """Send an event to the process that put a shard, if it is still connected in that attempt."""

@@ -20,6 +20,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.reports import IntoChecked, IntoError, RankArrived, RankGone
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.shell.holder.context import HolderContext
@@ -112,7 +113,7 @@ class RankServer:
             if not body.get("is_tool"):
                 is_new, self.connections.owners[link.nonce] = link.nonce not in self.connections.owners, owner
                 if is_new:  # said after it is in the inventory: of two sessions, one has it
-                    self.context.report("rank_here", {"nonce": link.nonce})
+                    self.context.report(RankArrived(nonce=link.nonce))
                 if link.parent:
                     self.connections.parents[link.nonce] = link.parent
                 self.context.idle.used()
@@ -142,7 +143,9 @@ class RankServer:
         elif kind == "bye":
             self._bye(link)
         elif kind == "checked":
-            self.context.report("checked", {key: body[key] for key in ("job", "round", "rank", "ok", "error")})
+            error = None if body["ok"] else IntoError(error=str(body["error"][0]), message=str(body["error"][1]))
+            checked = IntoChecked(job=link.job, round=int(body["round"]), rank=int(body["rank"]), error=error)
+            self.context.report(checked)
 
     def _call(self, link: RankConnection, body: dict[str, Any]) -> None:
         verb, inner = str(body["verb"]), dict(body["body"])
@@ -238,7 +241,7 @@ class RankServer:
                 link = self.connections.links.get(nonce)
             if link is not None:
                 link.channel.close()
-            self.context.report("rank_gone", {"nonce": nonce})
+            self.context.report(RankGone(nonce=nonce))
         with self.connections.lock:
             known = set(self.connections.owners.values())
             jobs = {link.job for link in self.connections.links.values() if link.job}

@@ -7,9 +7,10 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
-from memstore.core.arena.share import share_from_wire
+from memstore.core.arena.share import share_of
+from memstore.core.wire.orders import Grow, Reserve
+from memstore.core.wire.reports import Reserved
 from memstore.errors import CapacityError
 from memstore.shell.arena.memory_limits import gib
 from memstore.shell.holder.context import HolderContext
@@ -38,15 +39,15 @@ class RoomOrders:
         """Begin nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def reserve(self, body: dict[str, Any]) -> None:
+    def reserve(self, order: Reserve) -> None:
         """Claim a share, and report that it was claimed or why it cannot be."""
-        self._thread.submit(self.context.logged, self._reserve, body)
+        self._thread.submit(self.context.logged, self._reserve, order)
 
-    def grow(self, body: dict[str, Any]) -> None:
+    def grow(self, order: Grow) -> None:
         """Have memory and streams for the puts that may follow a restore; claims nothing (R10)."""
-        self._thread.submit(self.context.logged, self._grow, body)
+        self._thread.submit(self.context.logged, self._grow, order)
 
-    def keep_jobs(self, jobs: list[str]) -> None:
+    def keep_jobs(self, jobs: tuple[str, ...]) -> None:
         """Give back the shares of jobs that the controller does not know and that have nothing here."""
         self._thread.submit(self.context.logged, drop_unknown_shares, self.vault, jobs)
 
@@ -55,10 +56,9 @@ class RoomOrders:
         with contextlib.suppress(RuntimeError):  # the holder ends
             self._thread.submit(self.vault.room.release)
 
-    def _reserve(self, body: dict[str, Any]) -> None:
+    def _reserve(self, order: Reserve) -> None:
         """Claim the room and report it, or report why not, with numbers: all ranks wait for the report (R9, R10)."""
-        job, share = str(body["job"]), share_from_wire(body)
-        reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
+        job, share, problem = order.job, share_of(order), None
         connecting = self._connect(job)  # meanwhile: a first put that has to connect finds nothing warm
         try:
             self.vault.claim(job, share, functools.partial(self.connections.room, job))
@@ -67,16 +67,16 @@ class RoomOrders:
             ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
             asked = f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             asked += f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
-            reply.update(ok=False, why=f"{exc}. {asked}")
+            problem = f"{exc}. {asked}"
         except Exception as exc:
             log.exception("room for job %s", job)
-            reply.update(ok=False, why=f"its holder failed to claim room ({exc!r}): its log says where; put again then")
+            problem = f"its holder failed to claim room ({exc!r}): its log says where; put again then"
         wait([connecting], CONNECT_S)
-        self.context.report("reserved", reply)
+        self.context.report(Reserved(job=job, attempt=order.attempt, call=order.call, problem=problem))
         self.connections.grant_job(job)
 
-    def _grow(self, body: dict[str, Any]) -> None:
-        job, share = str(body["job"]), share_from_wire(body)
+    def _grow(self, order: Grow) -> None:
+        job, share = order.job, share_of(order)
         self._connect(job)
         with self.vault.lock:
             missing = self.vault.shelf.slots_needed(job, share) - self.vault.table.claimed_count

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+from memstore.core.arena.replica_index import StagedKey
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.stage import BringOrder
+from memstore.core.wire.orders import OrderCheck
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import DigestMismatch
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.rank_connections import RankConnections
@@ -21,25 +24,25 @@ class Stager:
         self.context, self.vault, self.connections, self.runner = context, context.vault, connections, runner
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
 
-    def order(self, body: dict[str, Any]) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage in the background; the end is reported."""
         with self.runner.state():
-            procedure.begin(self.context.state, body)
-        self.workers.submit(self.runner.run, procedure.run(self.context.state, body))
+            procedure.begin(self.context.state, order)
+        self.workers.submit(self.runner.run, procedure.run(self.context.state, order))
 
     def close(self) -> None:
         """Stop taking work."""
         self.workers.shutdown(wait=False, cancel_futures=True)
 
-    def check(self, body: dict[str, Any]) -> None:
+    def check(self, order: OrderCheck) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
-        found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
-        why = f"what was staged for rank {body['rank']} on host {self.context.host_id} is gone: call get() again"
+        found = self.vault.shelf.staged.get(StagedKey(order.job, order.rank, "round", order.round))
+        why = f"what was staged for rank {order.rank} on host {self.context.host_id} is gone: call get() again"
         try:
             if found is not None:
-                self.connections.check(body, found[0])
+                self.connections.check(order, found[0])
                 return
         except DigestMismatch as exc:
             why = str(exc)
-        reply = {key: body[key] for key in ("job", "round", "rank")}
-        self.context.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
+        error = IntoError(error="RecoveryError", message=why)
+        self.context.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import (
     Answer,
     DrainsSeen,
@@ -18,6 +19,7 @@ from memstore.core.wire.messages import (
     Tell,
     Tick,
 )
+from memstore.core.wire.orders import DropJob, FreeCopies, TakeIncarnation, decode_order
 from memstore.testing.controller.catalog_holder import plain, plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
@@ -96,8 +98,8 @@ class SimController:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
-            if isinstance(action, Tell) and action.kind == "drop":
-                self.checker.drops.ordered(self, action.host_id, action.body)
+            if isinstance(action, Tell) and isinstance(action.order, FreeCopies | DropJob):
+                self.checker.drops.ordered(self, action.host_id, action.order)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
@@ -114,15 +116,12 @@ class SimController:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell) and action.kind == "outdated":
-            holder.info = replace(
-                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
-            )
+        if isinstance(action, Tell) and isinstance(action.order, TakeIncarnation):
+            above = action.order.above
+            holder.info = replace(holder.info, incarnation=self.world.take_incarnation(holder.host_id, above))
             self.lose(holder.host_id, "the holder begins again with a higher incarnation")
-        elif isinstance(action, Tell) and action.kind == "dropped":
-            holder.memory.stories[action.body["job"]] = action.body["story"]
         elif isinstance(action, Tell):
-            holder.obey(action.kind, plain(action.body))
+            holder.obey(decode_order(encode(action.order)))
         else:
             holder.answer(action.call_id, plain(action.body), action.error)
 

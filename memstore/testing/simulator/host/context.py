@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
+from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
 from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.virtual_time import Thread
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import Copy
-
-Body = dict[str, Any]
 
 
 class HostWorld(World, Protocol):
@@ -44,7 +43,7 @@ class HostContext(TwinHolder, Protocol):
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: Report) -> None:
         """Send a report to the controller."""
 
     def sealed(self, copy: Copy | StoredReplica) -> None:

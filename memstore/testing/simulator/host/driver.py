@@ -16,7 +16,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
@@ -144,14 +144,14 @@ class Driver:
         sized = {index: data if len(data) == effect.sizes[index] else b"" for index, data in found.items()}
         return [index for index, data in sized.items() if self._is_bad(effect.draft, index, data)]
 
-    def _part(self, place: Body, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
+    def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
         """Read a shard from durable storage."""
         storage = self.holder.world.durable
         yield storage.delay_s
         if storage.problem:
             raise PeerUnreachable(storage.problem)
-        own_key = storage.key_of({"durable": place}, self.holder.host_id)  # unless the order names the step's
-        part = storage.part(shard, spec.digest, str(place.get("key", own_key)))
+        own_key = storage.key_of(place, self.holder.host_id)  # unless the order names the step's
+        part = storage.part(shard, spec.digest, place.key if place.key is not None else own_key)
         if part is None:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part

@@ -9,24 +9,67 @@ import itertools
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.share import share_from_wire
+from memstore.core.arena.share import share_of
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record, whole_order
+from memstore.core.wire import reports
+from memstore.core.wire.ids import WireCopy, WireShard
 from memstore.core.wire.messages import (
     Event,
     FactAck,
     HostInfo,
     HostUp,
     RankCall,
-    RankGone,
     Report,
-    copy_to_wire,
-    shard_from_wire,
 )
-from memstore.errors import CapacityError
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    DropJob,
+    DropNumber,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    GiveUpFork,
+    Grow,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    LookAtCopies,
+    MakeFork,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    Reserve,
+    StageShard,
+    TakeIncarnation,
+    TellClock,
+    VerifyCopies,
+)
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import (
+    CopiesVerified,
+    Freed,
+    IntoChecked,
+    IntoError,
+    PutTimes,
+    RankGone,
+    Reserved,
+    Sealed,
+)
+from memstore.errors import CapacityError, InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
@@ -139,17 +182,16 @@ class SimHolder:
         if self.session is not None and self.is_up:
             self.session.report(event)
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: reports.Report) -> None:
         """Report something done."""
-        self.tell(Report(self.host_id, kind, body))
+        self.tell(Report(self.host_id, report))
 
-    def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            body: Body = {"copies": [copy_to_wire(held)]}
-            self.report("sealed", body if put is None else {**body, "put": put})
+            self.report(Sealed(copy=WireCopy.of(held), put=put))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
@@ -217,7 +259,7 @@ class SimHolder:
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
             self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
-            self.tell(RankGone(self.host_id, nonce))
+            self.report(RankGone(nonce=nonce))
         self.vault.expire_pins()
         self.peer_server.give_up_idle()
         self.stager.expire_parts()
@@ -231,85 +273,93 @@ class SimHolder:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out one order."""
-        getattr(self, f"_on_{kind}")(body)
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                if (whole := whole_order(self.pages, order)) is not None:
+                    self.memory.write_facts(whole)
+                    self.checker.commits.journalled(self)
+                    self.tell(FactAck(self.host_id, whole.seq))
+            case TellClock():
+                self.session.clock_s = order.clock_s  # type: ignore[union-attr]
+            case AllHosts() | HostNews():
+                known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
+                self.view = known | {row.host for row in order.hosts}
+                self.peer_server.keep_senders(self.view)
+                drop_unknown_shares(self.vault, order.jobs)
+            case Fence():
+                self.sealer.fence(order.job, order.attempt, order.members)
+            case PushTargets():
+                self.twins.declare(order)
+            case Reserve():
+                self._reserve(order)
+            case Grow():
+                pass  # time is all that it saves
+            case LookAtCopies() | MakeFork():
+                self.spawn(fork(self, order))
+            case PushCopy():
+                self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
+            case StageShard() | ReadShard() | ReadChunks():
+                self.stager.order(order)
+            case OrderCheck():
+                self._check(order)
+            case RaiseLevel():
+                self._level(order)
+            case AbandonStep():
+                self._abandon(order)
+            case FreeCopies():
+                self.spawn(self._drop(order.shards, order.number, None))
+            case DropJob():
+                self.spawn(self._drop(order.shards, None, (order.job, order.attempt)))
+            case GiveUpFork():
+                self.spawn(self._drop((), None, (order.job, order.attempt)))
+            case VerifyCopies():
+                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+                self.report(CopiesVerified(call=order.call, found=found, problem=""))
+            case KeepStory():
+                self.memory.stories[order.job] = order.story
+            case ForgetStory():
+                self.memory.stories.pop(order.job, None)
+            case TakeIncarnation() | CallAnswered() | CallRefused():
+                raise InternalError(f"{type(order).__name__} is the session's")
+            case _:
+                self.persister.order(order)
 
-    def _on_journal(self, body: Body) -> None:
-        if (whole := whole_order(self.pages, body)) is not None:
-            self.memory.write_facts(whole)
-            self.checker.commits.journalled(self)
-            self.tell(FactAck(self.host_id, int(whole["seq"])))
-
-    def _on_clock(self, body: Body) -> None:
-        self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
-
-    def _on_view(self, body: Body) -> None:
-        known = set() if body["gone"] is None else self.view.difference(body["gone"])
-        self.view = known | {str(row[0]) for row in body["hosts"]}
-        self.peer_server.keep_senders(self.view)
-        drop_unknown_shares(self.vault, body["jobs"])
-
-    def _on_fence(self, body: Body) -> None:
-        job, attempt = str(body["job"]), int(body["attempt"])
-        self.sealer.fence(job, attempt, body["members"])
-
-    def _on_targets(self, body: Body) -> None:
-        self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
-
-    def _on_grow(self, body: Body) -> None:
-        """Time is all that it saves."""
-
-    def _on_reserve(self, body: Body) -> None:
-        job, share = str(body["job"]), share_from_wire(body)
-        reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
+    def _reserve(self, order: Reserve) -> None:
+        problem = None
         try:
-            self.vault.claim(job, share)
+            self.vault.claim(order.job, share_of(order))
         except CapacityError as exc:
-            reply.update(ok=False, why=str(exc))
-        self.report("reserved", reply)
-        self.grant_job(job)
+            problem = str(exc)
+        self.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=problem))
+        self.grant_job(order.job)
 
-    def _on_fork(self, body: Body) -> None:
-        self.spawn(fork(self, body))
-
-    def _on_push(self, body: Body) -> None:
-        is_repair = bool(body["is_repair"])
-        self.pusher.submit(
-            Push(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=is_repair)
-        )
-
-    def _on_stage(self, body: Body) -> None:
-        self.stager.order(body)
-
-    def _on_check(self, body: Body) -> None:
-        if not self.stager.has_staged(body):
-            error = ["RecoveryError", "what was staged is gone: call get() again"]
-            self.report("checked", {k: body[k] for k in ("job", "round", "rank")} | {"ok": False, "error": error})
+    def _check(self, order: OrderCheck) -> None:
+        if not self.stager.has_staged(order):
+            gone = IntoError(error="RecoveryError", message="what was staged is gone: call get() again")
+            self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=gone))
             return
         for rank in self.ranks.values():
-            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
-                why = rank.check(lambda: self.stager.manifest_of(body))
-                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
-                self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+            if rank.job == order.job and rank.rank == order.rank and not rank.is_dead and not rank.is_frozen:
+                why = rank.check(lambda: self.stager.manifest_of(order))
+                error = IntoError(error="ManifestMismatch", message=why) if why else None
+                self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
-    def _on_level(self, body: Body) -> None:
-        step, level = int(body["step"]), str(body["level"])
-        for rank in self._ranks_of(body):
-            if level in ("committed", "durable"):
-                self.checker.commits.told_committed(rank, step, is_degraded=bool(body["degraded"]))
-            rank.rise(step, level)
-            rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
-            if level == "committed":
-                for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
+    def _level(self, order: RaiseLevel) -> None:
+        for rank in self._ranks_of(order):
+            self.checker.commits.told_committed(rank, order.step, is_degraded=order.degraded)
+            rank.rise(order.step, order.level)
+            if order.level == "committed":
+                for old in [s for s in rank.tickets if s < order.step and rank.tickets[s] in LEVELS[:3]]:
                     rank.tickets[old] = "superseded"
 
-    def _ranks_of(self, body: Body) -> list[Rank]:
-        mine = (body["job"], body["attempt"])
+    def _ranks_of(self, order: RaiseLevel | AbandonStep) -> list[Rank]:
+        mine = (order.job, order.attempt)
         return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
 
-    def _on_abandon(self, body: Body) -> None:
-        key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
+    def _abandon(self, order: AbandonStep) -> None:
+        key = (order.job, order.attempt, order.step)
         shelf = self.vault.shelf
         names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
         for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
@@ -317,33 +367,18 @@ class SimHolder:
                 shelf.abort_draft(draft[1], draft[0])
             self.vault.drop(shard)
         self.vault.flush()
-        for rank in self._ranks_of(body):
-            rank.rise(int(body["step"]), str(body["level"]))
-            rank.resume_step = max(rank.resume_step, int(body["resume"]))
-        self.grant_job(key[0])
+        for rank in self._ranks_of(order):
+            rank.rise(order.step, order.level)
+            rank.resume_step = max(rank.resume_step, order.resume)
+        self.grant_job(order.job)
 
-    def _on_drop(self, body: Body) -> None:
-        self.spawn(self._drop(body))
-
-    def _drop(self, body: Body) -> Thread:
+    def _drop(self, rows: tuple[WireShard, ...], number: DropNumber | None, removed: tuple[str, int] | None) -> Thread:
         if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
             yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
-        shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
+        shards = [row.id for row in rows]
         self.vault.drop_all(shards, removed)
-        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
-        if removed:
-            self.twins.forget(str(removed[0]), int(removed[1]))
+        self.report(Freed(shards=rows, number=number))
+        if removed is not None:
+            self.twins.forget(*removed)
         for job in sorted({shard.job for shard in shards}):
             self.grant_job(job)
-
-    def _on_persist(self, body: Body) -> None:
-        self.persister.order(body)
-
-    def _on_markers(self, body: Body) -> None:
-        self.persister.markers(body)
-
-    def _on_ask(self, body: Body) -> None:
-        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
-
-    def _on_exit(self, body: Body) -> None:
-        self.world.kill_holder(self.host_id)

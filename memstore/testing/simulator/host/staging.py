@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.core.holder import partial_read
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.orders import OrderCheck
 from memstore.errors import DigestMismatch, IntegrityError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
@@ -23,14 +26,14 @@ class Stager:
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
 
-    def order(self, body: Body) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage one shard; the end is reported."""
-        procedure.begin(self.state, body)
-        self.driver.start(procedure.run(self.state, body))
+        procedure.begin(self.state, order)
+        self.driver.start(procedure.run(self.state, order))
 
-    def has_staged(self, body: Body) -> bool:
+    def has_staged(self, order: OrderCheck) -> bool:
         """Say whether this round's shard of this rank is here."""
-        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.vault.shelf.staged
+        return _key(order) in self.holder.vault.shelf.staged
 
     def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
@@ -48,7 +51,8 @@ class Stager:
         if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
             error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
             if "round" in body:  # else no barrier has said that it is good (R27)
-                staged_s = self.driver.verified_s.get((rank.job, int(body["round"]), rank.rank), self.holder.world.now)
+                key = StagedKey(rank.job, rank.rank, "round", int(body["round"]))
+                staged_s = self.driver.verified_s.get(key, self.holder.world.now)
                 checker.restores.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
         vault.unpin(*pinned)
         return body, error
@@ -71,7 +75,11 @@ class Stager:
         """Let go of chunks that no reader took (R7)."""
         partial_read.expire(self.state)
 
-    def manifest_of(self, body: Body) -> Manifest:
+    def manifest_of(self, order: OrderCheck) -> Manifest:
         """What this round staged for this rank."""
-        shelved, _ = self.holder.vault.shelf.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
+        shelved, _ = self.holder.vault.shelf.staged[_key(order)]
         return decode_manifest(self.holder.vault.manifest(shelved))
+
+
+def _key(order: OrderCheck) -> StagedKey:
+    return StagedKey(order.job, order.rank, "round", order.round)

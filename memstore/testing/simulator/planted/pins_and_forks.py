@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,8 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
 from memstore.core.repair import repair
-from memstore.core.wire.messages import shard_from_wire, shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import ForkedShard
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.fork import make
 from memstore.testing.simulator.host import fork
@@ -46,9 +47,9 @@ def pins_not_repaired() -> Any:
 def fork_takes_the_references() -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
-    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def moved(vault: ReplicaStore, shards: Iterable[ForkedShard]) -> Iterator[StoredReplica]:
         for item in shards:
-            is_new = vault.shelf.find(shard_from_wire(item[2])) is None
+            is_new = vault.shelf.find(item.new.id) is None
             for made in make(vault, [item]):
                 for number in made.slots if is_new else ():
                     if number is not None:
@@ -62,10 +63,10 @@ def fork_takes_the_references() -> Any:
 def fork_frees_its_origin() -> Any:
     """A fork drops the origin's replica once the new job's is there."""
 
-    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def moved(vault: ReplicaStore, shards: Iterable[ForkedShard]) -> Iterator[StoredReplica]:
         for item in shards:
             for made in make(vault, [item]):
-                vault.drop(shard_from_wire(item[0]))
+                vault.drop(item.shard.id)
                 yield made
 
     return patch.object(fork, "make", moved)
@@ -75,13 +76,13 @@ def fork_frees_its_origin() -> Any:
 def fork_of_another_step() -> Any:
     """A fork is made of another step of its origin than the one that was named."""
 
-    def other(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def other(vault: ReplicaStore, shards: Iterable[ForkedShard]) -> Iterator[StoredReplica]:
         for item in shards:
-            wanted = shard_from_wire(item[0])
+            wanted = item.shard.id
             held = sorted(s for s, _ in vault.shelf.shards if (s.job, s.rank) == (wanted.job, wanted.rank))
             others = [shard for shard in held if shard != wanted]
             found = vault.shelf.find(others[0]) if others else None
             if found is not None:
-                yield from make(vault, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
+                yield from make(vault, [ForkedShard(WireShard.of(found.shard), found.spec.digest, item.new)])
 
     return patch.object(fork, "make", other)

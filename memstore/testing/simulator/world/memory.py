@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.core.journal.records import journal_after
-from memstore.core.wire.messages import Body
+from memstore.core.journal.records import WholeOrder, journal_after
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.manifests import ManifestFolder
@@ -94,10 +93,10 @@ class Memory:
         self.version += 1
         return True
 
-    def write_facts(self, body: Body) -> None:
+    def write_facts(self, order: WholeOrder) -> None:
         """Write what an order says of the journal, in one operation."""
         if self.write():
-            self.journal = journal_after(self.journal, body)
+            self.journal = journal_after(self.journal, order)
 
 
 class MachineClock:

@@ -13,6 +13,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.orders import Order
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
@@ -96,7 +97,7 @@ class Holder(Process, Protocol):
     def open_calls(self) -> list[tuple[int, str, Body]]:
         """Return the questions of ranks that no controller has answered: id, verb, body."""
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out an order."""
 
     def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
