@@ -64,10 +64,10 @@ READ_BYTES = 1 << 20
 BEATS_EVERY_S = 0.01  # a part of all hosts beats, then the next
 BEAT = Heartbeat(
     stats=HostStats(
-        used_bytes=1 << 30, reserved_bytes=1 << 30, claimed_bytes=1 << 30, limit_bytes=1 << 40, shards=16, leased_slots=0,
-        digest_errors=0, broken_frames=0, scrub=0, received_bytes=1 << 30, limit_why="", limit_warning="", files_lost="",
-        files_lost_now=False, files_problem="", descriptors=100, descriptors_limit=1024, descriptors_hard=1024, pid=1,
-        spilled_bytes=0, short_of_idle="", short_of_room="",
+        used_bytes=1 << 30, reserved_bytes=1 << 30, claimed_bytes=1 << 30, limit_bytes=1 << 40, shards=16,
+        leased_slots=0, digest_errors=0, broken_frames=0, scrub=0, received_bytes=1 << 30, limit_why="",
+        limit_warning="", files_lost="", files_lost_now=False, files_problem="", descriptors=100,
+        descriptors_limit=1024, descriptors_hard=1024, pid=1, spilled_bytes=0, short_of_idle="", short_of_room="",
     ),
     trained={}, clock_s=None,
 )  # fmt: skip

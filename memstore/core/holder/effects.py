@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
-from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
+from memstore.core.wire.orders import AbandonStep, ChunkListener, DurablePlace, Lineage, OrderCheck
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -124,6 +125,13 @@ class Reach(Effect):
     """Give the Peer of a host; PeerUnreachable if the controller's view does not have it."""
 
     host: str
+
+
+@dataclass(frozen=True)
+class BeginConnect(Effect):
+    """Begin to open the streams to a job's targets, which its next put needs; give a function: whether that is over."""
+
+    job: str
 
 
 @dataclass(frozen=True)
@@ -271,6 +279,21 @@ class ReadMarkers(Effect):
 
 
 # -- this host's memory -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnStore(Effect):
+    """Call the store where that may digest, wait or unlink files; give what the call returns."""
+
+    call: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ClaimRoom(Effect):
+    """Reserve room for a job, and tell its ranks how far that is; CapacityError, with numbers, if it cannot be."""
+
+    job: str
+    share: PeerShare
 
 
 @dataclass(frozen=True)
@@ -443,6 +466,40 @@ class Grant(Effect):
     """Lease a rank what its share allows now that a put of it is over."""
 
     link: Link
+
+
+@dataclass(frozen=True)
+class GrantJob(Effect):
+    """Lease a job's ranks what their shares allow: room may have become free."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class TellAbandoned(Effect):
+    """Tell a job's ranks that a step was abandoned, and from which step all put again."""
+
+    order: AbandonStep
+
+
+@dataclass(frozen=True)
+class TellCheck(Effect):
+    """Ask a rank whether it can take what was staged for it; it answers the controller."""
+
+    order: OrderCheck
+    manifest: bytes
+
+
+@dataclass(frozen=True)
+class ForgetJob(Effect):
+    """Forget what is known here of the attempts of a removed job, up to one, and tell its processes.
+
+    If `is_refused_fork`, the job was never there: its name is free again, and no process has it.
+    """
+
+    job: str
+    attempt: int
+    is_refused_fork: bool
 
 
 @dataclass(frozen=True)

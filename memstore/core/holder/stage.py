@@ -20,14 +20,15 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
+    TellCheck,
     Unexpected,
     Verify,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.state import HolderState, Reading
-from memstore.core.wire.orders import Bring, ReadChunks, ReadShard, StageShard
-from memstore.core.wire.reports import ReadEnded, StageEnded
+from memstore.core.wire.orders import Bring, OrderCheck, ReadChunks, ReadShard, StageShard
+from memstore.core.wire.reports import IntoChecked, IntoError, ReadEnded, StageEnded
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -72,6 +73,21 @@ def run(state: HolderState, order: BringOrder) -> Steps[None]:
     else:
         report = ReadEnded(read=order.read, shard=shard, digest=digest, problem=problem, bad=lacking)
     state.report(report)
+
+
+def check(state: HolderState, order: OrderCheck) -> Steps[None]:
+    """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
+    why = f"what was staged for rank {order.rank} on host {state.host_id} is gone: call get() again"
+    shelved = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
+    try:
+        if shelved is not None:
+            manifest = yield LoadManifest(shelved)
+            yield TellCheck(order, manifest)
+            return
+    except DigestMismatch as exc:
+        why = str(exc)
+    error = IntoError(error="RecoveryError", message=why)
+    state.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
 
 def _once(state: HolderState, order: StageShard | ReadShard) -> Steps[dict[str, list[int]]]:

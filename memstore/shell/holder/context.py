@@ -13,9 +13,8 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.ids import WireCopy, WireShard
-from memstore.core.wire.orders import DropNumber
-from memstore.core.wire.reports import Freed, PutTimes, Report, Sealed
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.reports import PutTimes, Report, Sealed
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.peer_table import PeerTable
@@ -61,8 +60,8 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
-        in which they were true.
+        Queued under the vault's lock, under which inventories are taken and copies dropped too: the controller hears of
+        them in the order in which they were true.
         """
         self.idle.used()
         with self.vault.lock:
@@ -70,8 +69,3 @@ class HolderContext:
             if shelved is not None and not shelved.is_doomed:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 self.report(Sealed(copy=WireCopy.of(held), put=put))
-
-    def freed(self, shards: tuple[WireShard, ...], number: DropNumber | None = None) -> None:
-        """Report that an order to free copies was carried out."""
-        with self.vault.lock:
-            self.report(Freed(shards=shards, number=number))

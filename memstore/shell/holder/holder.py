@@ -153,10 +153,10 @@ class Holder:
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
         self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
-        self.stager = Stager(context, self.connections, self.runner)
+        self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
-            context, self.connections,
+            context, self.runner,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
         )  # fmt: skip
         self.ranks = RankServer(
@@ -168,10 +168,10 @@ class Holder:
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
-            context, workers=self.workers, connections=self.connections, ranks=self.ranks, rooms=self.rooms,
-            twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager, persister=self.persister,
-            scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server, tombstones=self.tombstones,
-            begin_again=self.begin_again,
+            context, self.runner, workers=self.workers, connections=self.connections, ranks=self.ranks,
+            rooms=self.rooms, twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager,
+            persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
+            tombstones=self.tombstones, begin_again=self.begin_again,
         )  # fmt: skip
 
     def _relay(self, number: int, verb: str, body: dict[str, Any]) -> None:

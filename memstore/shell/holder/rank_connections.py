@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
@@ -163,13 +163,11 @@ class RankConnections:
         for link in self.of_job(job):
             link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
 
-    def check(self, order: OrderCheck, shelved: StoredReplica) -> None:
+    def check(self, order: OrderCheck, manifest: bytes) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
         for link in self.of_job(order.job):
             if link.rank == order.rank:
-                link.send(
-                    {"k": "check", "job": order.job, "round": order.round, "manifest": self.vault.manifest(shelved)}
-                )
+                link.send({"k": "check", "job": order.job, "round": order.round, "manifest": manifest})
 
     def herald(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; None if it did not ask for one, or is gone."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
+from memstore.core.wire.orders import AbandonStep, RaiseLevel
 from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
@@ -39,6 +40,12 @@ class HostContext(TwinHolder, Protocol):
     @property
     def ranks(self) -> Mapping[str, Rank]:
         """Its ranks, by nonce."""
+
+    def ranks_of(self, order: RaiseLevel | AbandonStep) -> list[Rank]:
+        """Return the living ranks of the job and the attempt that an order names."""
+
+    def grant_job(self, job: str) -> None:
+        """Lease a job's ranks what their shares allow."""
 
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""

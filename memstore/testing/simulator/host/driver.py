@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey
-from memstore.core.format.manifest import chunk_digest
+from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -221,6 +222,49 @@ class Driver:
         fresh = cast(StreamingReplica, effect.source)
         yield fresh.is_settled
         return fresh.sealed().spec.digest
+
+    @_perform.register
+    def _(self, effect: effects.OnStore) -> Waits[Any]:
+        yield FILE_S
+        return effect.call()
+
+    @_perform.register
+    def _(self, effect: effects.ClaimRoom) -> Waits[None]:
+        yield from ()
+        self.vault.claim(effect.job, effect.share)
+
+    @_perform.register
+    def _(self, effect: effects.BeginConnect) -> Waits[Callable[[], bool]]:
+        yield from ()
+        return lambda: True  # time is all that it saves
+
+    @_perform.register
+    def _(self, effect: effects.GrantJob) -> Waits[None]:
+        yield from ()
+        self.holder.grant_job(effect.job)
+
+    @_perform.register
+    def _(self, effect: effects.TellAbandoned) -> Waits[None]:
+        yield from ()
+        order = effect.order
+        for rank in self.holder.ranks_of(order):
+            rank.rise(order.step, order.level)
+            rank.resume_step = max(rank.resume_step, order.resume)
+
+    @_perform.register
+    def _(self, effect: effects.TellCheck) -> Waits[None]:
+        yield from ()
+        job, number = effect.order.job, effect.order.rank
+        for rank in self.holder.ranks.values():
+            if (rank.job, rank.rank) == (job, number) and not rank.is_dead and not rank.is_frozen:
+                why = rank.check(decode_manifest(effect.manifest))
+                error = IntoError(error="ManifestMismatch", message=why) if why else None
+                self.holder.report(IntoChecked(job=job, round=effect.order.round, rank=number, error=error))
+
+    @_perform.register
+    def _(self, effect: effects.ForgetJob) -> Waits[None]:
+        yield from ()
+        self.holder.twins.forget(effect.job, effect.attempt)
 
     @_perform.register
     def _(self, effect: effects.TellReplicated) -> Waits[None]:

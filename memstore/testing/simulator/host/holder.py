@@ -9,14 +9,15 @@ import itertools
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.share import share_of
 from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.holder import drop, fork, room, stage
+from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record, whole_order
 from memstore.core.wire import reports
-from memstore.core.wire.ids import WireCopy, WireShard
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
     Event,
     FactAck,
@@ -31,7 +32,6 @@ from memstore.core.wire.orders import (
     CallAnswered,
     CallRefused,
     DropJob,
-    DropNumber,
     Fence,
     ForgetStory,
     FreeCopies,
@@ -59,19 +59,9 @@ from memstore.core.wire.orders import (
     VerifyCopies,
 )
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import (
-    CopiesVerified,
-    Freed,
-    IntoChecked,
-    IntoError,
-    PutTimes,
-    RankGone,
-    Reserved,
-    Sealed,
-)
-from memstore.errors import CapacityError, InternalError
+from memstore.core.wire.reports import CopiesVerified, PutTimes, RankGone, Sealed
+from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.fork import drop_unknown_shares
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
@@ -81,7 +71,6 @@ from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
-from memstore.testing.simulator.host.fork import fork
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
@@ -94,7 +83,7 @@ from recovery.inventory import Copy, ShardId
 Body = dict[str, Any]
 REAP_S = 0.5
 SLOTS_MAX = 400
-LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
+LATE_SHARE, LATE_MAX_S = 0.05, 5.0  # of orders that wait for a thread
 
 
 class SimHolder:
@@ -275,6 +264,7 @@ class SimHolder:
 
     def obey(self, order: Order) -> None:
         """Carry out one order."""
+        state = self.state
         match order:
             case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
                 if (whole := whole_order(self.pages, order)) is not None:
@@ -287,33 +277,35 @@ class SimHolder:
                 known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
                 self.view = known | {row.host for row in order.hosts}
                 self.peer_server.keep_senders(self.view)
-                drop_unknown_shares(self.vault, order.jobs)
+                self.vault.keep_shares(order.jobs)
             case Fence():
                 self.sealer.fence(order.job, order.attempt, order.members)
             case PushTargets():
                 self.twins.declare(order)
             case Reserve():
-                self._reserve(order)
+                self.driver.start(room.reserve(state, order))
             case Grow():
-                pass  # time is all that it saves
-            case LookAtCopies() | MakeFork():
-                self.spawn(fork(self, order))
+                self.driver.start(room.grow(state, order))
+            case LookAtCopies():
+                self._later(fork.look(state, order))
+            case MakeFork():
+                self._later(fork.make(state, order))
             case PushCopy():
                 self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
             case StageShard() | ReadShard() | ReadChunks():
                 self.stager.order(order)
             case OrderCheck():
-                self._check(order)
+                self.driver.start(stage.check(state, order))
             case RaiseLevel():
                 self._level(order)
             case AbandonStep():
-                self._abandon(order)
+                self._later(drop.abandon(state, order))
             case FreeCopies():
-                self.spawn(self._drop(order.shards, order.number, None))
+                self._later(drop.free(state, order))
             case DropJob():
-                self.spawn(self._drop(order.shards, None, (order.job, order.attempt)))
+                self._later(drop.drop_job(state, order))
             case GiveUpFork():
-                self.spawn(self._drop((), None, (order.job, order.attempt)))
+                self._later(drop.give_up_fork(state, order))
             case VerifyCopies():
                 found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
                 self.report(CopiesVerified(call=order.call, found=found, problem=""))
@@ -326,59 +318,25 @@ class SimHolder:
             case _:
                 self.persister.order(order)
 
-    def _reserve(self, order: Reserve) -> None:
-        problem = None
-        try:
-            self.vault.claim(order.job, share_of(order))
-        except CapacityError as exc:
-            problem = str(exc)
-        self.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=problem))
-        self.grant_job(order.job)
-
-    def _check(self, order: OrderCheck) -> None:
-        if not self.stager.has_staged(order):
-            gone = IntoError(error="RecoveryError", message="what was staged is gone: call get() again")
-            self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=gone))
-            return
-        for rank in self.ranks.values():
-            if rank.job == order.job and rank.rank == order.rank and not rank.is_dead and not rank.is_frozen:
-                why = rank.check(lambda: self.stager.manifest_of(order))
-                error = IntoError(error="ManifestMismatch", message=why) if why else None
-                self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
-
     def _level(self, order: RaiseLevel) -> None:
-        for rank in self._ranks_of(order):
+        for rank in self.ranks_of(order):
             self.checker.commits.told_committed(rank, order.step, is_degraded=order.degraded)
             rank.rise(order.step, order.level)
             if order.level == "committed":
                 for old in [s for s in rank.tickets if s < order.step and rank.tickets[s] in LEVELS[:3]]:
                     rank.tickets[old] = "superseded"
 
-    def _ranks_of(self, order: RaiseLevel | AbandonStep) -> list[Rank]:
+    def ranks_of(self, order: RaiseLevel | AbandonStep) -> list[Rank]:
+        """Return the living ranks of the job and the attempt that an order names."""
         mine = (order.job, order.attempt)
         return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
 
-    def _abandon(self, order: AbandonStep) -> None:
-        key = (order.job, order.attempt, order.step)
-        shelf = self.vault.shelf
-        names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
-        for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
-            for draft in [k for k in shelf.drafts if k[0] == shard]:
-                shelf.abort_draft(draft[1], draft[0])
-            self.vault.drop(shard)
-        self.vault.flush()
-        for rank in self._ranks_of(order):
-            rank.rise(order.step, order.level)
-            rank.resume_step = max(rank.resume_step, order.resume)
-        self.grant_job(order.job)
+    def _later(self, steps: Steps[None]) -> None:
+        """Run a procedure on a thread that may be busy: a session may end meanwhile."""
 
-    def _drop(self, rows: tuple[WireShard, ...], number: DropNumber | None, removed: tuple[str, int] | None) -> Thread:
-        if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
-            yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
-        shards = [row.id for row in rows]
-        self.vault.drop_all(shards, removed)
-        self.report(Freed(shards=rows, number=number))
-        if removed is not None:
-            self.twins.forget(*removed)
-        for job in sorted({shard.job for shard in shards}):
-            self.grant_job(job)
+        def late() -> Thread:
+            if self.world.rng.random() < LATE_SHARE:
+                yield self.world.rng.uniform(0.0, LATE_MAX_S)
+            yield from self.driver.run(steps)
+
+        self.spawn(late())

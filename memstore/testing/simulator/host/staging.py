@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.core.arena.replica_index import StagedKey
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import partial_read
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import shard_from_wire
-from memstore.core.wire.orders import OrderCheck
 from memstore.errors import DigestMismatch, IntegrityError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
@@ -30,10 +29,6 @@ class Stager:
         """Stage one shard; the end is reported."""
         procedure.begin(self.state, order)
         self.driver.start(procedure.run(self.state, order))
-
-    def has_staged(self, order: OrderCheck) -> bool:
-        """Say whether this round's shard of this rank is here."""
-        return _key(order) in self.holder.vault.shelf.staged
 
     def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
@@ -74,12 +69,3 @@ class Stager:
     def expire_parts(self) -> None:
         """Let go of chunks that no reader took (R7)."""
         partial_read.expire(self.state)
-
-    def manifest_of(self, order: OrderCheck) -> Manifest:
-        """What this round staged for this rank."""
-        shelved, _ = self.holder.vault.shelf.staged[_key(order)]
-        return decode_manifest(self.holder.vault.manifest(shelved))
-
-
-def _key(order: OrderCheck) -> StagedKey:
-    return StagedKey(order.job, order.rank, "round", order.round)

@@ -195,7 +195,7 @@ class SimRank:
         self.attempt = int(answer["attempt"])
         self.resume_step = max(self.resume_step, int(answer["resume_step"]))
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or "" (R26)."""
         return ""
 

@@ -6,7 +6,7 @@ file of theirs imports another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
@@ -139,5 +139,5 @@ class Rank(Process, Protocol):
     def rise(self, step: int, level: str) -> None:
         """Set the level of a ticket, unless the ticket is further already."""
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or ""."""
