@@ -49,10 +49,10 @@ from memstore.core.wire.reports import (
     Sealed,
     decode_holder_message,
 )
-from memstore.core.wire.status_rows import HostStats
 from memstore.shell.controller.controller import Controller, FromInside
 from memstore.shell.controller.holder_session import Session
 from memstore.shell.net.channel import Channel
+from memstore.testing.controller.catalog_holder import host_stats
 
 JOB = "train"
 RANKS_PER_HOST = 8
@@ -62,15 +62,8 @@ QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the control
 DEADLINE_S = 80.0
 READ_BYTES = 1 << 20
 BEATS_EVERY_S = 0.01  # a part of all hosts beats, then the next
-BEAT = Heartbeat(
-    stats=HostStats(
-        used_bytes=1 << 30, reserved_bytes=1 << 30, claimed_bytes=1 << 30, limit_bytes=1 << 40, shards=16,
-        leased_slots=0, digest_errors=0, broken_frames=0, scrub=0, received_bytes=1 << 30, limit_why="",
-        limit_warning="", files_lost="", files_lost_now=False, files_problem="", descriptors=100,
-        descriptors_limit=1024, descriptors_hard=1024, pid=1, spilled_bytes=0, short_of_idle="", short_of_room="",
-    ),
-    trained={}, clock_s=None,
-)  # fmt: skip
+STATS = host_stats(used_bytes=1 << 30, reserved_bytes=1 << 30, limit_bytes=1 << 30, received_bytes=1 << 30)
+BEAT = Heartbeat(stats=STATS, trained={}, clock_s=None)
 _COUNT = struct.Struct("<Q")
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import xxhash
+from msgspec import structs
 
 from memstore.core.holder.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
@@ -80,12 +81,14 @@ from memstore.core.wire.reports import (
     Sealed,
     StageEnded,
 )
+from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.catalog_durable import Durable, list_markers, persist
 from memstore.testing.controller.catalog_room import guest_refusal
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
 STAGE_TRIES = 100  # about 10 s: longer than it takes to declare a silent host dead
+OneOrder = TypeVar("OneOrder")
 decode_report: Decoder[reports.Report] = Decoder(reports.Report)
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
 
@@ -159,6 +162,7 @@ class FakeHolder:
         self.staging_fails = ""
         self.checks_lost = 0  # so many of the next check orders find the rank's link broken
         self.orders: list[Order] = []
+        self.instead: dict[type[Order], Callable[[Any], None]] = {}  # what a test does instead of an order
 
     @property
     def host_id(self) -> str:
@@ -243,6 +247,14 @@ class FakeHolder:
     def obey(self, order: Order) -> None:
         """Carry out one order."""
         self.orders.append(order)
+        self.instead.get(type(order), self.carry_out)(order)
+
+    def told(self, kind: type[OneOrder]) -> list[OneOrder]:
+        """Return the orders of one kind, in the order in which they came."""
+        return [order for order in self.orders if isinstance(order, kind)]
+
+    def carry_out(self, order: Order) -> None:
+        """Do what an order says."""
         match order:
             case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
                 if (whole := whole_order(self.pages, order)) is not None:
@@ -405,6 +417,15 @@ class FakeHolder:
 def digest_of(*named: object) -> str:
     """Return a digest that stands for bytes by their name."""
     return xxhash.xxh3_128_hexdigest("-".join(map(str, named)).encode())
+
+
+def host_stats(**counts: int) -> HostStats:
+    """Return what a holder says of itself with a heartbeat: nothing but these counts."""
+    fields = structs.fields(HostStats)
+    empty: dict[str, Any] = {
+        each.name: "" if each.type is str else False if each.type is bool else 0 for each in fields
+    }
+    return HostStats(**{**empty, **counts})
 
 
 def plain(body: Body) -> Body:
