@@ -143,8 +143,8 @@ def stage(
         reading.draft = draft
     try:
         yield EnsureFree(len(draft.missing))
-        herald = yield OpenHerald(order.listener if isinstance(order, ReadShard) else None, data, draft)
-        lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, herald)
+        notifier = yield OpenHerald(order.listener if isinstance(order, ReadShard) else None, data, draft)
+        lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, notifier)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
         if draft.missing and problems and not bad:

@@ -30,7 +30,7 @@ class HolderContext:
     state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
-    vault: ReplicaStore
+    replicas: ReplicaStore
     idle: IdleTime
     peers: PeerTable
     on_fatal: Callable[[str], None]
@@ -64,8 +64,8 @@ class HolderContext:
         them in the order in which they were true.
         """
         self.idle.used()
-        with self.vault.lock:
-            shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        with self.replicas.lock:
+            shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
             if shelved is not None and not shelved.is_doomed:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 self.report(Sealed(copy=WireCopy.of(held), put=put))

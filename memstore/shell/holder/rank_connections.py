@@ -50,7 +50,7 @@ class RankConnections:
     """All links of one holder. `lock` guards the tables; it is taken before the vault's."""
 
     def __init__(self, context: HolderContext) -> None:
-        self.context, self.vault = context, context.vault
+        self.context, self.replicas = context, context.replicas
         self.lock = threading.RLock()
         self.links: dict[str, RankConnection] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
@@ -108,8 +108,8 @@ class RankConnections:
                     return
                 if not link.job or link.rank < 0 or link.attempt < self.context.fences.first(link.job) or link.parent:
                     return
-                heirs = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
-                slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt, heirs)
+                stand_ins_for = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
+                slots = self.replicas.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
             if slots:
                 link.send({"k": "grant", "slots": slots})
 
@@ -169,7 +169,7 @@ class RankConnections:
             if link.rank == order.rank:
                 link.send({"k": "check", "job": order.job, "round": order.round, "manifest": manifest})
 
-    def herald(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+    def notifier(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; None if it did not ask for one, or is gone."""
         if listener is None:
             return None

@@ -61,7 +61,7 @@ def holder() -> Iterator[Holder]:
     """A holder that never beats by itself, so that what it sends is what it was asked for."""
     config = Config(
         store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
-        heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0,
+        heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0,
     )  # fmt: skip
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
     yield made
@@ -169,11 +169,9 @@ def test_an_order_that_fails_is_answered(
 
     channel = dial(5)
     greeted(channel)
-    share = Reserve(
-        job="job", attempt=1, ranks=(RankSlots(0, 2),), guest_slots=0, world_size=1, versions=1, call=7
-    )
+    share = Reserve(job="job", attempt=1, ranks=(RankSlots(0, 2),), guest_slots=0, world_size=1, versions=1, call=7)
     with monkeypatch.context() as patch:
-        patch.setattr(holder.vault.arena, "grow", fail)
+        patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)
         send(channel, share)
         send(channel, VerifyCopies(call=8, job=None))

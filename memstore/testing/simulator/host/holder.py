@@ -101,20 +101,20 @@ class SimHolder:
         self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         memory.is_cut, memory.crash_in = False, None
-        self.vault = ReplicaStore(
+        self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.vault.on_hurt = self.sealed
+        self.replicas.on_hurt = self.sealed
         self._read_journal()
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
+            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         self.state = HolderState(
-            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
-            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
@@ -160,7 +160,7 @@ class SimHolder:
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
-        return list(self.vault.shelf.copies(self.host_id, job))
+        return list(self.replicas.index.copies(self.host_id, job))
 
     def open_calls(self) -> list[tuple[int, str, Body]]:
         """Calls that no controller has answered yet."""
@@ -177,7 +177,7 @@ class SimHolder:
 
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
             self.report(Sealed(copy=WireCopy.of(held), put=put))
@@ -191,7 +191,7 @@ class SimHolder:
     def welcome(self, rank: Rank) -> list[int]:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
         stale = mapped_arena.confirm(self, rank)
-        self.vault.flush()
+        self.replicas.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
         rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
@@ -228,7 +228,7 @@ class SimHolder:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
         if is_here and rank.attempt >= self.fences.first(rank.job):
-            slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
+            slots = self.replicas.lease(rank.owner, rank.job, rank.rank, rank.attempt)
             if slots:
                 rank.granted(slots)
 
@@ -242,14 +242,14 @@ class SimHolder:
         """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
         if not self.is_serving:
             return
-        for owner in [o for o in self.vault.table.leases if not self.world.is_alive(o.pid, o.start)]:
-            self.vault.table.reclaim(owner)
-        self.vault.flush()
+        for owner in [o for o in self.replicas.table.leases if not self.world.is_alive(o.pid, o.start)]:
+            self.replicas.table.reclaim(owner)
+        self.replicas.flush()
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
             self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
             self.report(RankGone(nonce=nonce))
-        self.vault.expire_pins()
+        self.replicas.expire_pins()
         self.peer_server.give_up_idle()
         self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
@@ -277,7 +277,7 @@ class SimHolder:
                 known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
                 self.view = known | {row.host for row in order.hosts}
                 self.peer_server.keep_senders(self.view)
-                self.vault.keep_shares(order.jobs)
+                self.replicas.keep_shares(order.jobs)
             case Fence():
                 self.sealer.fence(order.job, order.attempt, order.members)
             case PushTargets():
