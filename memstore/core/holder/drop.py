@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from memstore.core.holder.effects import ForgetJob, GrantJob, OnStore, Steps, TellAbandoned
+from memstore.core.holder import ranks
+from memstore.core.holder.effects import ForgetJob, OnStore, Steps
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import AbandonStep, DropJob, DropNumber, FreeCopies, GiveUpFork
@@ -14,15 +15,16 @@ from memstore.core.wire.reports import Freed
 def free(state: HolderState, order: FreeCopies) -> Steps[None]:
     """Drop shards, and report that they are dropped."""
     yield from _drop(state, order.shards, number=order.number)
-    yield from _grant(order.shards)
+    yield from _grant(state, order.shards)
 
 
 def drop_job(state: HolderState, order: DropJob) -> Steps[None]:
     """Drop what is here of a removed job up to an attempt, and refuse its processes."""
     yield from _drop(state, order.shards, removed=(order.job, order.attempt))
-    state.fences.remove(order.job, order.attempt)
     yield ForgetJob(order.job, order.attempt, is_refused_fork=False)
-    yield from _grant(order.shards)
+    state.fences.remove(order.job, order.attempt)
+    yield from ranks.tell_fenced(state, order.job, order.attempt + 1)  # so that none waits for room
+    yield from _grant(state, order.shards)
 
 
 def give_up_fork(state: HolderState, order: GiveUpFork) -> Steps[None]:
@@ -42,13 +44,13 @@ def _drop(
         state.report(Freed(shards=rows, number=number))
 
 
-def _grant(rows: tuple[WireShard, ...]) -> Steps[None]:
+def _grant(state: HolderState, rows: tuple[WireShard, ...]) -> Steps[None]:
     for job in sorted({row.job for row in rows}):
-        yield GrantJob(job)
+        yield from ranks.grant_job(state, job)
 
 
 def abandon(state: HolderState, order: AbandonStep) -> Steps[None]:
     """Forget a step that was not committed, and tell the ranks that put it."""
     yield OnStore(partial(state.store.drop_step, order.job, order.attempt, order.step))
-    yield TellAbandoned(order)
-    yield GrantJob(order.job)
+    yield from ranks.tell_attempt(state, order.job, ranks.abandoned(order))
+    yield from ranks.grant_job(state, order.job)

@@ -9,7 +9,8 @@ import contextlib
 from functools import partial
 
 from memstore.core.arena.share import share_of
-from memstore.core.holder.effects import BeginConnect, ClaimRoom, GrantJob, OnStore, Steps, Unexpected, WaitFor
+from memstore.core.holder import ranks
+from memstore.core.holder.effects import BeginConnect, ClaimRoom, OnStore, Steps, Unexpected, WaitFor
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import Grow, Reserve
 from memstore.core.wire.reports import Reserved
@@ -31,7 +32,7 @@ def reserve(state: HolderState, order: Reserve) -> Steps[None]:
         problem = f"its holder failed to claim room ({exc!r}): its log says where; put again then"
     yield WaitFor(is_connected, CONNECT_S)
     state.report(Reserved(job=job, attempt=order.attempt, call=order.call, problem=problem))
-    yield GrantJob(job)
+    yield from ranks.grant_job(state, job)
 
 
 def grow(state: HolderState, order: Grow) -> Steps[None]:

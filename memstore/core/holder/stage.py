@@ -20,7 +20,7 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
-    TellCheck,
+    Tell,
     Unexpected,
     Verify,
     WaitFor,
@@ -28,6 +28,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.orders import Bring, OrderCheck, ReadChunks, ReadShard, StageShard
+from memstore.core.wire.rank_messages import CheckInto
 from memstore.core.wire.reports import IntoChecked, IntoError, ReadEnded, StageEnded
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
@@ -82,7 +83,9 @@ def check(state: HolderState, order: OrderCheck) -> Steps[None]:
     try:
         if shelved is not None:
             manifest = yield LoadManifest(shelved)
-            yield TellCheck(order, manifest)
+            for link in state.ranks.of_job(order.job):
+                if link.rank == order.rank:
+                    yield Tell(link, CheckInto(round=order.round, manifest=manifest))
             return
     except DigestMismatch as exc:
         why = str(exc)

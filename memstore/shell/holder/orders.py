@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.holder import drop, effects, fork, stage
+from memstore.core.holder import drop, effects, fork, ranks, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.wire.frame import unpack_body
 from memstore.core.wire.orders import (
@@ -51,7 +51,6 @@ from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.persist import Persister
 from memstore.shell.holder.push import Pusher
-from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.room_orders import RoomOrders
 from memstore.shell.holder.runner import Runner
@@ -69,15 +68,15 @@ class OrderRouter:
     """The orders of one holder's controller, each passed to the part that carries it out."""
 
     def __init__(
-        self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, connections: RankConnections,
-        ranks: RankServer, rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
+        self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, rank_server: RankServer,
+        rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
         persister: Persister, scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer,
         tombstones: Tombstones, begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
         self.context, self.workers = context, workers
         self.runner = runner.extended({effects.ForgetJob: self._forget_job})
-        self.connections, self.ranks, self.rooms, self.twins = connections, ranks, rooms, twins
+        self.rank_server, self.rooms, self.twins = rank_server, rooms, twins
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
         self.tombstones, self.begin_again = tombstones, begin_again
@@ -109,7 +108,7 @@ class OrderRouter:
             case OrderCheck():
                 self.runner.run(stage.check(state, order))
             case RaiseLevel():
-                self.connections.level(order)
+                self.runner.run(ranks.tell_attempt(state, order.job, ranks.raised(order)))
             case AbandonStep():
                 self._begin(drop.abandon(state, order))
             case FreeCopies():
@@ -119,9 +118,9 @@ class OrderRouter:
             case GiveUpFork():
                 self._begin(drop.give_up_fork(state, order))
             case CallAnswered():
-                self.ranks.answer(order.id, unpack_body(order.body), None)
+                self.rank_server.answer(order.id, unpack_body(order.body), None)
             case CallRefused():
-                self.ranks.answer(order.id, {}, [order.error, order.message])
+                self.rank_server.answer(order.id, {}, [order.error, order.message])
             case VerifyCopies():
                 self._later(self._verify, order)
             case KeepStory():
@@ -145,7 +144,6 @@ class OrderRouter:
         self.twins.forget(effect.job, effect.attempt)
         if not effect.is_refused_fork:
             self.trained.forget(effect.job)
-            self.connections.removed(effect.job, effect.attempt)
 
     def set_view(self, view: AllHosts | HostNews) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""

@@ -14,12 +14,11 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     Note,
-    RankCall,
     Report,
     Tell,
     Tick,
 )
-from memstore.core.wire.orders import DropJob, FreeCopies, TakeIncarnation, decode_order
+from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
 from memstore.testing.controller.catalog_holder import plain, plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
@@ -116,11 +115,7 @@ class SimController:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell) and isinstance(action.order, TakeIncarnation):
-            above = action.order.above
-            holder.info = replace(holder.info, incarnation=self.world.take_incarnation(holder.host_id, above))
-            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
-        elif isinstance(action, Tell):
+        if isinstance(action, Tell):
             holder.obey(decode_order(encode(action.order)))
         else:
             holder.answer(action.call_id, plain(action.body), action.error)
@@ -151,8 +146,7 @@ class SimController:
             return
         self.sessions[holder.host_id] = session
         session.report(replace(holder.hello(), asked_s=self.world.now))
-        for call_id, verb, body in holder.open_calls():
-            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+        holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
         """End a session; with `why` the state machine is told, as of a reset connection (R28)."""
@@ -160,8 +154,7 @@ class SimController:
         if session is None:
             return
         session.close()
-        if session.holder.session is session:
-            session.holder.session = None
+        session.holder.sessions.end(session)
         if why is not None:
             self.handle(HostLost(host, why))
 

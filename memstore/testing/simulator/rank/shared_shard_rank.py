@@ -84,9 +84,9 @@ class SharedShardRank(SimRank):
         self.checker.shared_shards.shared_put(self, step, shared)
         return [*shared, chunk_of(f"own {self.key} {self.rank} {step}")]
 
-    def shares(self) -> Body:
-        """Return how many of its first chunks other ranks have too."""
-        return {"shared_chunks": SHARED_CHUNKS * self.is_copier}
+    def shared_chunks(self) -> int | None:
+        """Return how many of its first chunks other ranks put as well."""
+        return SHARED_CHUNKS * self.is_copier
 
     # -- getting --------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Host:
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=self.reports.append,
             sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
+            is_alive=lambda owner: True,
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
