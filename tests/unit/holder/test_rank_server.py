@@ -33,7 +33,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.reports import Called, HolderMessage, RankGone
+from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -183,9 +183,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
     known: list[bool] = []
 
-    def report(kind: str, body: dict[str, Any]) -> None:
-        if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.state.ranks.owners)
+    def report(told: HolderMessage) -> None:
+        if isinstance(told, RankArrived):
+            known.append(told.nonce in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)

@@ -82,7 +82,7 @@ def test_chunks_travel_before_the_last_is_digested(pair: tuple[Holder, Holder]) 
     gate = Gate(a, handed_over(a, range(CHUNKS)))
     for _ in range(CHUNKS // 2):  # one of two streams' batches
         gate.digested.release()
-    wait_for(lambda: b.peer_server.received_bytes == CHUNKS // 2 * CHUNK_BYTES)
+    wait_for(lambda: b.peer_server.received_bytes == CHUNKS // 2 * CHUNK_BYTES, "half of the chunks")
     assert a.replicas.index.find(SHARD) is None
     assert b.replicas.index.find(SHARD) is None
     for _ in range(CHUNKS):
