@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.calls import AssignRanks, Join, Rewind, decode_call
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
@@ -145,13 +146,13 @@ class RankServer:
             self.context.report("checked", {key: body[key] for key in ("job", "round", "rank", "ok", "error")})
 
     def _call(self, link: RankConnection, body: dict[str, Any]) -> None:
-        verb, inner = str(body["verb"]), dict(body["body"])
-        if verb in ("lend", "adopt", "unlend"):
-            self._lending(link, int(body["id"]), verb, inner)
+        if "call" not in body:
+            self._lending(link, int(body["id"]), str(body["verb"]), dict(body["body"]))
             return
-        if verb == "join":
-            link.job, link.rank = str(inner["job"]), int(inner["rank"])
-        self.calls.ask(Call(link.owner, link.nonce, int(body["id"]), verb, inner))
+        request = decode_call(body["call"])
+        if isinstance(request, Join):
+            link.job, link.rank = request.job, request.rank
+        self.calls.ask(Call(link.owner, link.nonce, int(body["id"]), request))
 
     def _lending(self, link: RankConnection, call_id: int, verb: str, body: dict[str, Any]) -> None:
         answer: dict[str, Any] = {}
@@ -183,7 +184,7 @@ class RankServer:
             link = self.connections.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if call.verb in ("join", "rewind", "mesh_order") and error is None:
+        if isinstance(call.request, Join | Rewind | AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         if "shard" in body and error is None:
             body, error = self._with_place(link, body)

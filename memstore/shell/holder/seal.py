@@ -10,6 +10,7 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
+from memstore.core.wire.calls import SkipStep
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
@@ -112,5 +113,8 @@ class Sealer:
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
         shard = effect.shard
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.calls.ask(Call(None, "", 0, request))

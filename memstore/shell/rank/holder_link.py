@@ -21,8 +21,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
+from memstore.core.wire.calls import RankCall, decode_call
+from memstore.core.wire.codec import encode, tag_of
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.frame import Kind
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -157,7 +159,7 @@ class HolderLink(LeasedSlots):
                 self.room.notify_all()
                 offers = [body for slots, body in self.offers.values() if self.lent.issuperset(slots)]
             for body in offers:
-                self.call_soon("lend", body)
+                self.lending_soon({"verb": "lend", "body": body})
             for handover in again:
                 self.outbox.put(lambda h=handover: self._send_handover(h))  # type: ignore[misc]
             for body in calls:
@@ -250,32 +252,43 @@ class HolderLink(LeasedSlots):
     # -- for the store ------------------------------------------------------------------------
 
     def call_soon(
-        self, verb: str, body: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
+        self, request: RankCall, then: Callable[[Future[dict[str, Any]]], None] | None = None
     ) -> Future[dict[str, Any]]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
-            ConfigError: An argument is nothing that a message can hold.
+            ConfigError: An argument is nothing that the message can hold.
         """
+        try:
+            data = encode(request)
+            decode_call(data)  # here: the holder would end the link, and the call would wait for its deadline
+        except ProtocolError as exc:
+            raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
+        return self.lending_soon({"call": data}, then)
+
+    def lending_soon(
+        self, asked: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
+    ) -> Future[dict[str, Any]]:
+        """Ask the holder to lend, adopt or take back slots."""
         future: Future[dict[str, Any]] = Answer()
         if then is not None:
             future.add_done_callback(then)
         call_id = next(self.call_ids)
-        message = {"k": "call", "id": call_id, "verb": verb, "body": body}
-        try:
-            pack_body(message)  # here: the link's thread could only log it, and the call would wait for its deadline
-        except ProtocolError as exc:
-            raise ConfigError(f"{verb} of job {self.job!r} cannot be asked for: {exc}") from exc
+        message = {"k": "call", "id": call_id, **asked}
         with self.room:
             self.calls[call_id] = (future, message)
         self.outbox.put(lambda: self._send(message))
         return future
 
-    def call(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def call(self, request: RankCall, timeout_s: float) -> dict[str, Any]:
         """Ask and wait; PeerTimeout names the question and the limit."""
+        return self.wait_for(lambda: self.call_soon(request), tag_of(request), timeout_s)
+
+    def wait_for(self, ask: Callable[[], Future[dict[str, Any]]], verb: str, timeout_s: float) -> dict[str, Any]:
+        """Ask and wait for the answer."""
         if self.closed.is_set():
             raise ClosedError("this store is closed: connect again")
-        future = self.call_soon(verb, body)
+        future = ask()
         try:
             return answer_of(future, timeout_s)
         except FutureTimeout:
@@ -315,7 +328,7 @@ class HolderLink(LeasedSlots):
             if mapping is self.mapping:
                 self._move(slots, tenant, CHILD)
                 self.offers[step] = slots, body
-        return self.call_soon("lend", body)
+        return self.lending_soon({"verb": "lend", "body": body})
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
         """End an offer; what no child has is free to fill again, once the holder has said which that is."""
@@ -324,7 +337,7 @@ class HolderLink(LeasedSlots):
                 return  # the slots of that step may be another offer's by now
             self.offers.pop(step, None)
         body = {"step": step, "slots": slots}
-        self.call_soon("unlend", body, lambda answer: self._taken_back(slots, mapping, answer))
+        self.lending_soon({"verb": "unlend", "body": body}, lambda answer: self._taken_back(slots, mapping, answer))
 
     def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[dict[str, Any]]) -> None:
         ours = set(answer.result()["slots"]) if answer.exception() is None else set()

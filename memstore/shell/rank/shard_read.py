@@ -10,9 +10,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.wire.calls import AskSteps, ReadStep
+from memstore.core.wire.orders import ChunkListener
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.codec.interpreter import waiting
@@ -77,7 +80,7 @@ class StagedShard:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest.shard
-        rows = self.link.call("steps", {"job": shard.job}, MEND_TIMEOUT_S)["steps"]
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
         kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
@@ -99,7 +102,7 @@ class ShardRead:
         RecoveryError: there is no such shard, or some chunk has no good copy.
     """
 
-    def __init__(self, link: HolderLink, body: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, link: HolderLink, request: ReadStep, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
         self._until_s = time.monotonic() + timeout_s
         self._manifest: Manifest | None = None
@@ -109,7 +112,7 @@ class ShardRead:
         self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
         number = link.hear(self._heard)
         self._number = number
-        self._future = link.call_soon("read", {**body, "stream": [link.nonce, number]})
+        self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, number)))
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:

@@ -152,8 +152,8 @@ class SimController:
             return
         self.sessions[holder.host_id] = session
         session.report(replace(holder.hello(), asked_s=self.world.now))
-        for call_id, verb, body in holder.open_calls():
-            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+        for call_id, request in holder.open_calls():
+            session.report(RankCall(holder.host_id, call_id, request))
 
     def lose(self, host: str, why: str | None) -> None:
         """End a session; with `why` the state machine is told, as of a reset connection (R28)."""

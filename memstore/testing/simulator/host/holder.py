@@ -15,6 +15,7 @@ from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.journal.records import entry_from_record, whole_order
+from memstore.core.wire import calls
 from memstore.core.wire.messages import (
     Event,
     FactAck,
@@ -46,7 +47,7 @@ from memstore.testing.simulator.host.twins import SimTwins
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
 from memstore.testing.simulator.world.processes import Rank, Session
 from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy
 
 Body = dict[str, Any]
 REAP_S = 0.5
@@ -66,7 +67,7 @@ class SimHolder:
         self.fences = JobFences()
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
+        self.calls: dict[int, tuple[Rank | None, int, calls.RankCall]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         memory.is_cut, memory.crash_in = False, None
         self.vault = ReplicaStore(
@@ -130,9 +131,9 @@ class SimHolder:
         """The inventory."""
         return list(self.vault.shelf.copies(self.host_id, job))
 
-    def open_calls(self) -> list[tuple[int, str, Body]]:
+    def open_calls(self) -> list[tuple[int, calls.RankCall]]:
         """Calls that no controller has answered yet."""
-        return [(n, verb, body) for n, (_, _, verb, body) in sorted(self.calls.items())]
+        return [(n, request) for n, (_, _, request) in sorted(self.calls.items())]
 
     def tell(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
@@ -165,16 +166,16 @@ class SimHolder:
         rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question; asked again on a new link it is the same question."""
-        known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
+        known = next((n for n, (r, c, _) in self.calls.items() if r is rank and c == call_id), None)
         number = known or next(self.call_ids)
-        self.calls[number] = (rank, call_id, verb, body)
-        self.tell(RankCall(self.host_id, number, verb, dict(body)))
+        self.calls[number] = (rank, call_id, request)
+        self.tell(RankCall(self.host_id, number, request))
 
     def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
         """The controller answered; a get's answer carries the bytes' place, pinned."""
-        rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
+        rank, call_id, _ = self.calls.pop(number, (None, 0, None))
         if rank is None or rank.is_dead:
             return
         if "excerpt" in body and error is None:
@@ -187,11 +188,11 @@ class SimHolder:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
         self.sealer.take_over(rank, step, slots, body)
 
-    def put_failed(self, shard: ShardId, body: Body) -> None:
+    def put_failed(self, request: calls.SkipStep) -> None:
         """Ask the controller to have the step given up on all ranks alike (R12)."""
         number = next(self.call_ids)
-        self.calls[number] = (None, 0, "skip", body)
-        self.tell(RankCall(self.host_id, number, "skip", body))
+        self.calls[number] = (None, 0, request)
+        self.tell(RankCall(self.host_id, number, request))
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""

@@ -12,6 +12,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.messages import copy_to_wire
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host import mapped_arena
@@ -19,7 +20,6 @@ from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.world.processes import Rank
-from recovery.inventory import ShardId
 
 Body = dict[str, Any]
 DIGEST_S = 0.004  # a chunk
@@ -49,7 +49,7 @@ class Digested:
 class SealingHolder(HostContext, Protocol):
     """A holder, as its sealer sees it."""
 
-    def put_failed(self, shard: ShardId, body: Body) -> None:
+    def put_failed(self, request: SkipStep) -> None:
         """Ask the controller to have the step given up on all ranks alike."""
 
     def grant(self, rank: Rank) -> None:
@@ -134,8 +134,11 @@ class Sealer:
         yield from ()
         shard = effect.shard
         self.holder.twins.ended(shard)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.holder.put_failed(shard, {**body, "is_failed": effect.is_failed})
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.holder.put_failed(request)
 
     def _tell_level(self, effect: effects.TellLevel) -> Waits[None]:
         yield from ()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.server import PeerServer
@@ -76,7 +77,7 @@ class Holder(Process, Protocol):
     def welcome(self, rank: Rank) -> list[int]:
         """Open a link; return the slots that the rank holds and that are not its own."""
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
@@ -93,8 +94,8 @@ class Holder(Process, Protocol):
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
 
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Return the questions of ranks that no controller has answered: id, verb, body."""
+    def open_calls(self) -> list[tuple[int, RankCall]]:
+        """Return the questions of ranks that no controller has answered, by id."""
 
     def obey(self, kind: str, body: Body) -> None:
         """Carry out an order."""
