@@ -50,11 +50,12 @@ class Where:
             with any_tool(self.config) as tool:
                 return tool.ask(request, timeout_s)
         except PeerTimeout as error:
+            verb = tag_of(request)
             raise PeerTimeout(
-                f"the controller of store {self.config.store!r} did not answer {tag_of(request)!r} within {timeout_s:g} s, "
-                "though a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, "
+                f"the controller of store {self.config.store!r} did not answer {verb!r} within {timeout_s:g} s, though "
+                "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, "
                 "run `memstore up`. What is stored is not touched by this",
-                operation=tag_of(request), waited_s=timeout_s, limit_s=timeout_s,
+                operation=verb, waited_s=timeout_s, limit_s=timeout_s,
             ) from error  # fmt: skip
         except PeerUnreachable as error:
             if self.address is not None:

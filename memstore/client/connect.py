@@ -20,6 +20,7 @@ from memstore.config import Config, check_name
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
 from memstore.core.wire.calls import AskSteps, Join, PersistStep, PinStep, RankCall, ReadStep, UnpinStep
+from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
@@ -187,7 +188,7 @@ def end_former(store: Store) -> None:
         if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
             continue
         if former is not store and former.attempt <= store.attempt:
-            former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+            former.puts.link.take_event(AttemptFenced(attempt=store.attempt, is_removed=False))
             former.close()
     number = id(store)
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
@@ -204,10 +205,10 @@ def check_shard(shard: int | None, shards: int | None) -> None:
         )  # fmt: skip
 
 
-def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+def fitted_to_store(config: Config, welcome: Welcome) -> Config:
     """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
-    check_store_fields(config, welcome["store"])
-    config = config.with_defaults(welcome["job_defaults"])
+    check_store_fields(config, welcome.store)
+    config = config.with_defaults(welcome.job_defaults)
     check_sigterm(config.persist_on_sigterm_s, config.durable)
     return config
 

@@ -20,6 +20,7 @@ from memstore.client.restore import OpenShard
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
 from memstore.core.wire.calls import Get, ReadStep, TellDiffering
+from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
@@ -134,7 +135,7 @@ class SharedShard:
 
     # -- twins that differ ------------------------------------------------------------------------
 
-    def name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+    def name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
 
         Args:
@@ -145,35 +146,35 @@ class SharedShard:
             target=self._name_differing, args=(link, event, wait), name="memstore-twins", daemon=True
         ).start()
 
-    def _name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
-        step, twin, names = int(event["step"]), int(event["twin"]), list[str]()
+    def _name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
+        step, twin, names = event.step, event.twin, list[str]()
         try:
-            if event["count"]:
+            if event.count:
                 with contextlib.suppress(MemstoreError, TimeoutError):  # told all the same, without names
                     wait(step)
-                    names = self._differing_names(link, event, step, twin)
-                where = ", ".join(names) or f"{event['count']} chunks"
+                    names = self._differing_names(link, event)
+                where = ", ".join(names) or f"{event.count} chunks"
                 both = f"ranks {self.rank} and {twin}"
                 log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
             told = TellDiffering(
-                job=link.job, attempt=int(event["attempt"]), step=step, ranks=(self.rank, twin),
-                chunks=int(event["count"]), names=tuple(names),
+                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, twin), chunks=event.count,
+                names=tuple(names),
             )  # fmt: skip
             link.call(told, NAMING_S)
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
 
-    def _differing_names(self, link: HolderLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
+    def _differing_names(self, link: HolderLink, event: ReplicasDiffer) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)
-        chunks = [int(chunk) for chunk in event["chunks"]][:COMPARED_CHUNKS_MAX]
+        chunks = list(event.chunks[:COMPARED_CHUNKS_MAX])
         with contextlib.ExitStack() as stack:
             both = []
-            for rank in (self.rank, twin):
-                there = ranges.open(ranges.ask(step, rank, attempt=int(event["attempt"])))
+            for rank in (self.rank, event.twin):
+                there = ranges.open(ranges.ask(event.step, rank, attempt=event.attempt))
                 there.close()
                 size, count = there.manifest.chunk_bytes, len(there.manifest.chunks)
                 wanted = [(chunk * size, 1) for chunk in chunks if chunk < count]
-                opened = ranges.open(ranges.ask(step, rank, wanted, size, attempt=int(event["attempt"])))
+                opened = ranges.open(ranges.ask(event.step, rank, wanted, size, attempt=event.attempt))
                 stack.callback(opened.close)
                 both.append(opened)
             names = differing_names(both[0], both[1], chunks)

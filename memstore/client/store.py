@@ -24,6 +24,15 @@ from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    CheckInto,
+    HolderEvent,
+    ReplicasDiffer,
+    RoomGrown,
+    StepLevel,
+)
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
@@ -214,29 +223,29 @@ class Store(PinVerbs, MarkVerbs):
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
-    def on_event(self, body: dict[str, Any]) -> None:
+    def on_event(self, event: HolderEvent) -> None:
         """Levels for tickets, checks for a get under way, fences."""
-        if body["k"] == "level":
-            self.puts.on_level(body)
-        elif body["k"] == "check":
-            self._on_check(body)
-        elif body["k"] == "room":
-            self.puts.on_room(body)
-        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
-            self.natural.name_differing(self._link, body, self.puts.wait_committed)
-        elif body["k"] == "fenced":
-            self.puts.fail_all(str(self._link.fenced_error()))
+        match event:
+            case StepLevel():
+                self.puts.on_level(event)
+            case CheckInto():
+                self._on_check(event)
+            case RoomGrown():
+                self.puts.on_room(event)
+            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
+                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case AttemptFenced():
+                self.puts.fail_all(str(self._link.fenced_error()))
 
-    def _on_check(self, body: dict[str, Any]) -> None:
-        error: list[str] | None = None
+    def _on_check(self, order: CheckInto) -> None:
+        error: IntoError | None = None
         try:
-            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
         except MemstoreError as exc:
-            error = [type(exc).__name__, str(exc)]
+            error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
-            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
-        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
-        self._link.notify({"k": "checked", **told})
+            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
+        self._link.notify(IntoChecked(job=self.job, round=order.round, rank=self.rank, error=error))
 
     # -- get ----------------------------------------------------------------------------------
 

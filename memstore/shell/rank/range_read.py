@@ -19,6 +19,7 @@ from memstore.core.format.layout import pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.core.wire.calls import ReadRanges
 from memstore.core.wire.orders import ChunkRange
+from memstore.core.wire.rank_messages import Unpin
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.rank.holder_link import HolderLink
@@ -93,7 +94,7 @@ class OpenRanges:
     def close(self) -> None:
         """Let go of the slots."""
         self.hold.close()
-        self.link.notify({"k": "unpin", "pin": self.pin})
+        self.link.notify(Unpin(pin=self.pin))
 
 
 class ShardRanges:
@@ -162,4 +163,4 @@ class ShardRanges:
 
     def _give_back(self, future: Future[dict[str, Any]]) -> None:
         if future.exception() is None:
-            self.link.notify({"k": "unpin", "pin": future.result()["pin"]})
+            self.link.notify(Unpin(pin=future.result()["pin"]))

@@ -16,6 +16,7 @@ from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.wire.calls import AskSteps, ReadStep
 from memstore.core.wire.orders import ChunkListener
+from memstore.core.wire.rank_messages import ChunksArrived, Unpin
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.codec.interpreter import waiting
@@ -89,7 +90,7 @@ class StagedShard:
     def close(self) -> None:
         """Let go of the slots."""
         self._hold.close()
-        self.link.notify({"k": "unpin", "pin": self._pin})
+        self.link.notify(Unpin(pin=self._pin))
 
 
 class ShardRead:
@@ -109,7 +110,7 @@ class ShardRead:
         self._slots: dict[int, int] = {}  # of chunks that have come, not taken yet
         self._hold: PageHold | None = None  # of those that were taken
         self._staged: StagedShard | None = None
-        self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[ChunksArrived | Future[dict[str, Any]]] = queue.SimpleQueue()
         number = link.hear(self._heard)
         self._number = number
         self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, number)))
@@ -132,7 +133,7 @@ class ShardRead:
 
     def _give_back(self, future: Future[dict[str, Any]]) -> None:
         if future.exception() is None:
-            self._link.notify({"k": "unpin", "pin": future.result()["pin"]})
+            self._link.notify(Unpin(pin=future.result()["pin"]))
 
     def manifest(self) -> Manifest:
         """Wait for the manifest."""
@@ -168,9 +169,9 @@ class ShardRead:
         if self._staged is not None:
             self._staged.mend(wanted, use)
 
-    def _named(self, told: Mapping[str, Any]) -> Manifest:
+    def _named(self, data: bytes) -> Manifest:
         """Return the manifest of what is read; a question asked again by a link that broke may be answered anew."""
-        named = decode_manifest(bytes(told["manifest"]))
+        named = decode_manifest(data)
         if self._manifest is None:
             self._manifest = named
         elif self._manifest != named:
@@ -196,8 +197,8 @@ class ShardRead:
             ) from None  # fmt: skip
         if isinstance(heard, Future):
             answer = heard.result()
-            self._staged = StagedShard(self._link, self._named(answer), answer)
+            self._staged = StagedShard(self._link, self._named(bytes(answer["manifest"])), answer)
             return
-        if "manifest" in heard:
-            self._named(heard)
-        self._slots.update({int(index): int(slot) for index, slot in heard["chunks"]})
+        if heard.manifest is not None:
+            self._named(heard.manifest)
+        self._slots.update({chunk.index: chunk.slot for chunk in heard.chunks})

@@ -109,7 +109,7 @@ def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: 
     vault.claim("b", share(9))
     kept = put(vault, "b", 2)
     assert on_disk(folder) == 18
-    vault.drop_all([first], ["a", 1])
+    vault.drop_all([first], ("a", 1))
     assert on_disk(folder) == 9
     stats = vault.stats()
     assert (stats["claimed_bytes"], stats["reserved_bytes"], stats["used_bytes"]) == (9 * CHUNK, 9 * CHUNK, 3 * CHUNK)
@@ -163,7 +163,7 @@ def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        vault.drop_all([], ["a", 1])
+        vault.drop_all([], ("a", 1))
         assert sorted(vault.table.free) == [1, 2, 5]
         vault.close()
         vault = open_vault(folder)
@@ -200,7 +200,7 @@ def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
     reader.close()
     try:
         assert os.read(runs, 1) == b"r"
-        vault.drop_all([], ["a", 1])
+        vault.drop_all([], ("a", 1))
         assert on_disk(folder) == 0
     finally:
         for fd in (end, runs, begun):
@@ -217,7 +217,7 @@ def test_slots_whose_reader_outlived_its_pin_keep_their_pages(folder: Path) -> N
     shard = put(vault, "a", 1)
     pinned = vault.pin(shard)
     assert pinned is not None
-    vault.drop_all([shard], ["a", 1])
+    vault.drop_all([shard], ("a", 1))
     assert on_disk(folder) == 3
     pinned[0].pins[pinned[1]] = -1.0  # past its deadline
     vault.expire_pins()
@@ -238,7 +238,7 @@ def test_room_that_somebody_else_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_p
             vault = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
             vault.claim("a", share(24))
             vault.claim("b", share(4))
-            vault.drop_all([], ["a", 1])
+            vault.drop_all([], ("a", 1))
             other = mounted / "other"
             with other.open("wb") as file, contextlib.suppress(OSError):
                 while file.write(bytes(1 << 20)):
@@ -282,7 +282,7 @@ class Writes:
 
 def remove_and_claim(vault: ReplicaStore, shards: list[ShardId]) -> None:
     """A job is removed, its room given back and claimed again for another: every write that there is."""
-    vault.drop_all(shards, ["a", 1])
+    vault.drop_all(shards, ("a", 1))
     vault.claim("c", share(10))
     put(vault, "c", 1)
 

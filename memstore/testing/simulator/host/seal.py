@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_digest
@@ -14,6 +16,8 @@ from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.rank_messages import PutReady
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostContext
@@ -49,8 +53,7 @@ class Digested:
 class SealingHolder(HostContext, Protocol):
     """A holder, as its sealer sees it."""
 
-    def put_failed(self, request: SkipStep) -> None:
-        """Ask the controller to have the step given up on all ranks alike."""
+    calls: Calls
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -77,14 +80,10 @@ class Sealer:
             }
         )
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal a hand-over that came completely."""
-        vault = self.holder.vault
-        whole = {
-            **body, "step": step, "slots": slots, "nbytes": len(slots) * vault.chunk_bytes,
-            "arena": vault.arena_identity, "sample": {"chunks": body["seen"]},
-        }  # fmt: skip
-        put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), whole)
+        ready = msgspec.structs.replace(ready, arena=self.holder.vault.arena_identity)  # its sample tells another one
+        put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), ready)
         if put is not None:
             self.holder.twins.began(put.shard)
             self.driver.start(procedure.run(self.state, put))
@@ -98,7 +97,7 @@ class Sealer:
 
     def _compare_sample(self, effect: effects.CompareSample) -> Waits[list[int]]:
         yield from ()
-        is_seen = mapped_arena.are_seen(self.holder, list(effect.slots), {"seen": effect.seen["chunks"]})
+        is_seen = mapped_arena.are_seen(self.holder, effect.slots, effect.seen)
         return [] if is_seen else [0]
 
     def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
@@ -110,13 +109,13 @@ class Sealer:
         return self.pusher.replicate(effect.shard, effect.digest, cast("StreamingReplica | None", effect.fresh))
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[StoredReplica]:
-        holder, fresh, body = self.holder, cast(StreamingReplica, effect.fresh), effect.body
-        for slot, nbytes in zip(effect.slots, fresh.sizes, strict=True):
+        holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
+        for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
             yield DIGEST_S
             fresh.add(chunk_digest(holder.vault.arena.view(slot, nbytes)))
         shelved = holder.vault.seal_local(
-            effect.shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
-            slots=effect.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
+            effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
+            slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
         holder.checker.puts.sealed_here(holder, effect.shard, shelved.digests)
         return shelved
@@ -138,7 +137,7 @@ class Sealer:
             job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
             is_failed=effect.is_failed,
         )  # fmt: skip
-        self.holder.put_failed(request)
+        self.holder.calls.ask(Call(None, "", 0, request))
 
     def _tell_level(self, effect: effects.TellLevel) -> Waits[None]:
         yield from ()

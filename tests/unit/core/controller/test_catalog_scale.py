@@ -155,11 +155,11 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
     asked: list[Any] = []
     looks = counted(monkeypatch, launches, "_gathering")
     for rank in range(16):
-        fleet.handle(RankCall(fleet.hosts[0], 1000 + rank, request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"})))
-    for rank in range(16):
-        asked += fleet.catalog.handle(
-            fleet.now, RankCall(fleet.hosts[0], 2000 + rank, RollCall(job="next", of="join"))
+        fleet.handle(
+            RankCall(fleet.hosts[0], 1000 + rank, request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"}))
         )
+    for rank in range(16):
+        asked += fleet.catalog.handle(fleet.now, RankCall(fleet.hosts[0], 2000 + rank, RollCall(job="next", of="join")))
     assert {answer.body["found"]["awaited"] for answer in asked} == {"rank 16"}
     assert looks == [1]
     fleet.handle(Tick())
