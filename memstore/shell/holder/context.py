@@ -31,7 +31,7 @@ class HolderContext:
     state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
-    vault: ReplicaStore
+    replicas: ReplicaStore
     idle: IdleTime
     peers: PeerTable
     on_fatal: Callable[[str], None]
@@ -69,8 +69,8 @@ class HolderContext:
         them in the order in which they were true.
         """
         self.idle.used()
-        with self.vault.lock:
-            shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        with self.replicas.lock:
+            shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
             if shelved is not None and not shelved.is_doomed:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 body: dict[str, Any] = {"copies": [copy_to_wire(held)]}

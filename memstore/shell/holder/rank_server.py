@@ -63,10 +63,10 @@ class RankServer:
         traffic: Traffic, trained: TrainedSteps, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
-        self.context, self.vault, self.connections = context, context.vault, connections
+        self.context, self.replicas, self.connections = context, context.replicas, connections
         self.calls, self.sealer, self.excerpts = calls, sealer, excerpts
         self.traffic, self.trained, self.release_room = traffic, trained, release_room
-        self.lendings = LeaseTransfers(self.vault)
+        self.lendings = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class RankServer:
         if isinstance(hello, RankHello):
             link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
             # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-            held, is_ours = hello.held, hello.arena == self.vault.arena.identity
+            held, is_ours = hello.held, hello.arena == self.replicas.arena.identity
         with self.connections.lock:
             if link.parent:
                 lender = self.connections.owners.get(link.parent)
@@ -110,13 +110,13 @@ class RankServer:
             if old is not None and old.owner == owner:
                 self.sealer.retire(old)
                 old.channel.abort()
-            with self.vault.lock:
-                _, stale = self.vault.table.confirm(owner, held if is_ours else ())
-                self.vault.flush()
+            with self.replicas.lock:
+                _, stale = self.replicas.table.confirm(owner, held if is_ours else ())
+                self.replicas.flush()
             link.send(
                 Welcome(
-                    stale=tuple(stale) if is_ours else held, arena=self.vault.arena.identity,
-                    chunk_bytes=self.vault.chunk_bytes, store=self.context.config.store_fields(),
+                    stale=tuple(stale) if is_ours else held, arena=self.replicas.arena.identity,
+                    chunk_bytes=self.replicas.chunk_bytes, store=self.context.config.store_fields(),
                     job_defaults=self.context.config.job_defaults(),
                 )
             )  # fmt: skip
@@ -214,12 +214,12 @@ class RankServer:
 
     def _shard(self, body: dict[str, Any]) -> tuple[bytes, Sequence[int | None], Callable[[], None]]:
         """Pin the shard that was brought for a read, and return the same of it."""
-        pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
+        pinned = self.replicas.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
-        release = functools.partial(self.vault.unpin, *pinned)
+        release = functools.partial(self.replicas.unpin, *pinned)
         try:
-            return self.vault.manifest(pinned[0]), pinned[0].slots, release
+            return self.replicas.manifest(pinned[0]), pinned[0].slots, release
         except BaseException:
             release()
             raise
@@ -258,20 +258,20 @@ class RankServer:
         with self.connections.lock:
             known = set(self.connections.owners.values())
             jobs = {link.job for link in self.connections.links.values() if link.job}
-        with self.vault.lock:
-            leased = self.vault.table.leases
+        with self.replicas.lock:
+            leased = self.replicas.table.leases
             for owner in [o for o in leased if o not in known and not is_alive(o.pid, o.start)]:
-                self.vault.table.reclaim(owner)
-            self.vault.flush()
+                self.replicas.table.reclaim(owner)
+            self.replicas.flush()
         for job in jobs:
             self.connections.grant_job(job)
 
     def _reclaim(self, owner: Owner) -> None:
         """Take back what a process leased and did not hand over."""
-        with self.connections.lock, self.vault.lock:
+        with self.connections.lock, self.replicas.lock:
             self.lendings.forget(owner)
-            self.vault.table.reclaim(owner)
-            self.vault.flush()
+            self.replicas.table.reclaim(owner)
+            self.replicas.flush()
         self.release_room()
 
 

@@ -36,12 +36,12 @@ class RoomOrders:
 
     def keep_jobs(self, jobs: list[str]) -> None:
         """Give back the shares of jobs that the controller does not know and that have nothing here."""
-        self._begin(self.context.vault.keep_shares, jobs)
+        self._begin(self.context.replicas.keep_shares, jobs)
 
     def release(self) -> None:
         """Give back what no job has reserved, once the claims that are queued are done."""
         with contextlib.suppress(RuntimeError):  # the holder ends
-            self._thread.submit(self.context.vault.room.release)
+            self._thread.submit(self.context.replicas.room.release)
 
     def _begin(self, work: Callable[[Any], None], what: Any) -> None:
         self._thread.submit(self.context.logged, work, what)

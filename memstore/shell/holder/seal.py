@@ -29,7 +29,7 @@ class Sealer:
         self, context: HolderContext, runner: Runner, connections: RankConnections, calls: Calls, pusher: Pusher,
         twins: Twins,
     ) -> None:  # fmt: skip
-        self.context, self.vault, self.connections = context, context.vault, connections
+        self.context, self.replicas, self.connections = context, context.replicas, connections
         self.calls, self.pusher, self.twins = calls, pusher, twins
         self.meter = PutMeter()
         self.runner = runner.extended(
@@ -97,7 +97,7 @@ class Sealer:
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
         ready, shard = effect.ready, effect.shard
-        shelved = self.vault.seal_local(
+        shelved = self.replicas.seal_local(
             shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
             attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,

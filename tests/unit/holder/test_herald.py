@@ -26,16 +26,16 @@ def test_a_herald_tells_each_chunk_once() -> None:
     """The manifest goes out at once, even alone; a chunk is named when it has come, and never again."""
     said: list[ChunksArrived] = []
     draft = IncomingReplica(ShardId("job", 1, 2, 0), [b"d"] * 4, [None] * 4, 1)
-    herald = ChunkNotifier(said.append, 7, b"manifest", draft)
-    herald.tell()
-    herald.tell()
+    notifier = ChunkNotifier(said.append, 7, b"manifest", draft)
+    notifier.tell()
+    notifier.tell()
     assert said == [ChunksArrived(read=7, manifest=b"manifest", chunks=())]
     draft.slots[3], draft.slots[1] = 30, 10
-    herald.tell()
-    herald.tell()
+    notifier.tell()
+    notifier.tell()
     draft.slots[0] = draft.slots[2] = 5  # two chunks of one content
-    herald.tell()
-    herald.tell()
+    notifier.tell()
+    notifier.tell()
     assert said[1:] == [
         ChunksArrived(read=7, chunks=(ArrivedChunk(1, 10), ArrivedChunk(3, 30))),
         ChunksArrived(read=7, chunks=(ArrivedChunk(0, 5), ArrivedChunk(2, 5))),

@@ -74,19 +74,19 @@ class SimHolder:
         self.ranks: dict[str, Rank] = {}
         self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
         memory.is_cut, memory.crash_in = False, None
-        self.vault = ReplicaStore(
+        self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.vault.on_hurt = self.sealed
+        self.replicas.on_hurt = self.sealed
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
+            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         self.state = HolderState(
-            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
-            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
@@ -135,7 +135,7 @@ class SimHolder:
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
-        return list(self.vault.shelf.copies(self.host_id, job))
+        return list(self.replicas.index.copies(self.host_id, job))
 
     def tell(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
@@ -148,7 +148,7 @@ class SimHolder:
 
     def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
             body: Body = {"copies": [copy_to_wire(held)]}
@@ -163,7 +163,7 @@ class SimHolder:
     def welcome(self, rank: Rank) -> list[int]:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
         stale = mapped_arena.confirm(self, rank)
-        self.vault.flush()
+        self.replicas.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
         rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
@@ -192,7 +192,7 @@ class SimHolder:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
         if is_here and rank.attempt >= self.fences.first(rank.job):
-            slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
+            slots = self.replicas.lease(rank.owner, rank.job, rank.rank, rank.attempt)
             if slots:
                 rank.granted(slots)
 
@@ -206,14 +206,14 @@ class SimHolder:
         """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
         if not self.is_serving:
             return
-        for owner in [o for o in self.vault.table.leases if not self.world.is_alive(o.pid, o.start)]:
-            self.vault.table.reclaim(owner)
-        self.vault.flush()
+        for owner in [o for o in self.replicas.table.leases if not self.world.is_alive(o.pid, o.start)]:
+            self.replicas.table.reclaim(owner)
+        self.replicas.flush()
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
             self.calls.forget(rank.owner)
             self.tell(RankGone(self.host_id, nonce))
-        self.vault.expire_pins()
+        self.replicas.expire_pins()
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
         self.stager.expire_parts()
@@ -241,7 +241,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        self.vault.keep_shares(body["jobs"])
+        self.replicas.keep_shares(body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])

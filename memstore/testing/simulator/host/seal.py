@@ -82,7 +82,9 @@ class Sealer:
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal a hand-over that came completely."""
-        ready = msgspec.structs.replace(ready, arena=self.holder.vault.arena_identity)  # its sample tells another one
+        ready = msgspec.structs.replace(
+            ready, arena=self.holder.replicas.arena_identity
+        )  # its sample tells another one
         put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), ready)
         if put is not None:
             self.holder.twins.began(put.shard)
@@ -102,7 +104,7 @@ class Sealer:
 
     def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
         yield from ()
-        return StreamingReplica(self.holder.vault, effect.shard, effect.slots, effect.sizes)
+        return StreamingReplica(self.holder.replicas, effect.shard, effect.slots, effect.sizes)
 
     def _replicate(self, effect: effects.Replicate) -> Waits[bool]:
         yield from ()
@@ -112,8 +114,8 @@ class Sealer:
         holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
         for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
             yield DIGEST_S
-            fresh.add(chunk_digest(holder.vault.arena.view(slot, nbytes)))
-        shelved = holder.vault.seal_local(
+            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
+        shelved = holder.replicas.seal_local(
             effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
             slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
@@ -157,6 +159,6 @@ class Sealer:
 
     def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
         yield from ()
-        copies = [copy_to_wire(c) for c in self.holder.vault.shelf.copies(self.holder.host_id, effect.job)]
+        copies = [copy_to_wire(c) for c in self.holder.replicas.index.copies(self.holder.host_id, effect.job)]
         self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
         self.holder.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})

@@ -44,7 +44,7 @@ def fork_takes_the_references() -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
     def moved(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        is_new = self.shelf.find(new) is None
+        is_new = self.index.find(new) is None
         made = fork(self, shard, digest, new)
         for number in made.slots if made is not None and is_new else ():
             if number is not None:
@@ -73,8 +73,8 @@ def fork_of_another_step() -> Any:
     """A fork is made of another step of its origin than the one that was named."""
 
     def other(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        held = sorted(s for s, _ in self.shelf.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
-        found = self.shelf.find(held[0]) if held else None
+        held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
+        found = self.index.find(held[0]) if held else None
         return fork(self, found.shard, found.spec.digest, new) if found is not None else None
 
     fork = ReplicaStore.fork

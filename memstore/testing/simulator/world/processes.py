@@ -63,7 +63,7 @@ class Holder(Process, Protocol):
     host_id: str
     info: HostInfo
     memory: Memory
-    vault: ReplicaStore
+    replicas: ReplicaStore
     peer_server: PeerServer
     sessions: Sessions[Session]
     calls: Calls  # that no controller has answered

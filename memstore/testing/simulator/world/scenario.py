@@ -49,7 +49,7 @@ class Scenario:
     step_s: float = 0.4
     has_durable: bool = False
     is_strict: bool = True
-    is_ordered: bool = False  # ranks call mesh_order() before their get
+    is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
     has_twins: bool = False  # ranks with equal state, declared or learned by their chunks; offers wait for them (R34)
     shards: int = 0  # each rank names one of so many shards; 0: none does
