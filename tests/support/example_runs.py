@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from repository import ROOT
@@ -16,6 +15,7 @@ from repository import ROOT
 import memstore
 from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
+from memstore.testing.clusters.processes import wait_for
 
 EXAMPLES = ROOT / "examples"
 GUIDE = (ROOT / "docs/guide/frameworks.md").read_text(encoding="utf-8")
@@ -47,11 +47,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     for pid, _ in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=60)
-    deadline_s = time.monotonic() + 60
-    while any(is_alive(pid, start) for pid, start in victims):
-        assert time.monotonic() < deadline_s, "ranks survive SIGKILL"
-        time.sleep(0.01)  # bounded by the deadline above
+    process.wait(timeout=120)
+    wait_for(lambda: not any(is_alive(pid, start) for pid, start in victims), "killed ranks to be gone", 60.0)
 
 
 def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
@@ -63,14 +60,17 @@ def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
 
 def wait_committed(cluster: EmbeddedCluster, job: str, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until a step is committed; return the newest one."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while True:
+    committed = -1
+
+    def look() -> bool:
+        nonlocal committed
         committed = newest_committed(cluster, job)
-        if committed >= step:
-            return committed
-        assert process.poll() is None, f"the ranks ended with {process.returncode} before step {step} was committed"
-        assert time.monotonic() < deadline_s, f"step {step} is not committed after {DEADLINE_S:g} s"
-        time.sleep(0.05)  # bounded by the deadline above
+        ended = f"the ranks ended with {process.returncode} before step {step} was committed"
+        assert committed >= step or process.poll() is None, ended
+        return committed >= step
+
+    wait_for(look, f"step {step} to be committed", DEADLINE_S)
+    return committed
 
 
 def command_of(example: str, cluster: EmbeddedCluster, job: str, *options: str) -> list[str]:

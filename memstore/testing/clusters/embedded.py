@@ -70,6 +70,7 @@ class EmbeddedCluster:
         self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
         self.nodes: dict[str, Any] = {}  # nodes of cluster_utils, or in a rig processes of `ray start`
         self.cluster: Any = None
+        self._outer_address: str | None = os.environ.get("RAY_ADDRESS")
 
     def __enter__(self) -> EmbeddedCluster:
         try:
@@ -86,12 +87,15 @@ class EmbeddedCluster:
 
     def start(self) -> None:
         """Start the raylets, connect this process, start the store."""
+        os.environ.pop("RAY_ADDRESS", None)
         self.cluster = Cluster()
         head, *others = self.labels
         self.add_node(head)
         ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
         for host in others:  # one after the other, because raylets that start at once take the same socket name
             self.add_node(host)
+        # What is started from here on finds this cluster, and no other one that runs on this machine.
+        os.environ["RAY_ADDRESS"] = self.address
         if self.has_store:
             store_cluster.start(self.config)
 
@@ -224,6 +228,9 @@ class EmbeddedCluster:
         victims = [v for host in list(self.nodes) for v in self.node_processes(host)]
         with contextlib.suppress(Exception):
             ray.shutdown()
+        os.environ.pop("RAY_ADDRESS", None)
+        if self._outer_address is not None:
+            os.environ["RAY_ADDRESS"] = self._outer_address
         if self.cluster is not None:
             with contextlib.suppress(Exception):
                 self.cluster.shutdown()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.nursery import LockedNursery
+from memstore.testing.nemesis.nursery import NemesisNursery
 from memstore.testing.nemesis.record import Part, append, parts_of
 from memstore.testing.nemesis.round import Round
 from memstore.testing.nemesis.schedule import COMPOSED, draw, without
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of this process's questions
     os.environ[leaks.RUN_VARIABLE] = run
     os.environ.pop("RAY_ADDRESS", None)
-    with LockedNursery() as nursery, LoadMeter() as meter:
+    with NemesisNursery() as nursery, LoadMeter() as meter:
         while True:
             round_seed = options.round_seed if options.round_seed is not None else rng.getrandbits(32)
             broken += _play(options, round_seed, nursery, meter, run, part)
@@ -66,7 +66,7 @@ def _end(number: int, _frame: object) -> None:
 
 
 def _play(
-    options: argparse.Namespace, seed: int, nursery: LockedNursery, meter: LoadMeter, run: str, part: Part
+    options: argparse.Namespace, seed: int, nursery: NemesisNursery, meter: LoadMeter, run: str, part: Part
 ) -> bool:
     """Play one round and print how it went; return whether it broke a promise."""
     scenario = without(

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from memstore.core.wire.calls import RankCall
 from memstore.errors import MemstoreError
 from memstore.shell.arena import lock as arena_lock
 from memstore.shell.rank.admin_link import Tool
-from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.clusters.processes import Process, ProcessCluster
 from memstore.testing.nemesis.ledger import Harm, Ledger
 from memstore.testing.nemesis.rank_process import CLOCK_VARIABLE
 from memstore.testing.nemesis.story import Story
@@ -175,7 +174,7 @@ class Hosts:
             if self.cluster.controller is not None:
                 self.cluster.controller.send_signal(sig)
 
-    def outranked(self) -> list[subprocess.Popen[bytes]]:
+    def outranked(self) -> list[Process]:
         """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
@@ -265,5 +264,5 @@ class Hosts:
         return self.cluster.arena(host)
 
 
-def _code(process: subprocess.Popen[bytes] | None) -> str:
+def _code(process: Process | None) -> str:
     return "" if process is None else f" with {process.returncode}"

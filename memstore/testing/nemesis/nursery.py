@@ -1,9 +1,8 @@
-"""The process that forks ranks and readers, usable by several threads."""
+"""The process that forks ranks and readers of the nemesis."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,18 +10,16 @@ from memstore.testing.nemesis.rank_process import LOG_VARIABLE
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 
 
-class LockedNursery(RankNursery):
+class NemesisNursery(RankNursery):
     """A `RankNursery` for the nemesis's own rank program."""
 
     def __init__(self) -> None:
         super().__init__("memstore.testing.nemesis.rank_process")
-        self._lock = threading.Lock()
         self.log = Path(os.devnull)  # the log of the current round's ranks
 
-    def __enter__(self) -> LockedNursery:
+    def __enter__(self) -> NemesisNursery:
         return self
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
-        """Fork a rank or reader; threads wait for one another."""
-        with self._lock:
-            return super().start(rank, {LOG_VARIABLE: str(self.log), **env}, namespace=namespace)
+        """Fork a rank or reader that logs into the current round's file."""
+        return super().start(rank, {LOG_VARIABLE: str(self.log), **env}, namespace=namespace)

@@ -19,7 +19,7 @@ from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.job import JOB, Job
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.nursery import LockedNursery
+from memstore.testing.nemesis.nursery import NemesisNursery
 from memstore.testing.nemesis.observer import Observer, incomplete
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
@@ -40,7 +40,7 @@ class Round:
     """A round of one scenario; `story` has what happened."""
 
     def __init__(
-        self, scenario: Scenario, nursery: LockedNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
+        self, scenario: Scenario, nursery: NemesisNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
     ) -> None:
         self.scenario, self.nursery, self.meter, self.folder, self.run = scenario, nursery, meter, folder, run
         self.story = Story()

@@ -126,8 +126,9 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
         has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
         notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
         shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,
-        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage, abandoned_arena_ttl_s=abandoned_arena_ttl_s,
-        job_ttl_s=job_ttl_s, faults=(), ending=rng.choice(("running", "running", "dead", "closed")),
+        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage,
+        abandoned_arena_ttl_s=abandoned_arena_ttl_s, job_ttl_s=job_ttl_s, faults=(),
+        ending=rng.choice(("running", "running", "dead", "closed")),
     )  # fmt: skip
     if shape in ("random", "kills", "ray"):
         faults = _random_faults(rng, replay, 6.0 if is_short else rng.uniform(15.0, 35.0))
@@ -144,8 +145,8 @@ def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
 
 def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
     fields = {
-        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2, "suspect_after_s": 1.0,
-        "dead_after_s": 3.0,
+        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2,
+        "suspect_after_s": 1.0, "dead_after_s": 3.0,
     }  # fmt: skip
     job_fields = {
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,

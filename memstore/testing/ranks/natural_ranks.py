@@ -56,7 +56,8 @@ class NaturalRank(Rank):
         return {
             "step": got.step, "verdict": got.source, "steps_lost": got.steps_lost,
             "digest": digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(got.state["step"])),
-            "own": None if got.rank_state is None else got.rank_state["rank"], "noise": None if noise is None else float(noise[-1]),
+            "own": None if got.rank_state is None else got.rank_state["rank"],
+            "noise": None if noise is None else float(noise[-1]),
         }  # fmt: skip
 
 

@@ -11,13 +11,11 @@ store, so a restored state is compared with something that the store never saw.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from memstore.testing.clusters.namespaces import enter
+from memstore.testing.clusters.nursery import REPLY_S, Nursery, fork_children
 
-PR_SET_PDEATHSIG = 1
-REPLY_S = 60.0
 STEP_S = 0.02  # duration of a training step: without it a loop of skipped puts would end at once
 
 
@@ -146,20 +142,12 @@ def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list
     return found
 
 
-class RankNursery:
+class RankNursery(Nursery):
     """A process that has imported everything and forks ranks; a context manager whose ranks end with it."""
 
     def __init__(self, module: str = "memstore.testing.ranks.rank_process") -> None:
         """Start the process, which runs `module`; that must call `nursery_main`."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
-        self._channel = mine
-        self._channel.settimeout(REPLY_S)
-        self._channel.recv(1)  # everything is imported
+        super().__init__(module)
         self._ranks: list[RankProcess] = []
 
     def __enter__(self) -> RankNursery:
@@ -169,18 +157,12 @@ class RankNursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill_all()
-        self._channel.close()
-        self._process.kill()
-        self._process.wait(timeout=REPLY_S)
+        super().__exit__(kind, error, trace)
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            birth = {"env": dict(env), "namespace": namespace}
-            socket.send_fds(self._channel, [json.dumps(birth).encode()], [theirs.fileno()])
-        pid = int(self._channel.recv(32))
-        process = RankProcess(pid, mine, rank)
+        pid, channel = self.fork(env, namespace=namespace)
+        process = RankProcess(pid, channel, rank)
         self._ranks.append(process)
         return process
 
@@ -363,36 +345,10 @@ def serve_test(channel: socket.socket) -> None:
 
 
 def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
-    """Import everything once, then fork a rank for every request, until the test that started this ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ranks, so a killed one is gone at once
-    import memstore.client.connect  # noqa: F401  (what the ranks need, imported before the first fork)
+    """Import what every rank needs, then fork a rank for every request."""
+    import memstore.client.connect  # noqa: F401
 
-    channel = socket.socket(fileno=fd)
-    channel.sendall(b"r")
-    while True:
-        message, fds, _, _ = socket.recv_fds(channel, 65536, 1)
-        if not message:
-            return
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            _rank_main(socket.socket(fileno=fds[0]), json.loads(message), serve)
-        os.close(fds[0])
-        channel.sendall(str(pid).encode())
-
-
-def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], None]) -> None:
-    """Run the forked rank; never return."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(birth["env"])
-        if birth["namespace"]:
-            enter(birth["namespace"])
-        serve(channel)
-    finally:
-        os._exit(0)
+    fork_children(fd, serve)
 
 
 if __name__ == "__main__":
