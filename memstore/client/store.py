@@ -284,15 +284,8 @@ class Store(PinVerbs, MarkVerbs):
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
                 return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
-<<<<<<< 7bea21295a5312f27bb768733fadfd80985ebb3e
     def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
         step, timeout_s = request.step, request.timeout_s
-=======
-    def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool,
-        timeout_s: float,
-    ) -> Checkpoint | None:  # fmt: skip
->>>>>>> 7fdfaffad0434b89cb2c141a59d5cc4ab22adfb4
         self._into, self._own_into = into, rank_state_into
         try:
             answer = collective(self._link, request, timeout_s)

@@ -69,25 +69,14 @@ class Twins:
             said = "; ".join(f"ranks {listed(ranks)} say {_said(count)}" for count, ranks in by_count.items())
             return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
         count = next(iter(by_count))
-<<<<<<< 7bea21295a5312f27bb768733fadfd80985ebb3e
         if count is None or count > len(named):
-            return f"job {name!r}: shards={count!r} where {len(named)} ranks can hold 1 to {len(named)}"
+            return f"job {name!r}: shard_count={count!r} where {len(named)} ranks can hold 1 to {len(named)}"
         shards = [shard for shard, _ in named]
         wrong = [rank for rank, shard in enumerate(shards) if shard is None or shard >= count]
         if wrong:
-            said = ", ".join(f"rank {rank} shard={shards[rank]!r}" for rank in wrong[:10])
-            return f"job {name!r}: shards={count} are numbered 0 to {count - 1}, and {said}"
-        missing = sorted(set(range(count)).difference(shards))
-=======
-        if type(count) is not int or not 1 <= count <= len(calls):
-            return f"job {name!r}: shard_count={count!r} where {len(calls)} ranks can hold 1 to {len(calls)}"
-        named = [call.body.get("shard") for call in calls]
-        wrong = [rank for rank, shard in enumerate(named) if type(shard) is not int or not 0 <= shard < count]
-        if wrong:
-            said = ", ".join(f"rank {rank} shard_rank={named[rank]!r}" for rank in wrong[:10])
+            said = ", ".join(f"rank {rank} shard_rank={shards[rank]!r}" for rank in wrong[:10])
             return f"job {name!r}: shard_count={count} are numbered 0 to {count - 1}, and {said}"
-        missing = sorted(set(range(count)).difference(named))
->>>>>>> 7fdfaffad0434b89cb2c141a59d5cc4ab22adfb4
+        missing = sorted(set(range(count)).difference(shards))
         if missing:
             return (
                 f"job {name!r}: no rank names shard {listed(missing)} of shard_count={count}: every shard "

@@ -23,9 +23,7 @@ NEXT_WORD_S = 30.0
 ANSWER_S = 5.0  # the controller answers within this if it is there
 OPEN_S = 30.0  # once all ranks have come: storage is listed and hosts refuse older ranks, each with a limit of its own
 # What people call these requests; others by their tag.
-_NAMES: Mapping[type[RankCall], str] = {
-    Join: "connect to", ReserveRoom: "room for the puts of", AssignRanks: "mesh_order of"
-}  # fmt: skip
+_NAMES: Mapping[type[RankCall], str] = {Join: "connect to", ReserveRoom: "room for the puts of"}
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
