@@ -1,8 +1,6 @@
 """Rank, or tool, to controller: questions and requests, each answered once (`replies.py`) or refused. Pure.
 
 They travel through the holder of the rank's host, which asks again if a controller dies.
-
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations
