@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from memstore.config import MIB
+from memstore.core.wire.calls import VerifyStore
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
 from memstore.errors import ConfigError, DrillError
@@ -214,7 +215,7 @@ class FlipInTransit(NetworkScene):
             self.context.broken_promises.append(
                 f"{self.flips_count} bits flipped and {found} digest errors were counted"
             )
-        damaged = self.site.ask("verify", {"job": self.context.job.name}, 60.0)["hosts"][VIA]["damaged"]
+        damaged = self.site.ask(VerifyStore(job=self.context.job.name), 60.0)["hosts"][VIA]["damaged"]
         if damaged:
             self.context.broken_promises.append(f"{damaged} damaged chunks were stored on {VIA}")
 

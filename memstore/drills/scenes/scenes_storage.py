@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from memstore.core.wire.calls import VerifyStore
 from memstore.drills.breaking import faults
 from memstore.drills.breaking.kept_up import SlowFileSystem
 from memstore.drills.breaking.mounts import make_ext4, mount, mount_tmpfs, unmount
@@ -61,7 +62,7 @@ class CorruptChunk(Scene):
         if not self.flips:
             return None
         if self.answer is None:
-            self.answer = self.site.ask("verify", {"job": self.context.job.name}, VERIFY_S)
+            self.answer = self.site.ask(VerifyStore(job=self.context.job.name), VERIFY_S)
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None

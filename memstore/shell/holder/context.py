@@ -13,6 +13,8 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import copy_to_wire
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -57,9 +59,9 @@ class HolderContext:
         except Exception:
             log.exception("host %s: order %s failed", self.host_id, work.__name__)
 
-    def ask(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def ask(self, call_id: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
-        self.report("call", {"id": call_id, "verb": verb, "body": body})
+        self.report("call", {"id": call_id, "call": encode(request)})
 
     def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.

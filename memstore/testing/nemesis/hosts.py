@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from memstore.core.wire.calls import RankCall
 from memstore.errors import MemstoreError
 from memstore.shell.arena import lock as arena_lock
 from memstore.shell.rank.admin_link import Tool
@@ -242,7 +243,7 @@ class Hosts:
 
     # -- questions --------------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
         """Ask the controller through a holder that runs; MemstoreError or OSError if none answers."""
         problems = []
         for host in self:
@@ -253,7 +254,7 @@ class Hosts:
                 continue
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(verb, body or {}, timeout_s))
+                    return dict(tool.ask(request, timeout_s))
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{host}: {type(exc).__name__}: {exc}")
         raise MemstoreError(f"no holder answers: {problems}")
