@@ -21,10 +21,10 @@ import xxhash
 from benchmarks.report.harness import Options, Record
 from benchmarks.rigs.controller_rig import BEAT, CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
 from memstore.config import Config
-from memstore.core.wire.frame import pack_body
 from memstore.core.wire.reports import Called
 from memstore.shell.controller.controller import collect_rarely
 from memstore.shell.controller.holder_session import SessionEnded
+from memstore.testing.requests import request_of
 
 HOSTS = 2048
 RACK = 32
@@ -98,7 +98,7 @@ def call(rig: Rig, verb: str, body: dict[str, Any]) -> None:
     def calls() -> Iterator[tuple[str, Called]]:
         for rank in range(rig.fleet.world_size):
             more = {"job": JOB, "rank": rank, "pid": 1000 + rank, "nonce": nonce(rig.fleet.launch, rank)}
-            yield rig.fleet.host_of(rank), Called(id=rank, verb=verb, body=pack_body({**body, **more}))
+            yield rig.fleet.host_of(rank), Called(id=rank, call=request_of(verb, more, **body))
 
     rig.answers.clear()
     rig.tell(calls())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.config import check_name
-from memstore.core.wire import reports
+from memstore.core.wire import calls, reports
 from memstore.core.wire.orders import Order
 from memstore.core.wire.status_rows import HostStats
 from recovery.inventory import Copy, ShardId, ShardSpec
@@ -73,8 +73,7 @@ class RankCall:
 
     host_id: str
     call_id: int
-    verb: str
-    body: Body
+    request: calls.RankCall
 
 
 @dataclass(frozen=True, slots=True)

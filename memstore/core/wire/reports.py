@@ -7,6 +7,7 @@ Declared, not in use yet: the processes still send these as plain maps (`docs/in
 
 from __future__ import annotations
 
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row
 from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireCopy, WireShard, WireStep
 from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
@@ -86,8 +87,7 @@ class Called(Message, frozen=True, tag="called"):
     """A rank, a tool, or the holder for a rank, asks something."""
 
     id: Ordinal
-    verb: str
-    body: bytes
+    call: RankCall
 
 
 # -- copies -------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.wire.codec import encode_frame
-from memstore.core.wire.frame import Kind, pack_body, unpack_body
+from memstore.core.wire.codec import encode_frame, tag_of
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import (
     Action,
     Answer,
@@ -303,7 +303,8 @@ class Controller:
             log.exception("catalog failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
-                actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
+                error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
+                actions.append(Answer(event.host_id, event.call_id, {}, error))
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
@@ -412,7 +413,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
         case FactsWritten():
             return FactAck(host, message.seq)
         case Called():
-            return RankCall(host, message.id, message.verb, unpack_body(message.body))
+            return RankCall(host, message.id, message.call)
         case SessionEnded():
             return HostLost(host, message.why or "connection closed")
         case Inventory():

@@ -22,7 +22,8 @@ from memstore.config import Config
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
@@ -175,9 +176,9 @@ class Holder:
             tombstones=self.tombstones, begin_again=self.begin_again,
         )  # fmt: skip
 
-    def _relay(self, number: int, verb: str, body: dict[str, Any]) -> None:
+    def _relay(self, number: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
-        self.sessions.report(Called(id=number, verb=verb, body=pack_body(body)))
+        self.sessions.report(Called(id=number, call=request))
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(

@@ -14,8 +14,9 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
+from memstore.core.wire.calls import AssignRanks, Join, Rewind
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body, unpack_body
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -119,8 +120,8 @@ class RankServer:
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
-            case Ask(id=number, verb=verb, body=body):
-                self.calls.ask(Call(link.owner, link.nonce, number, verb, unpack_body(body)))
+            case Ask(id=number, call=request):
+                self.calls.ask(Call(link.owner, link.nonce, number, request))
             case LendSlots() | AdoptSlots() | UnlendSlots():
                 self._transfer(link, message)
             case PutReady():
@@ -170,7 +171,7 @@ class RankServer:
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if call.verb in ("join", "rewind", "mesh_order") and error is None:
+        if isinstance(call.request, Join | Rewind | AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         answer: AskAnswered | AskRefused
         if error is not None:

@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
+from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.orders import DropJob, GiveUpFork
@@ -57,10 +58,11 @@ RANK = """
 import signal, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
+from memstore.core.wire.calls import AskSteps
 from memstore.shell.rank.holder_link import HolderLink
 link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 link.wait_free(2, 15.0)
-link.call_soon("steps", {})
+link.call_soon(AskSteps(job="job"))
 link.outbox.put(lambda: print("ready", flush=True))
 signal.pause()
 """
@@ -88,7 +90,7 @@ class Site:
             store=scratch_store_name(), arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
             scrub_bytes_per_s=0,
         )  # fmt: skip
-        self.relayed: list[tuple[int, str]] = []
+        self.relayed: list[int] = []
         self.gone: list[str] = []
         self.holder = self.begin(64)
 
@@ -102,7 +104,7 @@ class Site:
 
     def _note(self, report: HolderMessage) -> None:
         if isinstance(report, Called):
-            self.relayed.append((report.id, report.verb))
+            self.relayed.append(report.id)
         elif isinstance(report, RankGone):
             self.gone.append(report.nonce)
 
@@ -158,9 +160,9 @@ def answered(reply: dict[str, Any]) -> AskAnswered:
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, Ask(id=1, verb="steps", body=pack_body({})))
+    send(channel, Ask(id=1, call=AskSteps(job="job")))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
-    return site.relayed[-1][0]
+    return site.relayed[-1]
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     wait_for(lambda: "n" not in site.holder.state.ranks.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
-    assert site.relayed == [(kept, "steps")]
+    assert site.relayed == [kept]
 
 
 def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello: Callable[..., Channel]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
+from memstore.core.wire.calls import AskSteps, ReadRanges
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
@@ -238,12 +239,12 @@ class Reader:
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, verb: str, body: dict[str, Any]) -> None:
-        if verb == "steps":
+    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+        if isinstance(request, AskSteps):
             self.holder.ranks.answer(call_id, {"steps": []}, None)
             return
         self.count += 1
-        bad = stage(self.holder, order(shelved, body["chunks"], self.count))
+        bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)

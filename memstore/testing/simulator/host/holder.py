@@ -15,7 +15,7 @@ from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire import reports
+from memstore.core.wire import calls, reports
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
     Event,
@@ -214,9 +214,9 @@ class SimHolder:
         if isinstance(rank.link, RankLink):
             self.driver.start(ranks.leave(self.state, rank.link))
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
-        self.calls.ask(Call(rank.owner, rank.nonce, call_id, verb, dict(body)))
+        self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered; with the place of the bytes if it is a read."""
@@ -224,7 +224,7 @@ class SimHolder:
         link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
         if call is None or link is None or not link.is_open:
             return
-        if call.verb in ("join", "rewind", "mesh_order") and error is None:
+        if isinstance(call.request, calls.Join | calls.Rewind | calls.AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         if "shard" in body and error is None:
             self.world.spawn(self.stager.read(link, call.rank_id, body), link.process)

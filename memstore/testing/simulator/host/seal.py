@@ -12,6 +12,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.reports import Fenced
@@ -109,8 +110,11 @@ class Sealer:
         yield from ()
         shard = effect.shard
         self.holder.twins.ended(shard)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.holder.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.holder.calls.ask(Call(None, "", 0, request))
 
     def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
         yield from ()

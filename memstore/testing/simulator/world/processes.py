@@ -13,6 +13,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
 from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
@@ -88,7 +89,7 @@ class Holder(Process, Protocol):
     def join(self, rank: Rank) -> None:
         """Open a link."""
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
