@@ -14,8 +14,9 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
+from memstore.core.wire.calls import AssignRanks, Join, Rewind
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body, unpack_body
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -119,8 +120,8 @@ class RankServer:
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
-            case Ask(id=number, verb=verb, body=body):
-                self.calls.ask(Call(link.owner, link.nonce, number, verb, unpack_body(body)))
+            case Ask(id=number, call=request):
+                self.calls.ask(Call(link.owner, link.nonce, number, request))
             case LendSlots() | AdoptSlots() | UnlendSlots():
                 self._transfer(link, message)
             case PutReady():
@@ -134,10 +135,8 @@ class RankServer:
                 self.traffic.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.traffic.release(link.job, link.rank, (link.attempt, step))
-            case IntoChecked(error=error):
-                told = {"job": message.job, "round": message.round, "rank": message.rank, "ok": error is None}
-                why = None if error is None else [error.error, error.message]
-                self.context.report("checked", {**told, "error": why})
+            case IntoChecked():
+                self.context.report(message)
             case Bye():
                 self.runner.run(ranks.leave(self.state, link))
 
@@ -172,7 +171,7 @@ class RankServer:
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if call.verb in ("join", "rewind", "mesh_order") and error is None:
+        if isinstance(call.request, Join | Rewind | AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         answer: AskAnswered | AskRefused
         if error is not None:

@@ -23,8 +23,10 @@ from typing import Any
 
 import msgspec
 
+from memstore.core.wire.calls import RankCall, decode_call
+from memstore.core.wire.codec import encode, tag_of
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body, unpack_body
+from memstore.core.wire.frame import Kind, unpack_body
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -271,18 +273,18 @@ class HolderLink(LeasedSlots):
     # -- for the store ------------------------------------------------------------------------
 
     def call_soon(
-        self, verb: str, body: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
+        self, request: RankCall, then: Callable[[Future[dict[str, Any]]], None] | None = None
     ) -> Future[dict[str, Any]]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
-            ConfigError: An argument is nothing that a message can hold.
+            ConfigError: An argument is nothing that the message can hold.
         """
         try:
-            packed = pack_body(body)
+            decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
-            raise ConfigError(f"{verb} of job {self.job!r} cannot be asked for: {exc}") from exc
-        return self.ask_soon(Ask(id=0, verb=verb, body=packed), then)
+            raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
+        return self.ask_soon(Ask(id=0, call=request), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
@@ -295,11 +297,11 @@ class HolderLink(LeasedSlots):
         self.notify(numbered)
         return future
 
-    def call(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def call(self, request: RankCall, timeout_s: float) -> dict[str, Any]:
         """Ask and wait; PeerTimeout names the question and the limit."""
         if self.closed.is_set():
             raise ClosedError("this store is closed: connect again")
-        answer: dict[str, Any] = self._await(self.call_soon(verb, body), verb, timeout_s)
+        answer: dict[str, Any] = self._await(self.call_soon(request), tag_of(request), timeout_s)
         return answer
 
     def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:

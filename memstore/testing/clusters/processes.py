@@ -25,6 +25,7 @@ from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.journal.records import entry_from_record
+from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
@@ -303,14 +304,14 @@ class ProcessCluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = START_S) -> dict[str, Any]:
         """Ask the controller through any holder that runs."""
         running = [host for host, process in self.holders.items() if process.poll() is None]
-        return ask_through([self.arena(host) for host in running], verb, body, timeout_s)
+        return ask_through([self.arena(host) for host in running], request, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        return self.ask("status")
+        return self.ask(AskStatus())
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""
@@ -319,7 +320,7 @@ class ProcessCluster:
     def host_rows(self) -> list[dict[str, Any]]:
         """Return the hosts in the controller's status; empty while no controller answers."""
         try:
-            found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
+            found: list[dict[str, Any]] = self.ask(AskStatus(), timeout_s=2.0)["hosts"]
         except (MemstoreError, OSError):
             return []
         return found
@@ -334,7 +335,7 @@ class ProcessCluster:
         A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
         suspect at that moment.
         """
-        return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
+        return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
 
     def wait_live(self, *hosts: str) -> None:
         """Wait until the controller counts these hosts live, each with the holder that was started last."""
@@ -350,16 +351,14 @@ class ProcessCluster:
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
 
 
-def ask_through(
-    folders: Iterable[Path], verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S
-) -> dict[str, Any]:
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = START_S) -> dict[str, Any]:
     """Ask the controller through the first holder that answers, of those that own these arena folders."""
     problems = []
     for folder in folders:
         if (folder / "holder.sock").exists():
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(verb, body, timeout_s))
+                    return dict(tool.ask(request, timeout_s))
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
     raise MemstoreError(f"no holder answers: {problems}")

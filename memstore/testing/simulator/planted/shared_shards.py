@@ -96,7 +96,7 @@ def another_shard_restored() -> Any:
     return patch.object(
         Staging,
         "checked",
-        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
+        lambda self, now, active, report: checked(self, now, active, replace(report, error=None)),
     )
 
 

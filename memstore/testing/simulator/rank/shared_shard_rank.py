@@ -143,7 +143,7 @@ class SharedShardRank(SimRank):
         return step.step
 
     def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, Body | None]:
-        return (yield from self._call("read", GET_S, rank=rank, step=step, of_attempt=attempt))
+        return (yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt))
 
     def _near(self, ranks: Sequence[int]) -> int:
         """Return the copier that all ranks of this host read from."""
