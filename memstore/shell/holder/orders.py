@@ -83,7 +83,7 @@ class OrderRouter:
         elif kind == "markers":
             self.persister.markers(body)
         elif kind == "answer":
-            self.ranks.answer(int(body["id"]), body["body"], body["error"])
+            self.ranks.answer(int(body["id"]), body["reply"], body["error"])
         elif kind == "ask":
             self._later(self._ask, body)
         elif kind == "dropped":

@@ -14,9 +14,8 @@ from typing import Any
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.calls import AssignRanks, Join, Rewind
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import shard_from_wire
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
@@ -39,6 +38,7 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
+from memstore.core.wire.replies import Joined, pack_reply, unpack_reply
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import is_alive, process_start_time
@@ -184,21 +184,22 @@ class RankServer:
             case AdoptSlots(step=step):
                 return self.lendings.adopt(self.connections.owners.get(link.parent), link.owner, step)
 
-    def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
+    def answer(self, call_id: int, data: bytes | None, error: list[str] | None) -> None:
         """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
         call = self.calls.take(call_id)
         with self.connections.lock:
             link = self.connections.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if isinstance(call.request, Join | Rewind | AssignRanks) and error is None:
-            link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
-        if "shard" in body and error is None:
-            body, error = self._with_place(link, body)
+        reply = unpack_reply(call.request, data) if data is not None else None
+        if isinstance(reply, Joined):
+            link.attempt, link.rank = reply.attempt, reply.rank
+        elif isinstance(reply, dict) and "shard" in reply:
+            reply, error = self._with_place(link, reply)
         if error is not None:
             link.send(AskRefused(id=call.rank_id, error=error[0], message=error[1]))
-        else:
-            link.send(AskAnswered(id=call.rank_id, reply=pack_body(body)))
+        elif reply is not None:
+            link.send(AskAnswered(id=call.rank_id, reply=pack_reply(reply)))
 
     def _with_place(self, link: RankConnection, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
         try:

@@ -34,6 +34,7 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.requests import fields_told
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
@@ -172,12 +173,13 @@ class SimHolder:
         """Relay a question."""
         self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """The controller answered; a get's answer carries the bytes' place, pinned."""
         call = self.calls.take(number)
         rank = self.ranks.get(call.nonce) if call is not None else None
         if call is None or rank is None or rank.is_dead:
             return
+        body = fields_told(call.request, data) if data is not None else {}
         if "excerpt" in body and error is None:
             body, error = self.stager.read_part(rank, body)
         elif "shard" in body and error is None:
