@@ -19,6 +19,7 @@ from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.messages import Body, shard_to_wire
+from memstore.core.wire.replies import Skipped
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -361,7 +362,7 @@ class Steps:
             attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
-        self.out.answer(call, {"resume": attempt.resume_step})
+        self.out.answer(call, Skipped(resume=attempt.resume_step))
 
 
 def _gap_limit(attempt: Attempt) -> int:

@@ -50,6 +50,7 @@ from typing import Any
 
 from memstore.config import check_name
 from memstore.core.wire import calls
+from memstore.core.wire.replies import Reply
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 Body = dict[str, Any]
@@ -175,7 +176,7 @@ class Answer:
 
     host_id: str
     call_id: int
-    body: Body
+    reply: Reply | None
     error: tuple[str, str] | None = None
 
 

@@ -44,6 +44,7 @@ from memstore.core.wire.messages import (
     Tick,
     copy_from_wire,
 )
+from memstore.core.wire.replies import pack_reply
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.controller.event_log import EventLog
 from memstore.shell.controller.holder_session import Session
@@ -280,7 +281,7 @@ class Controller:
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
                 error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
-                actions.append(Answer(event.host_id, event.call_id, {}, error))
+                actions.append(Answer(event.host_id, event.call_id, None, error))
         frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
         for action in actions:
             self._execute(action, frames)
@@ -304,7 +305,8 @@ class Controller:
                 session.outbox.put(frames[key])
             elif isinstance(action, Answer):
                 error = list(action.error) if action.error is not None else None
-                body = {"k": "answer", "id": action.call_id, "body": action.body, "error": error}
+                reply = pack_reply(action.reply) if action.reply is not None else None
+                body = {"k": "answer", "id": action.call_id, "reply": reply, "error": error}
                 session.outbox.put(pack_frame(Kind.EVENT, body))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
             session.why = str(exc)

@@ -82,7 +82,7 @@ class OrderRouter:
         elif kind == "markers":
             self.persister.markers(body)
         elif kind == "answer":
-            self.rank_server.answer(int(body["id"]), body["body"], body["error"])
+            self.rank_server.answer(int(body["id"]), body["reply"], body["error"])
         elif kind == "ask":
             self._later(self._ask, body)
         elif kind == "dropped":

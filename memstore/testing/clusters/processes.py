@@ -305,7 +305,7 @@ class ProcessCluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = START_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = START_S) -> Any:
         """Ask the controller through any holder that runs."""
         problems: list[str] = []
         for host, process in self.holders.items():
@@ -319,7 +319,8 @@ class ProcessCluster:
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        return self.ask(AskStatus())
+        status: dict[str, Any] = self.ask(AskStatus())
+        return status
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""

@@ -32,6 +32,7 @@ from memstore.core.wire.messages import (
     Tell,
     Tick,
 )
+from memstore.core.wire.replies import pack_reply
 from memstore.testing.controller.catalog_durable import Durable
 from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, plain, plain_event
 from memstore.testing.requests import request_of
@@ -194,13 +195,12 @@ class CatalogWorld:
         holder = self.holders[host]
         if self._sessions.get(host) != session or not holder.is_up:
             return
-        body = plain(action.body)
         if isinstance(action, Tell):
-            holder.obey(action.kind, body)
+            holder.obey(action.kind, plain(action.body))
             if action.kind == "outdated":
                 del self._sessions[host]  # the holder ends it, to begin again
         else:
-            holder.answer(action.call_id, body, action.error)
+            holder.answer(action.call_id, None if action.reply is None else pack_reply(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():

@@ -243,7 +243,7 @@ class Hosts:
 
     # -- questions --------------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller through a holder that runs; MemstoreError or OSError if none answers."""
         problems = []
         for host in self:
@@ -254,7 +254,7 @@ class Hosts:
                 continue
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(request, timeout_s))
+                    return tool.ask(request, timeout_s)
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{host}: {type(exc).__name__}: {exc}")
         raise MemstoreError(f"no holder answers: {problems}")
