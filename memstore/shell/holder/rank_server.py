@@ -135,10 +135,8 @@ class RankServer:
                 self.traffic.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.traffic.release(link.job, link.rank, (link.attempt, step))
-            case IntoChecked(error=error):
-                told = {"job": message.job, "round": message.round, "rank": message.rank, "ok": error is None}
-                why = None if error is None else [error.error, error.message]
-                self.context.report("checked", {**told, "error": why})
+            case IntoChecked():
+                self.context.report(message)
             case Bye():
                 self.runner.run(ranks.leave(self.state, link))
 

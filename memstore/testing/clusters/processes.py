@@ -16,12 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import numpy as np
 
 from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
@@ -31,17 +29,18 @@ from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import Tool, store_root
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.nursery import ForkedProcess, Nursery
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
 START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
-Process = subprocess.Popen[bytes] | ForkedProcess
+StartedProcess = subprocess.Popen[bytes] | ForkedProcess
 shared_nursery: Callable[[], Nursery] | None = None
 """Returns what forks the processes of all clusters; None: each process is a program that imports everything anew."""
 
@@ -95,10 +94,10 @@ class ProcessCluster:
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
-        self.holders: dict[str, Process] = {}
+        self.holders: dict[str, StartedProcess] = {}
         self.started_s: dict[str, float] = {}  # host -> when its newest holder was started
-        self.replaced: list[Process] = []  # holders beside which a successor was started
-        self.controller: Process | None = None
+        self.replaced: list[StartedProcess] = []  # holders beside which a successor was started
+        self.controller: StartedProcess | None = None
         self.settle_s = 5.0
         self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
@@ -133,7 +132,7 @@ class ProcessCluster:
             proxy.close()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
 
-    def _spawn(self, role: str, on_host: str, **arguments: Any) -> Process:
+    def _spawn(self, role: str, on_host: str, **arguments: Any) -> StartedProcess:
         spec = {
             "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
             "config": self.config.start_fields(), **arguments,
@@ -234,7 +233,7 @@ class ProcessCluster:
             self.kill_holder(host)
         self.kill_controller()
 
-    def replace_holder(self, host: str) -> Process:
+    def replace_holder(self, host: str) -> StartedProcess:
         """Start a successor beside a holder that still runs; return the old process."""
         old = self.holders[host]
         self.start_holder(host)
@@ -265,7 +264,7 @@ class ProcessCluster:
     def inventory(self, host: str) -> dict[str, Any]:
         """Return what a host stores, read from its files: manifests, journal, and slots that hold bytes."""
         folder = self.arena(host)
-        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        table = slot_records(folder)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
         return {
             "manifests": self.manifests(host),
@@ -307,15 +306,8 @@ class ProcessCluster:
 
     def ask(self, request: RankCall, timeout_s: float = START_S) -> Any:
         """Ask the controller through any holder that runs."""
-        problems: list[str] = []
-        for host, process in self.holders.items():
-            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
-                try:
-                    with Tool(self.arena(host)) as tool:
-                        return tool.ask(request, timeout_s)
-                except MemstoreError as exc:
-                    problems.append(f"{host}: {exc}")
-        raise MemstoreError(f"no holder answers: {problems}")
+        running = [host for host, process in self.holders.items() if process.poll() is None]
+        return ask_through([self.arena(host) for host in running], request, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
@@ -360,12 +352,25 @@ class ProcessCluster:
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
 
 
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = START_S) -> dict[str, Any]:
+    """Ask the controller through the first holder that answers, of those that own these arena folders."""
+    problems = []
+    for folder in folders:
+        if (folder / "holder.sock").exists():
+            try:
+                with Tool(folder) as tool:
+                    return dict(tool.ask(request, timeout_s))
+            except (MemstoreError, OSError) as exc:
+                problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
+    raise MemstoreError(f"no holder answers: {problems}")
+
+
 def _named(manifests: dict[str, bytes]) -> set[bytes]:
     """Return the digests of all chunks that manifests name."""
     return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
 
 
-def kill(process: Process) -> None:
+def kill(process: StartedProcess) -> None:
     """Kill and reap a process that this one started."""
     if process.poll() is None:
         process.kill()
